@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
@@ -153,20 +151,3 @@ def _gradient(stage: int) -> None:
 
 def test_gradients_are_told_of_shown_and_cleared() -> None:
     run_each(2, _gradient, (0, 1, 2, 3))
-
-
-def _released(stage: int) -> None:
-    """Without their optimizer, parameters at stages 0 to 2 are parameters again."""
-    model, optimizer = build(stage)
-    step(model, optimizer)
-    optimizer.runtime.gathering.make_current()
-    dist.barrier()
-    del optimizer
-    gc.collect()
-    assert model[0].weight.detach().isfinite().all()
-    model[0].weight.grad = torch.ones(64, 64)
-    assert model[0].weight.grad.sum() == 4096
-
-
-def test_parameters_outlive_their_optimizer() -> None:
-    run_each(2, _released, (0, 2))

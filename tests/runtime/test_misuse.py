@@ -118,6 +118,13 @@ def _lazy() -> None:
     make(nn.Sequential(nn.LazyLinear(4)))
 
 
+def _scripted() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted: Any = torch.jit.script(nn.Linear(4, 4))
+    make(nn.Sequential(nn.Linear(4, 4), scripted))
+
+
 def _two_groups() -> None:
     model = small()
     make(model, params=[{"params": model.parameters()}, {"params": [model[2].weight]}])
@@ -182,6 +189,12 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         "UsageError",
         ("complex64", "view_as_real"),
     ),
+    "updates at stage 3": (
+        lambda: make(stage=3, precision=zerokit.Precision("bf16", wire="int8", wire_updates=True)),
+        "UsageError",
+        ("choose stage 1 or 2",),
+    ),
+    "a scripted module": (_scripted, "UsageError", ("1 was made by torch.jit.script", "plain module")),
     "a lazy module": (_lazy, "UsageError", ("0.weight", "one forward")),
 }
 if hasattr(torch.optim, "Muon"):
@@ -440,18 +453,6 @@ def test_a_constructor_that_fails_on_one_rank_ends_the_others_within_the_time_ou
     assert second.raised("UsageError")
     for outcome in (first, third):
         assert outcome.raised("ZerokitError"), outcome.describe()
-
-
-def _scripted() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted: Any = torch.jit.script(nn.Linear(4, 4))
-    with pytest.raises(zerokit.UsageError, match=r"1 was made by torch\.jit\.script, .* plain module"):
-        make(nn.Sequential(nn.Linear(4, 4), scripted))
-
-
-def test_a_scripted_unit_is_refused() -> None:
-    run_ranks(1, _scripted)
 
 
 def _built_anew(stage: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,30 @@ def test_stages_equal_one_process_in_bits(optimizer: str) -> None:
     for rank, results in enumerate(run_ranks(2, train_all, "gpt_groups", runs)):
         for label, result in results.items():
             assert_equal_bits(result, alone[rank], f"{optimizer}, rank {rank}, {label} against one process")
+
+
+def _begun_late(given: tuple[str, int]) -> list[str]:
+    """A unit gets its states later than the rest, and but for SGD a part of one, too."""
+    name, stage = given
+    case, model, optimizer = trained("mlp_10_64_2", Run(stage=stage, optimizer=name))
+    trajectory = Trajectory()
+    first, *_, last = list(model.children())
+    late = [
+        *last.parameters(),
+        *([] if OPTIMIZERS[name][0] is torch.optim.SGD else [first.get_parameter("weight")]),
+    ]
+    for step in range(5):
+        for parameter in late:
+            parameter.requires_grad_(step > 1)
+        one_step(model, optimizer, case, Run(), step, trajectory)
+    trajectory.weights = digest(whole_weights(model).items())
+    return trajectory.bits()
+
+
+def test_states_may_begin_late() -> None:
+    cases = list(itertools.product(OPTIMIZERS, range(4)))
+    found = dict(zip(cases, run_each(2, _begun_late, cases), strict=True))
+    assert [case for case in cases if found[case] != found[case[0], 0]] == []
 
 
 def _surface() -> None:

@@ -317,18 +317,6 @@ def test_a_residual_is_not_dropped_in_silence(tmp_path: Path) -> None:
     run_ranks(2, _load_elsewhere, str(tmp_path))
 
 
-# --- failures and refusals ---------------------------------------------------------------------------------
-
-
-def _stage_3_updates() -> None:
-    with pytest.raises(zerokit.UsageError, match="choose stage 1 or 2"):
-        trained("gpt", Run(stage=3, precision=_precision("int8", **UPDATES)))
-
-
-def test_updates_have_no_differences_where_parameters_are_cut() -> None:
-    run_ranks(2, _stage_3_updates)
-
-
 def test_the_sizes_are_the_published_ones() -> None:
     assert BLOCK_FORMATS["int8"].nbytes(256) == 258
     assert BLOCK_FORMATS["int4"].nbytes(128) == 66
