@@ -76,8 +76,9 @@ def _train() -> dict[str, list[list[str]]]:
     import warnings
 
     warnings.filterwarnings("ignore", module="transformers")
+    found = {name: [_train_at(name, stage) for stage in (turn % 3, 3)] for turn, name in enumerate(MODELS)}
     _evaluate()
-    return {name: [_train_at(name, stage) for stage in (turn % 3, 3)] for turn, name in enumerate(MODELS)}
+    return found
 
 
 def _train_at(name: str, stage: int) -> list[str]:
