@@ -54,7 +54,7 @@ def _wire(name: str, dtype: torch.dtype, rank: int) -> Wire:
 
 
 def _buckets(numel: int, dtype: torch.dtype, *, alike: bool) -> list[Tensor]:
-    """Of all ranks. Magnitudes are far apart, as few bits of about the same size add up exactly.
+    """Every rank's bucket. Magnitudes are far apart, as few bits of about the same size add up exactly.
 
     They are so between elements or, where elements are rounded together, `alike` within a rank.
     """
