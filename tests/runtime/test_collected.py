@@ -6,7 +6,9 @@ import gc
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -44,15 +46,17 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _many_optimizers(folder: Path) -> list[int]:
+def _many_optimizers(folder: Path, islands: bool) -> list[int]:
     threads = []
+    where: Any = {"stage": ("local", 2), "mesh": (2, 1)} if islands else {"stage": 2}
     for step in range(4):
         model = nn.Linear(8, 8)
-        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=2, lr=0.1)
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, **where)
+        local = zerokit.LocalSteps(optimizer, every=1) if islands else None
         optimizer.backward(model(torch.ones(2, 8)).float().sum())
         optimizer.step()
         zerokit.save(folder, optimizer, step=step)  # over a group of its own
-        del model, optimizer
+        del model, optimizer, local
         gc.collect()
         threads.append(_threads())
         deadline = time.monotonic() + 20.0
@@ -62,6 +66,9 @@ def _many_optimizers(folder: Path) -> list[int]:
     return threads
 
 
-def test_groups_of_collected_optimizers_are_destroyed_with_their_threads(tmp_path: Path) -> None:
-    for threads in run_ranks(2, _many_optimizers, tmp_path, timeout=60.0):
+@pytest.mark.parametrize("islands", [False, True])
+def test_groups_of_collected_optimizers_are_destroyed_with_their_threads(
+    islands: bool, tmp_path: Path
+) -> None:
+    for threads in run_ranks(2, _many_optimizers, tmp_path, islands, timeout=60.0):
         assert max(threads) == threads[0], threads  # a group that stays has three threads or more

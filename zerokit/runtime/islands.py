@@ -15,13 +15,13 @@ import torch.distributed as dist
 from zerokit.errors import UsageError
 from zerokit.placement import Axis, Mesh, row_of
 from zerokit.runtime.build import mesh_of
-from zerokit.runtime.collectives.groups import clone, timeout_of
+from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, note_user, timeout_of
 
 LOCAL = "local"
 """The outer stage of a mesh whose outer axis synchronises no gradients."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Islands:
     """The ranks of `everyone` as `mesh.outer` islands of `mesh.inner` ranks; this one is `rank` of `everyone`."""
 
@@ -39,10 +39,16 @@ class Islands:
         """The number of this rank's island."""
         return self.rank // self.mesh.inner
 
-    def group(self, axis: Axis, backend: str) -> dist.ProcessGroup:
-        """A new process group of the ranks that `axis` joins with this one. All ranks of `everyone` call it alike."""
+    def group(self, axis: Axis, backend: str, user: object) -> dist.ProcessGroup:
+        """A new process group of the ranks that `axis` joins with this one, for `user`.
+
+        All ranks of `everyone` call it alike.
+        """
         members = self.mesh.members(axis, self.rank)
-        return clone(self.everyone, backend, self.timeout, members=members)
+        made = clone(self.everyone, backend, self.timeout, members=members)
+        if backend == "gloo":
+            note_user(self.everyone, user, {str(axis): made})
+        return made
 
 
 def divide_into_islands(
@@ -72,4 +78,8 @@ def divide_into_islands(
     assert shape is not None
     timeout = timeout_of(everyone, torch.device("cpu"), torch.device("cuda")) or dist.default_pg_timeout
     islands = Islands(everyone, shape, everyone.rank(), timeout)
-    return stage[1], None, islands.group(Axis.INNER, str(dist.get_backend_config(everyone))), islands
+    backend = str(dist.get_backend_config(everyone))
+    if "gloo" in backend and "nccl" not in backend:
+        backend = "gloo"
+        destroy_unused_groups(everyone)
+    return stage[1], None, islands.group(Axis.INNER, backend, islands), islands

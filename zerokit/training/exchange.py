@@ -78,7 +78,7 @@ class Exchange:
     def __init__(self, islands: Islands) -> None:
         self.islands = islands
         self.count, self.index = islands.count, islands.index
-        self._group = islands.group(Axis.OUTER, "gloo")
+        self._group = islands.group(Axis.OUTER, "gloo", self)
         self._members = dist.get_process_group_ranks(self._group)
         self._store = dist.distributed_c10d._get_process_group_store(self._group)
         self._timeout: datetime.timedelta = islands.timeout

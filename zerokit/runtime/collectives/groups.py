@@ -34,9 +34,17 @@ def destroy_unused_groups(like: dist.ProcessGroup) -> None:
     dist.all_reduce(in_use, dist.ReduceOp.MAX, group=like)
     for (_, groups), used in zip(entries, in_use.tolist(), strict=True):
         for group in () if used else groups.values():
-            with suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
+            _destroy(group)
     _owned[like] = [entry for entry, used in zip(entries, in_use.tolist(), strict=True) if used]
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Destroy a group, and those that were made like it."""
+    for _, groups in _owned.pop(group, ()):
+        for one in groups.values():
+            _destroy(one)
+    with suppress(RuntimeError, ValueError):
+        dist.destroy_process_group(group)
 
 
 def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> datetime.timedelta | None:
