@@ -36,8 +36,7 @@ def copy_all(source: Path, target: Path, **options: object) -> None:
     with Copier(**options) as copier:  # type: ignore[arg-type]
         out = copier.target(target, 3000)
         copier.copy(
-            NOT_ASKED,
-            [Request("a", source, 0, 1000, out, 0), Request("b", source, 1000, 2000, out, 1000)],
+            NOT_ASKED, [Request("a", source, 0, 1000, out, 0), Request("b", source, 1000, 2000, out, 1000)]
         )
         copier.release(out)
 

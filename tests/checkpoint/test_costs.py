@@ -26,13 +26,11 @@ from tests.support.checkpoints import (
 )
 from zerokit.checkpoint.diff import diff
 from zerokit.checkpoint.extents import rank_file
-from zerokit.checkpoint.extra import decode
 from zerokit.checkpoint.formats.convert import consolidate, reshard
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.safetensors import lay_out
 from zerokit.checkpoint.verify import verify
 from zerokit.cli import cli
-from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Parameter, Unit
 
 FEW = 120
@@ -138,18 +136,6 @@ def test_a_folder_of_many_small_tensors_costs_in_proportion(tmp_path: Path) -> N
         return _measured(lambda: reshard(path, 2, tmp_path / "folder", jobs=1, force=True))[0]
 
     assert convert(4 * FEW) < 5 * convert(FEW) + 1000
-
-
-def test_a_key_as_long_as_the_file_is_not_copied_for_every_value() -> None:
-    plain = {"k" * 100_000: [[0]] * 1000}
-    _, peak = _measured(lambda: decode(plain, {}))
-    assert peak < 4 << 20
-    once = {"$": "torch", "tensor": "x"}  # a short text could ask for any amount of memory
-    with pytest.raises(CheckpointError, match="the same tensor twice"):
-        decode([once, once], {"x": 1})
-    with pytest.raises(CheckpointError) as caught:
-        decode({"k" * 100_000: [{"$": "?"}]}, {})
-    assert len(str(caught.value)) < 500
 
 
 def test_the_files_of_many_ranks_cost_what_they_hold() -> None:

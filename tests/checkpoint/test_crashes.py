@@ -117,12 +117,13 @@ def _survives(folder: str, journal: str, name: str) -> int:
     old, new = (newest_step(places.made(state.tree) / "run") for state in (states[0], states[-1]))
     assert old != new
     assert new is not None
-    for state in states:
-        try:
-            _survives_one(case, state, places, optimizer, old, new)
-        except BaseException as error:
-            error.add_note(f"{name}: {state}")
-            raise
+    with files.replaced(Unsynced()):
+        for state in states:
+            try:
+                _survives_one(case, state, places, optimizer, old, new)
+            except BaseException as error:
+                error.add_note(f"{name}: {state}")
+                raise
     return len(states)
 
 
@@ -150,16 +151,11 @@ def _survives_one(
     assert again or newest is None or zerokit.verify(run / f"step-{newest[0]:08d}").intact
 
 
-def _survives_all(folder: str, journal: str, name: str) -> int:
-    with files.replaced(Unsynced()):
-        return _survives(folder, journal, name)
-
-
 @pytest.mark.parametrize(("world", "name"), CASES, ids=str)
 def test_a_crash_of_a_save_leaves_the_old_or_the_new_step(
     world: int, name: str, journals: dict[tuple[int, str], Path], tmp_path: Path
 ) -> None:
-    (states,) = run_ranks(1, _survives_all, str(tmp_path), str(journals[world, name]), name)
+    (states,) = run_ranks(1, _survives, str(tmp_path), str(journals[world, name]), name)
     assert states > 20
 
 
@@ -202,13 +198,6 @@ def _out(root: Path) -> Tree | None:
     return read_tree(root / "out") if (root / "out").exists() else None
 
 
-def _prepared(root: Path, case: Conversion, sources: tuple[Path, Path]) -> Path:
-    root.mkdir()
-    if case.force:
-        case.run(sources[0], root / "out", False)
-    return root
-
-
 def _recorded(root: Path, journal: Path, exchanges: bool, work: Callable[[], object]) -> None:
     begin_journal(root, journal)
     with files.replaced(Recording(root, journal, exchanges=exchanges)):
@@ -227,7 +216,9 @@ def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
     name: str, sources: tuple[Path, Path], tmp_path: Path, unsynced: None
 ) -> None:
     case, places = CONVERSIONS[name], _Places(tmp_path)
-    root = _prepared(tmp_path / "root", case, sources)
+    (root := tmp_path / "root").mkdir()
+    if case.force:
+        case.run(sources[0], root / "out", False)
     old = _out(root)
     # In another process: what it has left is nobody's when the tree is looked at.
     work = partial(case.run, sources[1], root / "out", case.force)
@@ -244,34 +235,18 @@ def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
         assert [path.name for path in root.iterdir()] == ["out"], str(state)
 
 
-def _steps(run: Path) -> list[str]:
-    return sorted(path.name for path in run.glob("step-*"))
-
-
-def _three_steps(run: Path) -> Path:
-    for step in (10, 20, 30):
-        write_run(run, example_layout(1), example_content(example_layout(1), step=step))
-    return run
-
-
 def test_a_crash_of_prune_leaves_whole_steps(tmp_path: Path, unsynced: None) -> None:
-    places = _Places(tmp_path)
-    root = tmp_path / "root"
-    _three_steps(root / "run")
+    places, root = _Places(tmp_path), tmp_path / "root"
+    for step in (10, 20, 30):
+        write_run(root / "run", example_layout(1), example_content(example_layout(1), step=step))
     work = partial(prune_after_save, root / "run", Retention(keep_last=1))
     run_alone(_recorded, root, tmp_path / "journal", True, work)
-    assert _steps(root / "run") == ["step-00000030"]
     for state in crashes(tmp_path / "journal"):
         run = places.made(state.tree) / "run"
-        _require_whole(run, str(state))
-        assert len(_steps(run)) == 1 or state.calls < state.total
+        newest, steps = newest_step(run), list(run.glob("step-*"))
+        assert newest is not None, str(state)
+        assert newest[0] == 30, str(state)
+        assert all(zerokit.verify(step).intact for step in steps), str(state)
+        assert len(steps) == 1 or state.calls < state.total, str(state)
         prune_after_save(run, Retention(keep_last=1))
-        assert _steps(run) == ["step-00000030"], str(state)
-
-
-def _require_whole(run: Path, when: str) -> None:
-    newest = newest_step(run)
-    assert newest is not None, when
-    assert newest[0] == 30, when
-    for step in _steps(run):
-        assert zerokit.verify(run / step).intact, when
+        assert [path.name for path in run.glob("step-*")] == ["step-00000030"], str(state)

@@ -86,17 +86,6 @@ def test_a_flipped_bit_is_found_and_its_file_named(step: Path, data: st.DataObje
         path.write_bytes(whole)
 
 
-def test_a_changed_letter_of_extra_is_found(step: Path) -> None:
-    """It is JSON all the same."""
-    path = step / "extra.json"
-    whole = flip(path, path.read_bytes().index(b"example"))
-    try:
-        for reader in (read_all, verify, reshard):
-            refused(step, reader, "extra.json: damaged")
-    finally:
-        path.write_bytes(whole)
-
-
 def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
     def damage(path: Path) -> None:
         path.unlink()

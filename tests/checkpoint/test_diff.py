@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.cli.inside import zerokit_inside as zerokit
 from tests.support.checkpoints import (
     Content,
@@ -26,16 +24,6 @@ def write(path: Path, content: Content, world: int = 1, layout: Layout | None = 
     for file in path.glob("rank-*"):
         file.unlink()  # nobody may read it
     return path
-
-
-@pytest.mark.parametrize(("a", "b"), [(1, 1), (64, 5)])
-def test_the_same_state_is_the_same_at_any_world_size(
-    tmp_path: Path, content: Content, a: int, b: int
-) -> None:
-    found = diff(write(tmp_path / "a", content, a), write(tmp_path / "b", content, b))
-    assert found.same
-    assert found.equal == len(content.values)
-    assert found.layout == (() if a == b else (f"world size {a} and {b}",))
 
 
 def test_one_changed_byte_of_a_parameter_is_named(tmp_path: Path, content: Content) -> None:

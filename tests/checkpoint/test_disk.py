@@ -67,7 +67,11 @@ def test_a_full_disk_is_told_with_needed_and_free_bytes(tmp_path: Path) -> None:
         f"{tmp_path / 'a'}: cannot be written: No space left on device: 5 bytes"
     )
     assert str(caught.value).endswith("are free")
-    for number, words in ((errno.ENOSPC, "inodes are used up"), (errno.EDQUOT, "quota of bytes or files")):
+    for number, words in (
+        (errno.ENOSPC, "inodes are used up"),
+        (errno.EDQUOT, "quota of bytes or files"),
+        (errno.EACCES, "Permission denied: check its permissions and its owner"),
+    ):
         with pytest.raises(CheckpointError, match=words), disk.explained(tmp_path / "new", "created"):
             raise OSError(number, os.strerror(number))  # no count of bytes: a name is all that was asked for
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +83,8 @@ def _one_fault(
     dist.all_gather_object(messages, said)
     assert messages[0] == messages[1]
     assert said or not any(reached) or number != 1, "the first call failed, and nobody said so"
+    assert not said or os.strerror(fault.code) in said
+    assert fault.lasting != SPACE or not list(run.glob(".*"))  # nothing half done takes space
     if rank == 0:
         after = newest_step(run)
         assert said or after is not None

@@ -11,8 +11,6 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoints import example_content, example_layout
-from zerokit.checkpoint.extents import rank_file
 from zerokit.checkpoint.safetensors import MAX_BYTES, Tensor, header_size, parse_header
 from zerokit.errors import CheckpointError
 
@@ -39,20 +37,6 @@ def test_what_the_stock_library_writes_is_read() -> None:
     for name, tensor in header.tensors.items():
         assert (tensor.dtype, tensor.shape) == (arrays[name].dtype.name, arrays[name].shape)
         assert content[tensor.offset : tensor.offset + tensor.size] == arrays[name].tobytes()
-
-
-def test_a_rank_s_header_is_read_as_the_layout_places_it() -> None:
-    world = 3
-    layout = example_layout(world)
-    content = example_content(layout)
-    for rank in range(world):
-        file = rank_file(layout, content.streams, 100, rank)
-        found = parse_header(file.header, file.size, file.name)
-        assert [(t.offset, t.size) for t in found.tensors.values()] == [
-            (e.offset, e.size) for e in file.extents
-        ]
-        assert found.metadata == {"format": "zerokit", "step": "100", "rank": str(rank), "world": str(world)}
-        assert found.size == len(file.header)
 
 
 REFUSALS: dict[str, tuple[bytes, str]] = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import zerokit
 from tests.cli.inside import zerokit_inside as command
@@ -80,9 +81,11 @@ def like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_from_pretrained_takes_the_folder(tmp_path: Path, trained: tuple[Path, Any], like: Path) -> None:
     run, wanted = trained
-    done = command(tmp_path, "consolidate", str(run), "-o", "out", "--like", "like")
+    done = command(
+        tmp_path, "consolidate", str(run), "-o", "out", "--like", "like", "--max-shard-size", "20kB"
+    )
     assert (done.returncode, done.stdout) == (0, "out\n")
-    assert re.fullmatch(r"\d files, \d+\.\d kB\n", done.stderr)
+    assert re.fullmatch(r"\d+ files, \d+\.\d kB\n", done.stderr)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )
@@ -93,7 +96,9 @@ def test_from_pretrained_takes_the_folder(tmp_path: Path, trained: tuple[Path, A
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded("w3 w59")["input_ids"] == [3, 59]
     assert loaded.chat_template == tokenizer().chat_template
-    copied = {path.name for path in (tmp_path / "out").iterdir()} - {"model.safetensors"}
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == load_file(like / "model.safetensors").keys()
+    copied = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("model")}
     assert copied >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert not copied & {
         "optimizer.pt",
@@ -114,16 +119,12 @@ def test_from_pretrained_takes_the_folder(tmp_path: Path, trained: tuple[Path, A
 
 def inner_model(folder: Path) -> None:
     """As the hub's gpt2: names without "transformer.", and masks that newer versions compute."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 16, 16)}, folder / "model.safetensors")
 
 
 def both_tied_names(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     save_file(tensors, folder / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import warnings
@@ -194,6 +195,23 @@ def _again_before_many(directory: str) -> None:
     assert zerokit.Checkpoint(directory).step == 2
 
 
+def _keeps_what_cannot_go(directory: str) -> None:
+    """A step that cannot be removed fails no save."""
+
+    class Denied(files.System):
+        def rename(self, old: Path, new: Path) -> None:
+            if old.name == "step-00000001":
+                raise PermissionError(1, "Operation not permitted")
+            super().rename(old, new)
+
+    zero = _trained()
+    save(directory, zero, step=1, keep_last=1)
+    warns: Any = pytest.warns(zerokit.ZerokitWarning, match="step-00000002 is saved, but older .*removed")
+    with files.replaced(Denied()), contextlib.nullcontext() if dist.get_rank() else warns:
+        save(directory, zero, step=2, keep_last=1)
+    assert zerokit.list_steps(directory) == [1, 2]
+
+
 def _at_a_path(directory: str) -> None:
     """A path that is not UTF-8."""
     directory, zero = os.fsdecode(os.fsencode(directory) + b"/run-\xff"), _trained()
@@ -205,4 +223,4 @@ def _at_a_path(directory: str) -> None:
 
 def test_what_is_taken_refused_and_chosen(tmp_path: Path) -> None:
     works = [_changing, _unreadable, _pruned_meanwhile, _beside_another_job, _on_two_disks]
-    run_ranks(2, in_turn, [*works, _again_before_many, _at_a_path], str(tmp_path))
+    run_ranks(2, in_turn, [*works, _again_before_many, _keeps_what_cannot_go, _at_a_path], str(tmp_path))

@@ -75,33 +75,6 @@ def test_what_is_no_manifest_is_told() -> None:
             parse_manifest(content, "here")
 
 
-def drop(*path: str | int) -> Callable[[Any], None]:
-    def change(plain: Any) -> None:
-        for key in path[:-1]:
-            plain = plain[key]
-        del plain[path[-1]]
-
-    return change
-
-
-def one_unit(plain: Any) -> None:
-    plain["units"] = [{"scopes": [], "parameters": len(plain["parameters"])}]
-
-
-def repeat_stream(plain: Any) -> None:
-    """The same kind and dtype, cut into two."""
-    whole = plain["streams"][0]
-    plain["streams"].insert(0, whole | {"parameters": [], "crc32": ""})
-
-
-def repeat_scalars(plain: Any) -> None:
-    plain["scalars"] *= 2
-
-
-def scalar(kind: str) -> dict[str, Any]:
-    return {"kind": kind, "dtype": "float32", "shape": [], "parameters": [[0, 1]]}
-
-
 def many_scalars(plain: Any) -> None:
     """A short text that stands for 10^7 positions."""
     count = len(plain["parameters"])
@@ -120,7 +93,6 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
         put("content", value="adapters"),
         "'adapters', this zerokit knows 'weights': use a newer",
     ),
-    "a content of another kind": (put("content", value=7), "expected str"),
     "weights with more": (
         put("content", value="weights"),
         "content is 'weights', but there is optimizer state: 'exp_avg'",
@@ -140,28 +112,33 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     ),
     "a million dimensions": (put("parameters", 0, "shape", value=[2**62] * 10**6), "is impossible"),
     "an empty unit": (put("units", 0, "parameters", value=0), "'parameters' is 0, expected 1 to"),
-    "a unit of frozen and trainable": (one_unit, "mixes frozen and trainable parameters, or groups"),
-    "a stream twice": (repeat_stream, "streams are not in order"),
+    "a unit of frozen and trainable": (
+        lambda plain: plain.update(units=[{"scopes": [], "parameters": len(plain["parameters"])}]),
+        "mixes frozen and trainable parameters, or groups",
+    ),
+    "a stream twice": (
+        lambda plain: plain["streams"].insert(0, plain["streams"][0] | {"parameters": [], "crc32": ""}),
+        "streams are not in order",
+    ),
     "a parameter in no stream": (
         lambda plain: plain["streams"][-1].update(parameters=[], crc32=""),
         "is in no param stream",
-    ),
-    "a checksum too few": (
-        lambda plain: put("streams", 1, "crc32", value=plain["streams"][1]["crc32"][8:])(plain),
-        "checksums, expected one for each of",
     ),
     "a checksum in capitals": (
         lambda plain: put("streams", 1, "crc32", value="ABCDEF01" + plain["streams"][1]["crc32"][8:])(plain),
         "'ABCDEF01' is not a CRC-32 of eight hexadecimal digits",
     ),
-    "scalars twice": (repeat_scalars, "scalars of one kind are listed twice"),
+    "scalars twice": (
+        lambda plain: plain.update(scalars=plain["scalars"] * 2),
+        "scalars of one kind are listed twice",
+    ),
     "a flood of scalars": (many_scalars, "hold more than 4194304 parameters together"),
     "too many streams": (
         lambda plain: plain.update(streams=plain["streams"] * 1000),
         "000 streams are listed, 1024 are allowed",
     ),
     "scalars that are a stream": (
-        lambda plain: plain.update(scalars=[scalar("exp_avg")]),
+        put("scalars", 0, "kind", value="exp_avg"),
         "'exp_avg' of parameter 0 is in a stream and in scalars",
     ),
     "a file outside": (
@@ -172,10 +149,6 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "common elsewhere": (
         put("common", "name", value="/etc/passwd"),
         "a file is called '/etc/passwd', expected",
-    ),
-    "extra elsewhere": (
-        put("extra", "name", value="../extra.json"),
-        "a file is called '../extra.json', expected",
     ),
 }
 

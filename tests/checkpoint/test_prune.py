@@ -10,10 +10,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import zerokit
 from tests.cli.inside import zerokit_inside as command
@@ -25,7 +23,6 @@ from tests.support.checkpoints import (
     weights_of,
     write_checkpoint,
 )
-from tests.support.distributed import run_ranks
 from zerokit import files
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.run import (
@@ -130,31 +127,34 @@ def test_older_steps_go(tmp_path: Path) -> None:
     assert zerokit.verify(run).intact
 
 
-def test_the_newest_whole_step_and_the_one_that_latest_names_stay(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", *range(1, 7), weights=(5, 6), latest=3)
-    zerokit.prune(run, keep_last=1)
-    assert list_steps(run) == [3, 4, 6]
-
-
-def test_damaged_steps_do_not_count(tmp_path: Path) -> None:
-    """Else a run whose last ones are damaged would lose those that are not."""
-    run = make_run(tmp_path / "run", *range(1, 8))
-    for step in (3, 5, 6):
+@pytest.mark.parametrize(
+    ("latest", "weights", "damaged", "superseded", "keep_last", "stays"),
+    [
+        # The newest whole step, and the one that `latest` names.
+        (3, (5, 6), (), (), 1, [3, 4, 6]),
+        # Damaged steps do not count: a run whose last ones are damaged would lose those that are not.
+        (7, (), (3, 5, 6), (), 3, [2, 3, 4, 5, 6, 7]),
+        (7, (), (3, 5, 6), (), 2, [4, 5, 6, 7]),
+        # Superseded ones go, and later ones that are damaged stay: they may be out of reach for a moment.
+        (3, (), (6, 7), (4, 5), 2, [2, 3, 6, 7]),
+    ],
+)
+def test_which_steps_count(
+    tmp_path: Path,
+    latest: int,
+    weights: tuple[int, ...],
+    damaged: tuple[int, ...],
+    superseded: tuple[int, ...],
+    keep_last: int,
+    stays: list[int],
+) -> None:
+    run = make_run(tmp_path / "run", *range(1, 7 + (not weights)), weights=weights, latest=latest)
+    name_latest(run, latest, *superseded)
+    for step in damaged:
         (run / f"step-0000000{step}" / "extra.json").unlink()
-    zerokit.prune(run, keep_last=3)
-    assert list_steps(run) == [2, 3, 4, 5, 6, 7]
-    zerokit.prune(run, keep_last=2)
-    assert list_steps(run) == [4, 5, 6, 7]
-
-
-def test_superseded_steps_go_and_later_ones_that_are_damaged_stay(tmp_path: Path) -> None:
-    """They may only have been out of reach for a moment."""
-    run = make_run(tmp_path / "run", *range(1, 7))
-    name_latest(run, 3, 4, 5)
-    (run / "step-00000006" / "extra.json").unlink()
-    zerokit.prune(run, keep_last=2)
-    assert list_steps(run) == [2, 3, 6]
-    assert zerokit.Checkpoint(run).step == 3
+    zerokit.prune(run, keep_last=keep_last)
+    assert list_steps(run) == stays
+    assert weights or zerokit.Checkpoint(run).step == latest
 
 
 def test_a_save_leaves_superseded_steps_until_it_has_passed_them(tmp_path: Path) -> None:
@@ -190,28 +190,6 @@ def test_a_prune_beside_this_one(tmp_path: Path) -> None:
     assert foreign_to_step(run / "step-00000001") == "no manifest.json of zerokit's"
     with patch("zerokit.checkpoint.prune.stated_checksum", return_value=1):  # it goes just then
         assert foreign_to_step(run / "step-00000001") == ""
-
-
-def _keeps_what_cannot_go(directory: str) -> None:
-    optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4), torch.optim.AdamW, stage=2, precision="fp32")
-
-    class Denied(files.System):
-        def rename(self, old: Path, new: Path) -> None:
-            if old.name == "step-00000001":
-                raise PermissionError(1, "Operation not permitted")
-            super().rename(old, new)
-
-    with files.replaced(Denied()):
-        zerokit.save(directory, optimizer, step=1, keep_last=1)
-        with pytest.warns(
-            zerokit.ZerokitWarning, match="step-00000002 is saved, but older steps stay: .*removed"
-        ):
-            zerokit.save(directory, optimizer, step=2, keep_last=1)
-    assert zerokit.list_steps(directory) == [1, 2]
-
-
-def test_a_step_that_cannot_be_removed_fails_no_save(tmp_path: Path) -> None:
-    run_ranks(1, _keeps_what_cannot_go, str(tmp_path))
 
 
 def test_without_latest_nobody_knows_which_steps_are_superseded(tmp_path: Path) -> None:

@@ -21,9 +21,6 @@ from zerokit.checkpoint.verify import verify
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Parameter, Segment, build_layout
 
-ROOT = Path(__file__).parents[2]
-WORLD = 3
-
 
 @pytest.mark.parametrize("world", [1, 5, 64])
 def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Content, world: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerokit.checkpoint.checksum import Part, Piece, Pieces, along, combine, from_text, to_text
+from zerokit.checkpoint.checksum import Part, Piece, Pieces, along, combine
 from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.requests import Conversion, Memory, Request, neighbours, read, requests_for
@@ -65,25 +64,6 @@ def test_readings_that_differ_are_never_right(readings: list[int]) -> None:
         pieces.update(one)
     ((_, piece),) = pieces.parts(0, 0)
     assert piece.crc not in readings
-
-
-@given(st.lists(st.binary(max_size=9)))
-def test_combined_checksums_are_those_of_the_whole(parts: list[bytes]) -> None:
-    whole = b"".join(parts)
-    assert combine(Piece(zlib.crc32(part), len(part)) for part in parts) == (zlib.crc32(whole), len(whole))
-
-
-@given(st.lists(st.integers(0, 2**32 - 1)))
-def test_checksums_as_text(crcs: list[int]) -> None:
-    text = "".join(f"{crc:08x}" for crc in crcs)
-    assert to_text(crcs) == text
-    assert from_text(text) == array("I", crcs)
-
-
-@pytest.mark.parametrize("text", ["0123456", "0123456G", "ABCDEF01", " 123 567"])
-def test_other_text_is_no_checksum(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a CRC-32 of eight hexadecimal digits"):
-        from_text(text)
 
 
 @given(

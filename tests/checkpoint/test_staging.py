@@ -57,22 +57,6 @@ def test_a_staged_directory_appears_when_it_is_whole(tmp_path: Path, name: str) 
     assert (target / "a").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize(("error", "force"), [(KeyboardInterrupt, True), (CheckpointError, False)])
-def test_a_failure_leaves_everything_as_it_was(
-    tmp_path: Path, old: Path, error: type[BaseException], force: bool
-) -> None:
-    target = old if force else tmp_path / "fresh"
-
-    def fail(work: Path) -> None:
-        write_file(work / "a", b"new")
-        raise error
-
-    with pytest.raises(error), staged(target, force=force, foreign=nothing) as work:
-        fail(work)
-    assert names(tmp_path) == ["out"]
-    assert (old / "file").read_text() == "old"
-
-
 def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     with staged(tmp_path / "out") as work:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from tests.cli.inside import zerokit_inside as zerokit
 from tests.support.checkpoints import (
-    Content,
     example_content,
     example_extra,
     example_layout,
@@ -114,21 +113,13 @@ def test_all_damage_is_told_at_once(step: Path) -> None:
 
 def test_small_files_that_do_not_fit_the_manifest_are_told(tmp_path: Path) -> None:
     """Their checksums are right."""
-    layout = example_layout(1)
-    good = example_content(layout)
-    kept = tuple(tensor for tensor in good.common if tensor[0] != "optimizer/step")
-    strange = Content(good.step, good.streams, good.values, good.scalars, kept, example_extra(step=7))
-    write_checkpoint(tmp_path / "step", layout, strange)
-    assert verify(tmp_path / "step").findings == (
-        Finding("common.safetensors", "holds nothing as optimizer/step, expected float32 [14]"),
-        Finding("extra.json", "not valid: 'step' is 7, but the manifest's is 100"),
-    )
     extra = example_extra(user={"$": "torch", "tensor": "x"})
-    strange = Content(good.step, good.streams, good.values, (), (), extra)
-    write_checkpoint(tmp_path / "other", layout, strange)
-    (finding,) = verify(tmp_path / "other").findings
-    assert finding.file == "extra.json"
-    assert "there is no such tensor" in finding.problem
+    strange = replace(example_content(example_layout(1)), common=(), extra=extra)
+    write_checkpoint(tmp_path / "step", example_layout(1), strange)
+    common, rest = verify(tmp_path / "step").findings
+    assert common == Finding("common.safetensors", "holds nothing as optimizer/step, expected float32 [14]")
+    assert rest.file == "extra.json"
+    assert "there is no such tensor" in rest.problem
 
 
 @pytest.fixture(scope="module")
@@ -176,29 +167,28 @@ def test_the_command_tells_intact_from_damaged(step: Path, tmp_path: Path) -> No
     assert report["findings"][0].keys() == {"file", "problem", "stream", "parameter", "start", "stop"}
 
 
-def test_every_step_of_a_run_is_read_or_said_not_to_be(step: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("islands", [False, True])
+def test_every_step_is_read_or_said_not_to_be(step: Path, tmp_path: Path, islands: bool) -> None:
     old = step.with_name("step-00000050")
-    write_checkpoint(old, example_layout(WORLD), replace(example_content(example_layout(WORLD)), step=50))
+    if islands:
+        step.parent.rename(tmp_path / "one")
+        shutil.copytree(tmp_path / "one", step.parent / "island-1")
+        old = (tmp_path / "one").rename(step.parent / "island-0") / step.name
+    else:
+        write_checkpoint(old, example_layout(WORLD), example_content(example_layout(WORLD), step=50))
+    whole = zerokit(tmp_path, "verify", "run").returncode
     flip(old / RANK_1, -1)
     done = zerokit(tmp_path, "verify", "run")
-    assert done.returncode == 0
+    assert (whole, done.returncode) == (0, int(islands))  # the first island's step is the one that is read
     assert done.stdout.endswith("1 other step of the run not read: --all reads every step\n")
     done = zerokit(tmp_path, "verify", "--all", "run")
     assert (done.returncode, done.stdout.count(": intact: "), done.stdout.count(": damaged: ")) == (1, 1, 1)
     report = json.loads(zerokit(tmp_path, "verify", "--all", "--json", "run").stdout)
     assert (report["intact"], [one["intact"] for one in report["steps"]]) == (False, [False, True])
-
-
-def test_every_island_is_read_or_said_not_to_be(step: Path, tmp_path: Path) -> None:
-    for number in range(2):
-        shutil.copytree(step.parent, tmp_path / "whole" / f"island-{number}")
-    flip(tmp_path / "whole" / "island-1" / step.name / RANK_1, -1)
-    done = zerokit(tmp_path, "verify", "whole")
-    assert (done.returncode, "1 other step of the run not read" in done.stdout) == (0, True)
-    done = zerokit(tmp_path, "verify", "--all", "whole")
-    assert (done.returncode, done.stdout.count(": intact: "), done.stdout.count(": damaged: ")) == (1, 1, 1)
-    done = zerokit(tmp_path, "prune", "whole", "--keep-last", "1")
-    assert "whole: holds the runs of islands: give one of them, such as whole/island-0" in done.stderr
+    done = zerokit(tmp_path, "prune", "run", "--keep-last", "2")
+    assert (
+        "run: holds the runs of islands: give one of them, such as run/island-0" in done.stderr
+    ) == islands
 
 
 def test_a_step_that_a_save_removes_meanwhile_is_not_damaged(step: Path) -> None:

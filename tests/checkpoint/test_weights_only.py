@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import random
 import shutil
 from dataclasses import replace
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 import zerokit
-from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import (
     example_content,
     example_extra,
@@ -28,7 +27,8 @@ from tests.support.checkpoints import (
 from tests.support.crashes import read_tree
 from tests.support.distributed import run_ranks
 from tests.support.models import CASES
-from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
+from tests.support.saving import in_turn
+from tests.support.training import Run, Trajectory, build_seeded, one_step, whole_weights, wrap
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
 from zerokit.layout import Interval
@@ -148,48 +148,6 @@ def test_the_file_has_weights_and_nothing_else(folder: Path) -> None:
     assert "content" not in whole
 
 
-def _loads(folder: str) -> tuple[list[str], list[str], tuple[list[str], bool], list[bool]]:
-    swapped = [_swap(f"{folder}/swapped-{stage}", stage) for stage in range(4)]
-    return _refused(folder), _lost(f"{folder}/gpt"), _fits_in_part(f"{folder}/part"), swapped
-
-
-@pytest.fixture(scope="module")
-def loads(folder: Path) -> list[Any]:
-    """On two ranks."""
-    return run_ranks(2, _loads, str(folder))
-
-
-def _refused(folder: str) -> list[str]:
-    """A full load of weights: refused on every rank, and nothing changes."""
-    case, run, told = CASES["gpt"], Run(stage=3), []
-    model = build_seeded(case, 0)
-    zero = wrap(model, case, run)
-    before = _state(zero)
-    for source in ("gpt/weights", "gpt/weights/step-00000002", "mixed/step-00000004"):
-        with pytest.raises(zerokit.CheckpointError) as caught:
-            load(f"{folder}/{source}", zero)
-        assert (zero.refusal, _state(zero)) == ("", before)
-        told.append(str(caught.value))
-    one_step(model, zero, case, run, 0, Trajectory())
-    # From a run of both kinds each load takes the newest step that it can.
-    newest = load(f"{folder}/mixed", zero), load(f"{folder}/mixed", zero, weights_only=True)
-    assert newest == (2, 4)
-    return told
-
-
-def test_loading_weights_as_a_whole_state_is_refused_with_the_line_to_write(
-    folder: Path, loads: list[Any]
-) -> None:
-    step, mixed = folder / "gpt" / "weights" / "step-00000002", folder / "mixed"
-    for (of_run, of_step, beside_whole), *_ in loads:
-        assert "step-00000002 was saved with weights_only=True" in of_run
-        assert f'zerokit.load("{step.parent}", optimizer, weights_only=True)' in of_run
-        assert of_step.startswith(f"{step}: has weights but no optimizer state")
-        assert f'zerokit.load("{step}", optimizer, weights_only=True)' in of_step
-        assert f'zerokit.load("{mixed / "step-00000002"}", optimizer)' in beside_whole
-    assert zerokit.Checkpoint(mixed).step == 4
-
-
 def _model(frozen: str, stage: int, *, value: float) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
     model = nn.Sequential(nn.Linear(10, 30), nn.Linear(30, 10))
     with torch.no_grad():
@@ -200,95 +158,99 @@ def _model(frozen: str, stage: int, *, value: float) -> tuple[nn.Module, zerokit
     return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32")
 
 
-def _swap(directory: str, stage: int) -> bool:
+def _refused(folder: str) -> None:
+    """A full load of weights: refused on every rank with the line to write, and nothing changes."""
+    case, run, told = CASES["gpt"], Run(stage=3), []
+    zero = wrap(model := build_seeded(case, 0), case, run)
+    before = _state(zero)
+    weights, step, mixed = (
+        f"{folder}/gpt/weights",
+        f"{folder}/gpt/weights/step-00000002",
+        f"{folder}/mixed/step-0000000",
+    )
+    for source in (weights, step, f"{mixed}4"):
+        with pytest.raises(zerokit.CheckpointError) as caught:
+            load(source, zero)
+        assert (zero.refusal, _state(zero)) == ("", before)
+        told.append(str(caught.value))
+    one_step(model, zero, case, run, 0, Trajectory())
+    of_run, of_step, beside_whole = told
+    assert "step-00000002 was saved with weights_only=True" in of_run
+    assert f'zerokit.load("{weights}", optimizer, weights_only=True)' in of_run
+    assert of_step.startswith(f"{step}: has weights but no optimizer state")
+    assert f'zerokit.load("{step}", optimizer, weights_only=True)' in of_step
+    assert f'zerokit.load("{mixed}2", optimizer)' in beside_whole
+    # From a run of both kinds each load takes the newest step that it can.
+    newest = load(f"{folder}/mixed", zero), load(f"{folder}/mixed", zero, weights_only=True)
+    assert newest == (2, 4)
+
+
+def _swapped(folder: str) -> None:
     """The layer that was frozen is trained now, and the other way round."""
-    first, source = _model("0", stage, value=0.25)
-    save(directory, source, step=1, weights_only=True)
-    second, zero = _model("1", stage, value=7.0)
-    with pytest.raises(zerokit.CheckpointError, match="weights_only=True"):
-        load(directory, zero)
-    load(directory, zero, weights_only=True)
-    with source.gathered(), zero.gathered():
-        equal = all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    zero.backward(second(torch.ones(2, 10)).sum())
-    zero.step()
-    with zero.gathered():
+    for stage in range(4):
+        directory = f"{folder}/swapped-{stage}"
+        first, source = _model("0", stage, value=0.25)
+        save(directory, source, step=1, weights_only=True)
+        second, zero = _model("1", stage, value=7.0)
+        with pytest.raises(zerokit.CheckpointError, match="weights_only=True"):
+            load(directory, zero)
+        load(directory, zero, weights_only=True)
+        saved = whole_weights(first)
+        assert all(torch.equal(saved[name], value) for name, value in whole_weights(second).items())
+        zero.backward(second(torch.ones(2, 10)).sum())
+        zero.step()
         changed = {
-            name for name, p in second.named_parameters() if not torch.equal(p, _of(first, source, name))
+            name for name, value in whole_weights(second).items() if not torch.equal(value, saved[name])
         }
-    return equal and changed == {"0.weight", "0.bias"}
+        assert changed == {"0.weight", "0.bias"}
 
 
-def _of(model: nn.Module, optimizer: zerokit.ZeroOptimizer, name: str) -> torch.Tensor:
-    with optimizer.gathered():
-        return model.get_parameter(name).detach().clone()
-
-
-def test_frozen_there_and_trained_here(loads: list[Any]) -> None:
-    assert [swapped for *_, swapped in loads] == [[True] * 4] * 2
-
-
-def _fits_in_part(directory: str) -> tuple[list[str], bool]:
+def _fits_in_part(folder: str) -> None:
+    """What does not fit is named; a loose load takes what fits, and leaves the rest."""
     _, source = _model("none", 3, value=0.5)
-    save(directory, source, step=1)
+    save(f"{folder}/part", source, step=1)
     model = nn.Sequential(nn.Linear(10, 30), nn.Linear(30, 11))
     zero = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=3, precision="fp32", lr=0.1)
-    said = []
-    with pytest.raises(zerokit.CheckpointError) as caught:
-        load(directory, zero, weights_only=True)
-    said.append(str(caught.value))
-    if dist.get_rank() == 0:
-        with pytest.warns(UserWarning, match="left as they were") as warned:
-            load(directory, zero, weights_only=True, strict=False)
-        said += [str(warning.message) for warning in warned]
-    else:
-        load(directory, zero, weights_only=True, strict=False)
-    with zero.gathered():
-        first = next(model.parameters())
-        return said, torch.equal(first, torch.arange(300).reshape(30, 10) * 0.5)
+    start = whole_weights(model)["1.weight"].clone()
+    unfit = r"1.weight is \[10, 30\] there and \[11, 30\] here"
+    with pytest.raises(
+        zerokit.CheckpointError, match=f"(?s){unfit}.*Build the model that was saved"
+    ) as caught:
+        load(f"{folder}/part", zero, weights_only=True)
+    assert "SGD" not in str(caught.value)  # another optimizer is no matter
+    warns: Any = pytest.warns(UserWarning, match=f"left as they were: .*{unfit}")
+    with contextlib.nullcontext() if dist.get_rank() else warns:
+        load(f"{folder}/part", zero, weights_only=True, strict=False)
+    found = whole_weights(model)
+    assert torch.equal(found["0.weight"], torch.arange(300).reshape(30, 10) * 0.5)
+    assert torch.equal(found["1.weight"], start)
 
 
-def test_what_does_not_fit_is_named_or_left_out(loads: list[Any]) -> None:
-    for _, _, (said, taken), _ in loads:
-        assert taken
-        assert all("1.weight is [10, 30] there and [11, 30] here" in text for text in said)
-        assert "Build the model that was saved" in said[0]
-        assert "SGD" not in said[0]  # another optimizer is no matter
-
-
-def _lost(directory: str) -> list[str]:
-    """What `step` says after a damaged load of one kind and a good load of another."""
+def _lost(folder: str) -> None:
+    """Weights do not make up for a state that a damaged load has lost."""
     case, run = CASES["gpt"], Run(stage=2)
-    found = []
     for damaged_weights, good_weights in ((False, True), (True, True), (True, False)):
         zero = wrap(build_seeded(case, 0), case, run)
         with pytest.raises(zerokit.CheckpointError):
-            load(os.path.join(directory, "damaged"), zero, weights_only=damaged_weights)
+            load(f"{folder}/gpt/damaged", zero, weights_only=damaged_weights)
         assert zero.refusal
-        load(os.path.join(directory, "whole"), zero, weights_only=good_weights)
-        found.append(zero.refusal)
-    return found
+        load(f"{folder}/gpt/whole", zero, weights_only=good_weights)
+        lost = good_weights and not damaged_weights
+        assert "the state is incomplete" in zero.refusal if lost else zero.refusal == ""
 
 
-def test_weights_do_not_make_up_for_a_lost_state(loads: list[Any]) -> None:
-    for _, (first, *others), *_ in loads:
-        assert "the state is incomplete" in first
-        assert others == ["", ""]
+def test_loads_that_are_refused_swapped_partial_or_after_a_loss(folder: Path) -> None:
+    run_ranks(2, in_turn, [_refused, _swapped, _fits_in_part, _lost], str(folder), apart=False)
+    assert zerokit.Checkpoint(folder / "mixed").step == 4
 
 
-def test_inspect_verify_consolidate_and_diff(tmp_path: Path) -> None:
+def test_consolidate_and_diff(tmp_path: Path) -> None:
     content = example_content(example_layout(1))
-    values = dict(content.values)
-    for key in values:
-        values[key] = bytes(len(values[key]))
+    values = {key: bytes(len(data)) for key, data in content.values.items()}
     content = replace(content, values=values, extra=example_extra(user={"note": 1}))
     slim = replace(weights_of(content), extra={"step": 100, "user": {"note": 1}})
     write_run(tmp_path / "whole", example_layout(2), content)
     write_run(tmp_path / "weights", example_layout(3), slim)
-    assert zerokit.verify(tmp_path / "weights").intact
-    assert zerokit.inspect(tmp_path / "weights").weights_only
-    shown = command(tmp_path, "inspect", "weights")
-    assert "step 100, 3 ranks, weights only" in shown.stdout
     for name in ("whole", "weights"):
         zerokit.consolidate(tmp_path / name, tmp_path / f"model-{name}")
     assert read_tree(tmp_path / "model-whole") == read_tree(tmp_path / "model-weights")

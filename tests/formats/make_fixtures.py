@@ -190,15 +190,9 @@ def make_deepspeed(out: Path, stage: int, precision: str) -> None:
         expected[f"master/{name}"] = safe_get_full_fp32_param(parameter).clone()
         for kind in ("exp_avg", "exp_avg_sq"):
             expected[f"{kind}/{name}"] = safe_get_full_optimizer_state(parameter, kind).clone()
-    if stage == 3:
-        with deepspeed.zero.GatheredParameters(list(engine.module.frozen.parameters())):
-            expected |= {
-                f"param/frozen.{n}": p.detach().clone() for n, p in engine.module.frozen.named_parameters()
-            }
-    else:
-        expected |= {
-            f"param/frozen.{n}": p.detach().clone() for n, p in engine.module.frozen.named_parameters()
-        }
+    frozen = engine.module.frozen
+    with deepspeed.zero.GatheredParameters(list(frozen.parameters()), enabled=stage == 3):
+        expected |= {f"param/frozen.{n}": p.detach().clone() for n, p in frozen.named_parameters()}
     expected |= {
         f"buffer/{name}": value.clone() for name, value in engine.module.named_buffers() if name != "unsaved"
     }

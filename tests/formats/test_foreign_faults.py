@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,64 +189,61 @@ def test_what_no_format_can_hold_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def _index(folder: Path, **files: str) -> None:
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-
-
-def _missing_file(folder: Path) -> None:
-    (folder / "model-2.safetensors").unlink()
-
-
-def _in_another_file(folder: Path) -> None:
-    _index(folder, a="model-2.safetensors", b="model-1.safetensors")
-
-
-def _nowhere(folder: Path) -> None:
-    _index(folder, a="model-1.safetensors", b="model-2.safetensors", c="model-2.safetensors")
-
-
-def _unlisted(folder: Path) -> None:
-    _index(folder, a="model-1.safetensors")
-    save_file({"a": torch.ones(2), "b": torch.ones(2)}, folder / "model-1.safetensors")
-
-
-def _twice(folder: Path) -> None:
-    save_file({"a": torch.zeros(2), "b": torch.ones(2)}, folder / "model-2.safetensors")
-
-
-def _outside(folder: Path) -> None:
-    _index(folder, a="../model.safetensors")
-
-
-def _no_json(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text("[1,")
+INDEX = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+"""Of the folder that is spoiled: where the two tensors of its two files are."""
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("index", "files", "message"),
     [
-        (_missing_file, r"model-2\.safetensors: cannot be opened: No such file"),
-        (_in_another_file, r"says that 'a' is in model-2\.safetensors, but it is in model-1\.safetensors"),
-        (_nowhere, "says that 'c' is in model-2.safetensors, but it is in none of its files"),
-        (_unlisted, "says that 'b' is in no file, but it is in model-1.safetensors"),
-        (_twice, "says that 'a' is in model-1.safetensors, but it is in model-2.safetensors"),
-        (_outside, "names '../model.safetensors', expected a safetensors file beside it"),
-        (_no_json, "not in its framework's format"),
+        (INDEX, {1: "a"}, r"model-2\.safetensors: cannot be opened: No such file"),
+        (
+            INDEX,
+            {1: "b", 2: "a"},
+            r"says that 'a' is in model-1\.safetensors, but it is in model-2\.safetensors",
+        ),
+        (
+            INDEX | {"c": "model-2.safetensors"},
+            {1: "a", 2: "b"},
+            "says that 'c' is in model-2.safetensors, but it is in none of its files",
+        ),
+        (
+            {"a": "model-1.safetensors"},
+            {1: "ab"},
+            "says that 'b' is in no file, but it is in model-1.safetensors",
+        ),
+        (
+            INDEX,
+            {1: "a", 2: "ab"},
+            "says that 'a' is in model-1.safetensors, but it is in model-2.safetensors",
+        ),
+        (
+            {"a": "../model.safetensors"},
+            {1: "a"},
+            "names '../model.safetensors', expected a safetensors file beside it",
+        ),
+        ([1], {1: "a"}, "not in its framework's format|not an index"),
     ],
 )
 def test_an_index_must_be_that_of_its_files(
-    tmp_path: Path, spoil: Callable[[Path], None], message: str
+    tmp_path: Path, index: object, files: dict[int, str], message: str
 ) -> None:
     folder = tmp_path / "model"
-    folder.mkdir()
-    save_file({"a": torch.ones(2)}, folder / "model-1.safetensors")
-    save_file({"b": torch.ones(2)}, folder / "model-2.safetensors")
-    _index(folder, a="model-1.safetensors", b="model-2.safetensors")
+
+    def write(index: object, files: dict[int, str]) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": index} if isinstance(index, dict) else index)
+        )
+        for number, names in files.items():
+            save_file({name: torch.ones(2) for name in names}, folder / f"model-{number}.safetensors")
+
+    write(INDEX, {1: "a", 2: "b"})
     assert len(open_source(folder).names) == 2
     save_file({"c": torch.ones(2)}, folder / "model.safetensors")  # transformers takes it before the index
     assert open_source(folder).names == ["c"]
-    (folder / "model.safetensors").unlink()
-    spoil(folder)
+    shutil.rmtree(folder)
+    write(index, files)
     for use in (zerokit.inspect, lambda path: zerokit.convert(path, tmp_path / "out", format="zerokit")):
         with pytest.raises(CheckpointError, match=message):
             use(folder)

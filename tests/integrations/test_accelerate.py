@@ -115,33 +115,29 @@ def _prepare(
     return prepared
 
 
-def _both() -> list[dict[int | None, Any]]:
+def _both() -> None:
     as_launched()
-    found = []
     for steps, schedule, optimizer_class, clip, stages in (
         (1, _one_cycle, torch.optim.AdamW, "clip_grad_norm_", (1, 2, 3)),
         (3, _warmup, torch.optim.Adagrad, "clip_grad_norm_", (3,)),
         (2, _sequence, torch.optim.SGD, "clip_grad_value_", (1,)),
     ):
-        of_stage: dict[int | None, Any] = {}
+        found = []
         for stage in (None, *stages):
             accelerator = _accelerator(stage, gradient_accumulation_steps=steps)
             prepared = _prepare(accelerator, schedule, optimizer_class)
             torch.manual_seed(dist.get_rank())  # dropout
-            of_stage[stage] = _train(accelerator, prepared, 2, clip)
-        found.append(of_stage)
-    return found
+            found.append(_train(accelerator, prepared, 2, clip))
+        expected, *others = found
+        assert len(expected) == 2 * (5 + 1)
+        for other in others:
+            for entry, wanted in zip(other, expected, strict=True):
+                assert entry == pytest.approx(wanted, rel=1e-5, abs=1e-7)
 
 
 def test_the_same_training_as_under_ddp() -> None:
     """Losses, norms, learning rates and what `gather_for_metrics` gives; an epoch may end within an accumulation."""
-    for rank in run_ranks(2, _both):
-        for found in rank:
-            expected = found.pop(None)
-            assert len(expected) == 2 * (5 + 1)
-            for of_stage in found.values():
-                for entry, other in zip(of_stage, expected, strict=True):
-                    assert entry == pytest.approx(other, rel=1e-5, abs=1e-7)
+    run_ranks(2, _both)
 
 
 # ---- checkpoints

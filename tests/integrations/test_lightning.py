@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import zerokit
+from tests.integrations.launched import as_launched
 from tests.support.distributed import run_ranks
-from zerokit.placement import stage_of
 
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
     pytest.skip("needs lightning or pytorch-lightning", allow_module_level=True)
@@ -28,24 +29,19 @@ if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
 EPOCHS, BATCHES = 2, 6
 
 
-def _pl() -> Any:
-    """Lightning, in an environment as torchrun makes it; imported in the ranks only."""
+def _lightning() -> tuple[Any, Any]:
+    """Lightning and our strategy, in an environment as torchrun makes it; imported in the ranks only."""
+    as_launched()
     os.environ.update(
-        RANK=str(dist.get_rank()),
-        LOCAL_RANK=str(dist.get_rank()),
-        WORLD_SIZE=str(dist.get_world_size()),
-        LOCAL_WORLD_SIZE=str(dist.get_world_size()),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # the process group is there already
-        TORCHELASTIC_RUN_ID="test",
-    )
+        GROUP_RANK="0", MASTER_PORT="1", TORCHELASTIC_RUN_ID="test"
+    )  # the process group is there
     # Lightning's own advice: few workers, no logger. What schedulers say of an optimizer that is not theirs counts.
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", message=".*lr_scheduler.*")
     for name in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    return import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
+    pl = import_module("lightning.pytorch" if find_spec("lightning") is not None else "pytorch_lightning")
+    return pl, import_module("zerokit.integrations.lightning").ZeroStrategy
 
 
 def _module(pl: Any, **changes: Any) -> Any:
@@ -98,14 +94,8 @@ def _module(pl: Any, **changes: Any) -> Any:
                 {"params": [*self.head.parameters(), self.scale], "weight_decay": 0.1},
             ]
             optimizer = torch.optim.AdamW(groups, lr=5e-3)
-            schedule = torch.optim.lr_scheduler.SequentialLR(
-                optimizer,
-                [
-                    torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
-                    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
-                ],
-                [3],
-            )
+            parts = [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 20)]
+            schedule = SequentialLR(optimizer, parts, [3])
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     for name, value in changes.items():
@@ -121,23 +111,9 @@ def _data(seed: int, count: int) -> Any:
 
 
 def _trainer(pl: Any, strategy: Any, **options: Any) -> Any:
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": "callbacks" in options,
-    }
-    world = dist.get_world_size()
-    return pl.Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": world,
-            "max_epochs": EPOCHS,
-            "strategy": strategy,
-            **quiet,
-            **options,
-        }
-    )
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"max_epochs": EPOCHS, "enable_checkpointing": "callbacks" in options, **quiet} | options
+    return pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options)
 
 
 def _fit(
@@ -150,9 +126,7 @@ def _fit(
 
 
 def _beside_ddp() -> None:
-    pl = _pl()
-    from zerokit.integrations.lightning import ZeroStrategy
-
+    pl, ZeroStrategy = _lightning()
     for clipping, accumulated, stages in (
         ("norm", 1, (1, 2, 3)),
         ("norm", 3, (0, 1, 2, 3)),
@@ -167,7 +141,7 @@ def _beside_ddp() -> None:
         assert len(expected.losses) == EPOCHS * BATCHES
         for stage in stages:
             where = f"stage {stage}, {accumulated} micro-batches, clipped by {clipping}"
-            module, trainer = _fit(pl, ZeroStrategy(stage=stage_of(stage)), **options)
+            module, trainer = _fit(pl, ZeroStrategy(stage=stage), **options)
             assert module.losses == pytest.approx(expected.losses, rel=1e-5), where
             assert module.validated == pytest.approx(expected.validated, rel=1e-5), where
             if clipping == "norm":
@@ -184,8 +158,7 @@ def _beside_ddp() -> None:
 
 
 def _by_hand_beside_ddp() -> None:
-    pl = _pl()
-    from zerokit.integrations.lightning import ZeroStrategy
+    pl, ZeroStrategy = _lightning()
 
     def manual(self: Any, batch: Any, number: int) -> None:
         optimizer = self.optimizers()
@@ -211,9 +184,7 @@ def _by_hand_beside_ddp() -> None:
 
 def _half_precision() -> None:
     """The flag is Lightning's, the masters are zerokit's."""
-    pl = _pl()
-    from zerokit.integrations.lightning import ZeroStrategy
-
+    pl, ZeroStrategy = _lightning()
     losses = {}
     for flag in ("32-true", "bf16-mixed", "bf16-true"):
         module, trainer = _fit(pl, ZeroStrategy(stage=3), precision=flag, gradient_clip_val=0.4)
@@ -239,8 +210,7 @@ def test_losses_norms_and_steps_are_those_of_ddp() -> None:
 
 
 def _checkpointed(directory: str) -> list[float]:
-    pl = _pl()
-    from zerokit.integrations.lightning import ZeroStrategy
+    pl, ZeroStrategy = _lightning()
 
     def keep(**options: Any) -> Any:
         return pl.callbacks.ModelCheckpoint(
@@ -283,20 +253,14 @@ def _checkpointed(directory: str) -> list[float]:
 
 
 def _resumed(path: str, stage: int) -> list[float]:
-    pl = _pl()
-    from zerokit.integrations.lightning import ZeroStrategy
-
+    pl, ZeroStrategy = _lightning()
     seen = []
 
     def recall(self: Any, checkpoint: dict[str, Any]) -> None:
         seen.append(checkpoint["mine"])
 
     module, trainer = _fit(
-        pl,
-        ZeroStrategy(stage=stage_of(stage)),
-        _module(pl, on_load_checkpoint=recall),
-        ckpt_path=path,
-        max_epochs=5,
+        pl, ZeroStrategy(stage=stage), _module(pl, on_load_checkpoint=recall), ckpt_path=path, max_epochs=5
     )
     assert trainer.global_step == 5 * BATCHES
     assert seen[0]["of"].tolist() == [0, 1, 2]
@@ -327,9 +291,7 @@ def test_a_checkpoint_is_resumed_by_other_world_sizes_with_equal_losses(tmp_path
 
 def _weights_only(directory: str) -> None:
     """Weights that a callback and a call have saved: tested, gone on from, and no state to resume."""
-    pl = _pl()
-    from zerokit.integrations.lightning import ZeroStrategy
-
+    pl, ZeroStrategy = _lightning()
     keep = pl.callbacks.ModelCheckpoint(directory, monitor="validated", save_top_k=1, save_weights_only=True)
     module, trainer = _fit(pl, ZeroStrategy(stage=3), max_epochs=2, callbacks=[keep])
     path = trainer.checkpoint_callback.best_model_path
@@ -369,8 +331,7 @@ def test_weights_only_checkpoints_hold_weights_and_are_loaded_as_such(tmp_path: 
 
 
 def _refused(directory: str) -> None:
-    pl = _pl()
-    from zerokit.integrations.lightning import ZeroStrategy
+    pl, ZeroStrategy = _lightning()
 
     def refused(
         match: str, strategy: Callable[[], Any] = ZeroStrategy, module: Any = None, **options: Any
@@ -378,37 +339,27 @@ def _refused(directory: str) -> None:
         with pytest.raises(zerokit.ZerokitError, match=match):
             _fit(pl, strategy(), module, **options)
 
+    def configured(optimizers: Callable[[Any], Any]) -> Any:
+        return _module(pl, configure_optimizers=optimizers)
+
+    def of_parts(module: Any) -> list[torch.optim.Optimizer]:
+        module.automatic_optimization = False
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (module.blocks, module.head)]
+
     refused("no option stages", lambda: ZeroStrategy(stages=2))
-    refused("stage", lambda: ZeroStrategy(stage=4))  # type: ignore[arg-type]
+    refused("stage", lambda: ZeroStrategy(stage=4))
     refused("64-true", precision="64-true")
     refused("leave one of them out", lambda: ZeroStrategy(precision="bf16"), precision="bf16-mixed")
     refused("CheckpointIO plugin out", plugins=[pl.plugins.TorchCheckpointIO()])
-    refused("returned None", module=_module(pl, configure_optimizers=lambda self: None))
-    refused(
-        "2 optimizers",
-        module=_by_hand(
-            _module(
-                pl,
-                configure_optimizers=lambda self: [
-                    torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.blocks, self.head)
-                ],
-            )
-        ),
-    )
-    refused(
-        "LBFGS", module=_module(pl, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters()))
-    )
+    refused("returned None", module=configured(lambda module: None))
+    refused("2 optimizers", module=configured(of_parts))
+    refused("LBFGS", module=configured(lambda module: torch.optim.LBFGS(module.parameters())))
     refused(
         "return the torch optimizer",
-        module=_module(
-            pl, configure_optimizers=lambda self: zerokit.ZeroOptimizer(self, torch.optim.SGD, lr=0.1)
-        ),
+        module=configured(lambda module: zerokit.ZeroOptimizer(module, torch.optim.SGD, lr=0.1)),
     )
     refused("calls its update", callbacks=[pl.callbacks.StochasticWeightAveraging(1e-2)])
-    refused(
-        "are in no group",
-        module=_module(pl, configure_optimizers=lambda self: torch.optim.SGD(self.head.parameters(), lr=0.1)),
-    )
+    refused("are in no group", module=configured(lambda module: torch.optim.SGD(module.head.parameters())))
     refused(
         "fp16 scale",
         lambda: ZeroStrategy(precision="fp16"),
@@ -431,11 +382,6 @@ def _refused(directory: str) -> None:
     )
     dist.barrier()  # rank 0 cleans up
     assert not os.path.exists(f"{directory}/kept") or not os.listdir(f"{directory}/kept")
-
-
-def _by_hand(module: Any) -> Any:
-    module.automatic_optimization = False
-    return module
 
 
 def test_what_does_not_go_together_is_refused_with_the_line_to_write(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""What is to be installed is said where it is missing, and nothing else needs it."""
+"""What is to be installed is said where it is missing."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from tests.support.distributed import ROOT, run_alone
+from tests.support.distributed import run_alone
 
 
 def _without_lightning() -> str:
@@ -21,10 +19,3 @@ def _without_lightning() -> str:
 
 def test_without_lightning_the_import_says_what_to_install() -> None:
     assert "pip install pytorch-lightning" in run_alone(_without_lightning)
-
-
-def test_nothing_outside_imports_an_integration() -> None:
-    for path in (ROOT / "zerokit").rglob("*.py"):
-        if "integrations" not in path.parts:
-            imports = re.findall(r"^\s*(?:from|import) zerokit\.integrations", path.read_text(), re.MULTILINE)
-            assert imports == [], path

@@ -48,49 +48,36 @@ def _accuracy(predictions: EvalPrediction) -> dict[str, float]:
 # ---- beside DDP
 
 
-def _train_both(directory: Path) -> list[dict[Any, Any]]:
+BESIDE_DDP: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
+    ((1, 2, 3), 1, {"lr_scheduler_type": "cosine"}),
+    ((2, 3), 3, {}),
+    ((1, 3), 3, {"average_tokens_across_devices": False, "max_grad_norm": 0.0, "optim": "sgd"}),
+]
+"""By turns: the stages, micro-batches, and other arguments."""
+
+
+def _train_both(directory: Path) -> None:
     as_launched()
-    found = []
-    for changes, stages in zip(BESIDE_DDP, STAGES, strict=True):
-        of_stage = {}
+    for stages, micro, changes in BESIDE_DDP:
+        found = []
         for stage in (None, *stages):
-            args = arguments(directory, eval_strategy="epoch", **changes)
+            args = arguments(directory, eval_strategy="epoch", gradient_accumulation_steps=micro, **changes)
             # 7 samples by 2 ranks and batches of 2: the last batch is filled up with samples that must not count.
             made = trainer(stage, args, eval_dataset=texts(7), compute_metrics=_accuracy)
             made.train()
             prediction = made.predict(texts(1))
-            of_stage[stage] = history(made), prediction.predictions.shape, prediction.metrics["test_loss"]
-        found.append(of_stage)
-    return found
-
-
-BESIDE_DDP: list[dict[str, Any]] = [
-    {"gradient_accumulation_steps": 1, "lr_scheduler_type": "cosine"},
-    {"gradient_accumulation_steps": 3},
-    {
-        "gradient_accumulation_steps": 3,
-        "average_tokens_across_devices": False,
-        "max_grad_norm": 0.0,
-        "optim": "sgd",
-    },
-]
-# By turns.
-STAGES = ((1, 2, 3), (2, 3), (1, 3))
+            found.append((history(made), prediction.predictions.shape, prediction.metrics["test_loss"]))
+        (expected, shape, loss), *others = found
+        assert expected[-1]["step"] == sum("grad_norm" in entry for entry in expected) == {1: 12, 3: 4}[micro]
+        assert sum("eval_loss" in entry for entry in expected) == 2
+        for other in others:
+            _close(other[0], [dict(entry) for entry in expected])
+            assert other[1:] == (shape, pytest.approx(loss, rel=1e-5))
 
 
 def test_the_same_training_as_under_ddp(tmp_path: Path) -> None:
     """22 samples by 2 ranks and batches of 2: every epoch ends with a step of fewer samples."""
-    for rank in run_ranks(2, _train_both, tmp_path):
-        for found, changes, stages in zip(rank, BESIDE_DDP, STAGES, strict=True):
-            expected, shape, loss = found[None]
-            steps = {1: 12, 3: 4}[changes["gradient_accumulation_steps"]]
-            assert expected[-1]["step"] == steps
-            assert sum("grad_norm" in entry for entry in expected) == steps
-            assert sum("eval_loss" in entry for entry in expected) == 2
-            for stage in stages:
-                _close(found[stage][0], [dict(entry) for entry in expected])
-                assert found[stage][1] == shape
-                assert found[stage][2] == pytest.approx(loss, rel=1e-5)
+    run_ranks(2, _train_both, tmp_path)
 
 
 class _Stream(IterableDataset[dict[str, Tensor]]):
@@ -101,7 +88,7 @@ class _Stream(IterableDataset[dict[str, Tensor]]):
         return iter(texts(self.count))
 
 
-def _train_variants(directory: Path) -> dict[str, list[Any]]:
+def _train_variants(directory: Path) -> None:
     as_launched()
     variants: dict[str, dict[str, Any]] = {
         "plateau": {
@@ -120,16 +107,14 @@ def _train_variants(directory: Path) -> dict[str, list[Any]]:
             "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
         },
     }
-    found: dict[str, list[Any]] = {}
     for name, changes in variants.items():
+        found = []
         for stage in (None, 3):
             options: dict[str, Any] = {"eval_dataset": texts(3)}
-            changed = {"num_train_epochs": 1} | copy.deepcopy(
-                changes
-            )  # Trainer writes into accelerator_config
+            # Trainer writes into accelerator_config.
+            changed = {"num_train_epochs": 1} | copy.deepcopy(changes)
             if changed.pop("stream", False):
-                options["train_dataset"] = _Stream(21)
-                options["eval_dataset"] = _Stream(5)
+                options = {"train_dataset": _Stream(21), "eval_dataset": _Stream(5)}
             if changed.pop("own_loss", False):
                 options["compute_loss_func"] = _own_loss
             if changed.pop("own_optimizer", False):
@@ -140,8 +125,11 @@ def _train_variants(directory: Path) -> dict[str, list[Any]]:
             made = trainer(stage, arguments(directory, **changed), **options)
             made.train()
             metrics = made.evaluate()
-            found.setdefault(name, []).append([*history(made)[:-1], {"eval_loss": metrics["eval_loss"]}])
-    return found
+            found.append([*history(made)[:-1], {"eval_loss": metrics["eval_loss"]}])
+        expected, other = found
+        assert len(expected) > 3, name
+        # RMSprop and Adagrad divide by the root of what is nearly zero in the first steps.
+        _close(other, expected, norms=1e-4)
 
 
 def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
@@ -152,11 +140,7 @@ def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = 
 
 
 def test_losses_schedules_and_streams_as_under_ddp(tmp_path: Path) -> None:
-    for found in run_ranks(2, _train_variants, tmp_path):
-        for name, (expected, other) in found.items():
-            assert len(expected) > 3, name
-            # RMSprop and Adagrad divide by the root of what is nearly zero in the first steps.
-            _close(other, expected, norms=1e-4)
+    run_ranks(2, _train_variants, tmp_path)
 
 
 # ---- checkpoints
@@ -249,13 +233,10 @@ def _save_models(directory: Path) -> None:
             with zero.gathered():
                 live = {name: value.detach().clone() for name, value in made.model.named_parameters()}
             assert live
-            assert {name: torch.equal(loaded[name], value) for name, value in live.items()} == dict.fromkeys(
-                live, True
-            )
+            assert [name for name, value in live.items() if not torch.equal(loaded[name], value)] == []
             state = made.accelerator.get_state_dict(made.model)
-            assert (
-                state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
-            ) == tied
+            head, embedding = state["lm_head.weight"], state["model.embed_tokens.weight"]
+            assert (head.data_ptr() == embedding.data_ptr()) == tied
 
 
 class _Worse(TrainerCallback):
@@ -306,9 +287,7 @@ def _train_half(directory: Path) -> None:
     losses = {}
     for name in ("fp32", "bf16", "fp16"):
         made = trainer(3, arguments(directory, max_steps=4, **({} if name == "fp32" else {name: True})))
-        assert math.isfinite(
-            made.evaluate(texts(3))["eval_loss"]
-        )  # accelerate marks the model, nothing is divided yet
+        assert math.isfinite(made.evaluate(texts(3))["eval_loss"])
         made.train()
         losses[name] = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
         assert made.zero_optimizer is not None

@@ -15,6 +15,7 @@ from torch import Tensor
 import zerokit
 from tests.support.distributed import run_ranks
 from tests.support.islands import model_of, train_step, weights_of, wrap
+from tests.support.training import digest
 from zerokit.errors import UsageError
 
 
@@ -28,20 +29,21 @@ def _continue(
     local = zerokit.LocalSteps(optimizer, **kwargs)
     if load:
         assert zerokit.load(folder, optimizer) == "hello"
-    sums = {
-        name: sum(float(shard.double().sum()) for shard in shards.values())
-        for name, shards in local.streams().items()
-    }
+    sums = _sums(local)
     for step in steps:
         train_step(model, optimizer, step, rank)
         if step + 1 == save_at:
             path = zerokit.save(folder, optimizer, step=save_at, extra="hello", keep_last=1)
             assert path.name == f"step-{save_at:08d}"
-            sums = {
-                name: sum(float(shard.double().sum()) for shard in shards.values())
-                for name, shards in local.streams().items()
-            }
+            sums = _sums(local)
     return weights_of(model), sums
+
+
+def _sums(local: zerokit.LocalSteps) -> dict[str, float]:
+    return {
+        name: sum(float(shard.double().sum()) for shard in shards.values())
+        for name, shards in local.streams().items()
+    }
 
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.05)
@@ -76,46 +78,53 @@ def test_resume_in_the_middle_of_a_round_is_bitwise_equal(tmp_path: Path) -> Non
         zerokit.verify(tmp_path / "0" / f"island-{island}")
 
 
-def _go_on_narrowly(folder: str) -> dict[str, Tensor]:
-    model = model_of(seed=dist.get_rank())
-    optimizer = wrap(model, (2, 1), cls=torch.optim.AdamW, lr=1e-2)
-    local = zerokit.LocalSteps(optimizer, every=4, wire="int4")
-    zerokit.load(folder, optimizer)
-    for step in range(7, 12):
-        train_step(model, optimizer, step, dist.get_rank())
-    local.synchronize()
-    return weights_of(model)
+def _begun(folder: str) -> None:
+    for name, steps, kwargs in (("mean", 7, {"every": 4, "outer": None}), ("adam", 7, FIRST_ROUND)):
+        _continue(f"{folder}/{name}", (2, 1), range(steps), steps, kwargs, False)
+    _continue(folder, (2, 1), range(5), 5, {"every": 4}, False)
 
 
-def test_islands_agree_on_a_narrow_wire_after_a_plain_mean_in_the_middle_of_a_round(tmp_path: Path) -> None:
-    plain = {"every": 4, "outer": None}
-    run_ranks(2, _continue, str(tmp_path), (2, 1), range(7), 7, plain, False)
-    first, second = run_ranks(2, _go_on_narrowly, str(tmp_path))
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def _go_on_otherwise(folder: str) -> None:
-    """From a first round in which one of two fragments has been synchronised by Adam."""
-    options: list[dict[str, Any]] = [{"outer": ADAM, "fragments": 3}, {}, {"outer": None}]
-    for given in options:
-        model = model_of()
+def _gone_on(folder: str) -> None:
+    """From a plain mean in the middle of a round, and from a first round of which Adam has half synchronised."""
+    for source, fits, kwargs in (
+        ("mean", True, {"every": 4, "wire": "int4"}),
+        ("adam", True, {"every": 10, "outer": ADAM, "fragments": 3}),
+        ("adam", False, {"every": 10}),
+        ("adam", False, {"every": 10, "outer": None}),
+    ):
+        model = model_of(seed=dist.get_rank())
         optimizer = wrap(model, (2, 1), cls=torch.optim.AdamW, lr=1e-2)
-        local = zerokit.LocalSteps(optimizer, every=10, **given)
-        if given.get("outer") is ADAM:
-            zerokit.load(folder, optimizer)
+        local = zerokit.LocalSteps(optimizer, **kwargs)
+        if fits:
+            zerokit.load(f"{folder}/{source}", optimizer)
         else:
             with pytest.raises(zerokit.CheckpointError, match="another outer optimizer"):
-                zerokit.load(folder, optimizer)
+                zerokit.load(f"{folder}/{source}", optimizer)
             with pytest.warns(UserWarning, match="another outer optimizer"):
-                zerokit.load(folder, optimizer, strict=False)
+                zerokit.load(f"{folder}/{source}", optimizer, strict=False)
         for step in range(7, 12):
             train_step(model, optimizer, step, dist.get_rank())
         local.synchronize()
+        digests = [""] * 2
+        dist.all_gather_object(digests, digest(weights_of(model).items()))
+        assert digests[0] == digests[1], source
 
 
-def test_outer_states_fit_other_fragments_and_no_other_optimizer(tmp_path: Path) -> None:
-    run_ranks(2, _continue, str(tmp_path), (2, 1), range(7), 7, FIRST_ROUND, False)
-    run_ranks(2, _go_on_otherwise, str(tmp_path))
+def _alone(folder: str) -> None:
+    """One island is left: it goes on from that round without the others."""
+    optimizer = zerokit.ZeroOptimizer(model_of(), torch.optim.AdamW, bucket_mb=1e-6, precision="fp32")
+    with pytest.warns(UserWarning, match="runs of 2 islands"):
+        assert zerokit.load(folder, optimizer, strict=False) == "hello"
+
+
+def test_other_outer_optimizers_wires_and_fragments_go_on_and_an_island_alone(tmp_path: Path) -> None:
+    run_ranks(2, _begun, str(tmp_path))
+    run_ranks(2, _gone_on, str(tmp_path))
+    run_ranks(1, _alone, str(tmp_path))
+    with pytest.warns(zerokit.ZerokitWarning, match="island-0"):
+        zerokit.consolidate(tmp_path, tmp_path / "model")
+    with pytest.raises(zerokit.CheckpointError, match="step-00000005"):
+        zerokit.check_run(tmp_path)
 
 
 def _total(ranks: list[Any], inner: int) -> dict[str, float]:
@@ -131,25 +140,6 @@ def test_nothing_is_lost_on_another_mesh(tmp_path: Path) -> None:
         world = mesh[0] * mesh[1]
         found = run_ranks(world, _continue, str(tmp_path), mesh, range(7, 7), 0, kwargs, True)
         assert _total(found, mesh[1]) == pytest.approx(saved, rel=1e-12)
-
-
-def _alone(folder: str) -> None:
-    """One island is left: it goes on from that round without the others."""
-    optimizer = zerokit.ZeroOptimizer(
-        model_of(), torch.optim.AdamW, stage=2, bucket_mb=1e-6, precision="fp32"
-    )
-    with pytest.warns(UserWarning, match="runs of 2 islands") as caught:
-        assert zerokit.load(folder, optimizer, strict=False) == "hello"
-    assert len(caught) >= 1
-
-
-def test_an_optimizer_without_islands_takes_the_first_ones_state(tmp_path: Path) -> None:
-    run_ranks(2, _continue, str(tmp_path), (2, 1), range(5), 5, {"every": 4}, False)
-    run_ranks(1, _alone, str(tmp_path))
-    with pytest.warns(zerokit.ZerokitWarning, match="island-0"):
-        zerokit.consolidate(tmp_path, tmp_path / "model")
-    with pytest.raises(zerokit.CheckpointError, match="step-00000005"):
-        zerokit.check_run(tmp_path)
 
 
 def _dicts() -> None:
