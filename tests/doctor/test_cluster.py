@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.doctor.cluster import Cluster
+from tests.doctor.cluster import NODES, launcher
 from tests.support.distributed import server_context
+from tests.support.namespaces import HUB, Hosts, wired_hosts
 from zerokit.doctor.examine import Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
 
@@ -31,13 +33,19 @@ def of(report: Report, code: str) -> Finding:
     )
 
 
+def change_link(hosts: Hosts, host: str, line: str) -> None:
+    subprocess.run(["ip", "netns", "exec", hosts.namespace(host), *line.split()], check=True)
+
+
 @pytest.mark.netns
-def test_a_slow_wire_a_smaller_mtu_and_a_missing_name(plan: Plan, tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
-        cluster.slow_down(2, "80mbit")
-        cluster.on(1, "ip link set eth0 mtu 1400")
-        cluster.names(1, [0, 1])
-        report = examine(plan, cluster.launch)
+def test_a_slow_wire_a_smaller_mtu_and_a_missing_name(plan: Plan) -> None:
+    with wired_hosts(NODES, servers=False) as hosts:
+        for host, end in (("node-2", "eth0"), (HUB, "node-2")):
+            change_link(hosts, host, f"tc qdisc add dev {end} root tbf rate 80mbit burst 64kb latency 200ms")
+        change_link(hosts, "node-1", "ip link set eth0 mtu 1400")
+        names = hosts.folder / "hosts-node-1"
+        names.write_text(names.read_text().replace("node-2", "another"))
+        report = examine(plan, launcher(hosts))
     assert of(report, "ZD901").severity is Severity.OK
     assert [one.seat.host for one in report.ranks] == ["node-0", "node-1", "node-2"]
     assert of(report, "ZD301").found.startswith("by the host's name: eth0")
@@ -58,13 +66,12 @@ def test_a_slow_wire_a_smaller_mtu_and_a_missing_name(plan: Plan, tmp_path: Path
 
 
 @pytest.mark.netns
-def test_nodes_that_are_named_after_loopback_do_not_meet(plan: Plan, tmp_path: Path) -> None:
+def test_nodes_that_are_named_after_loopback_do_not_meet(plan: Plan) -> None:
     """Debian's installer writes such a line. gloo then listens on each node's own loopback."""
-    with Cluster(tmp_path) as cluster:
-        for node in range(3):
-            table = tmp_path / f"hosts-{node}"
-            table.write_text(f"127.0.1.1 node-{node}\n")
-        report = examine(replace(plan, timeout_s=8.0), cluster.launch)
+    with wired_hosts(NODES, servers=False) as hosts:
+        for host in NODES:
+            (hosts.folder / f"hosts-{host}").write_text(f"127.0.1.1 {host}\n")
+        report = examine(replace(plan, timeout_s=8.0), launcher(hosts))
     assert report.exit_code == 5
     assert of(report, "ZD901").severity is Severity.FAULT
     assert of(report, "ZD301").severity is Severity.FAULT

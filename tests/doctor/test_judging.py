@@ -12,7 +12,6 @@ import pytest
 from tests.doctor.healthy import (
     LIMITS,
     LOOPBACK,
-    SERVER,
     bad,
     group_facts,
     judged,
@@ -29,7 +28,6 @@ from zerokit.doctor.findings import CHECKS, Severity
 from zerokit.doctor.interfaces import Interface, Port, nccl_takes
 from zerokit.doctor.names import Lookups
 from zerokit.doctor.processor import Processor
-from zerokit.doctor.tracking import judge_tracking
 from zerokit.doctor.wire import AllReduce, Pair, judge_all_reduce, neighbour
 
 WARNING, FAULT = Severity.WARNING, Severity.FAULT
@@ -138,7 +136,7 @@ def test_a_fault_between_ranks_is_found_alone(code: str, severity: Severity, cha
 
 def test_every_check_has_a_fault_in_these_tests() -> None:
     tried = {code for code, *_ in RANK_FAULTS} | {code for code, *_ in GROUP_FAULTS}
-    elsewhere = {"ZD202", "ZD801", "ZD802", "ZD803", "ZD901"}  # below, and in test_ranks
+    elsewhere = {"ZD202", "ZD801", "ZD802", "ZD803", "ZD901"}  # below, in test_ranks and test_tracking
     assert tried | elsewhere == set(CHECKS)
 
 
@@ -150,11 +148,6 @@ def test_ranks_on_one_device_are_named() -> None:
     shared = next(one for one in findings if one.severity is WARNING)
     assert shared.where == "ranks 2, 3 (host-0)"
     assert "ranks 2, 3 share H200 GPU-2" in shared.found
-
-
-def test_a_machine_without_devices_is_no_fault() -> None:
-    cpu = Devices(None, 0, 0, False, 0)
-    assert bad(judge_devices([(rank_facts(0).seat, cpu)])) == {}
 
 
 def test_what_several_machines_need_one_does_not() -> None:
@@ -173,12 +166,6 @@ def test_what_several_machines_need_one_does_not() -> None:
     assert bad(judged(nameless)) == {"ZD301": WARNING, "ZD303": WARNING}
 
 
-def test_skew_that_the_measurement_cannot_tell_from_none_is_none() -> None:
-    ranks = world(2)
-    noisy = replace(group_facts(ranks), offsets=[Offset(0.0, 0.0), Offset(2.0, 1.9)])
-    assert bad(judged(ranks, noisy)) == {}
-
-
 def test_a_node_that_all_slow_pairs_have_in_common_is_named() -> None:
     ranks = world(4)
     pairs = [Pair(a, b, 1, 1.0, 0.1 if 2 in (a, b) else 5.0) for a in range(4) for b in range(a + 1, 4)]
@@ -193,10 +180,6 @@ def test_a_node_that_all_slow_pairs_have_in_common_is_named() -> None:
     assert "All" not in slow.meaning
 
 
-def test_the_link_counts_only_between_machines() -> None:
-    assert bad(judge_all_reduce(AllReduce(2**24, 0.01, 1.0, "gloo", True), None)) == {}
-
-
 def test_cores_are_counted_over_the_ranks_of_a_machine() -> None:
     ranks = [
         replace(one, processor=Processor(64, [5], None, 0.0)) for one in world(2, ranks_a_node=2)
@@ -206,14 +189,20 @@ def test_cores_are_counted_over_the_ranks_of_a_machine() -> None:
     assert bad(judged(apart)) == {}
 
 
-def test_what_was_asked_for_by_zerokit_cma_is_no_fault() -> None:
-    ranks = [replace(one, limits=replace(LIMITS, cma="0")) for one in world(2, ranks_a_node=2)]
-    assert bad(judged(ranks, replace(group_facts(ranks), routes=["sockets"] * 2))) == {}
-
-
 def test_yama_is_judged_where_no_rank_has_tried() -> None:
     strict = replace(rank_facts(0), limits=replace(LIMITS, ptrace_scope=2))
     assert bad(judge([strict], None, 1)) == {"ZD404": WARNING}
+
+
+def test_what_is_no_fault() -> None:
+    """A machine without devices, skew below its error, a slow link within a machine, sockets that were asked for."""
+    cpu, slow = Devices(None, 0, 0, False, 0), AllReduce(2**24, 0.01, 1.0, "gloo", True)
+    assert bad(judge_devices([(rank_facts(0).seat, cpu)])) == bad(judge_all_reduce(slow, None)) == {}
+    ranks = world(2)
+    noisy = replace(group_facts(ranks), offsets=[Offset(0.0, 0.0), Offset(2.0, 1.9)])
+    assert bad(judged(ranks, noisy)) == {}
+    ranks = [replace(one, limits=replace(LIMITS, cma="0")) for one in world(2, ranks_a_node=2)]
+    assert bad(judged(ranks, replace(group_facts(ranks), routes=["sockets"] * 2))) == {}
 
 
 @pytest.mark.parametrize(
@@ -236,23 +225,6 @@ def test_nccls_rules_for_interfaces(wanted: str | None, names: list[str]) -> Non
         Interface("eth1", False, False, [], 1500),
     ]
     assert [one.name for one in nccl_takes(interfaces, wanted)] == names
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, {}),
-        ({"reached": False, "error": "Connection refused"}, {"ZD801": FAULT}),
-        ({"status": 502, "error": "Bad Gateway"}, {"ZD801": FAULT}),
-        ({"status": 401, "error": "no"}, {"ZD802": FAULT}),
-        ({"status": 403, "error": "Invalid Host header - possible DNS rebinding"}, {"ZD802": FAULT}),
-        ({"status": 418, "error": "a teapot"}, {"ZD802": FAULT}),
-        ({"writable": False, "write_error": "HTTP 400: read only"}, {"ZD803": FAULT}),
-        ({"kind": "SQLite", "writable": False, "write_error": "database is locked"}, {"ZD803": WARNING}),
-    ],
-)
-def test_tracking(changes: dict[str, Any], expected: dict[str, Severity]) -> None:
-    assert bad(judge_tracking(replace(SERVER, **changes))) == expected
 
 
 def test_facts_survive_the_file_they_travel_in() -> None:

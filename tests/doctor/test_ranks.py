@@ -74,6 +74,7 @@ def test_two_nodes_of_two_ranks_are_well(plan: Plan, tmp_path: Path) -> None:
     assert [(link.axis, link.ranks) for link in report.group.axes] == [("inner", 2), ("outer", 2)]
     assert all(link.latency_s > 0 and link.gb_per_s > 0 for link in report.group.axes)
     assert report.group.routes == ["memory"] * 4
+    assert {tuple(one.processor.allowed) for one in report.ranks} == {tuple(sorted(os.sched_getaffinity(0)))}
     assert all(abs(offset.seconds) < 30.0 for offset in report.group.offsets)
     # Nothing is left: no file of the trials, no folder of the job, no store.
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["run"]

@@ -101,7 +101,7 @@ def test_mlflow_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert f"--allowed-hosts 127.0.0.1:{port}" in findings[-1].remedy
 
 
-@pytest.mark.parametrize(("status", "code"), [(401, "ZD802"), (403, "ZD802"), (429, "ZD802"), (503, "ZD801")])
+@pytest.mark.parametrize(("status", "code"), [(401, "ZD802"), (403, "ZD802"), (418, "ZD802"), (503, "ZD801")])
 def test_servers_that_refuse_or_fail(status: int, code: str) -> None:
     with serving(lambda *_: (status, "no")) as (uri, _):
         for quick in (True, False):

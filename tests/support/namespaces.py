@@ -1,4 +1,4 @@
-"""Two hosts on this machine: namespaces with names and addresses of their own, an sshd each, and a wire between them.
+"""Hosts on this machine: namespaces with names and addresses of their own, an sshd each, and wires to a bridge.
 
 Only root can make them; where it cannot be done, `hosts_refusal` says why.
 """
@@ -12,10 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+HUB = "hub"
+"""The host of the bridge; the other ends of the wires have there the names of their hosts."""
 _TOOLS = ("ssh", "ssh-keygen", "/usr/sbin/sshd")
 
 
@@ -30,7 +32,7 @@ def refusal() -> str | None:
 
 
 def hosts_refusal() -> str | None:
-    """Why there can be no two hosts here; None where there can."""
+    """Why there can be no hosts here; None where there can."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not installed (packages openssh-server, openssh-client)"
@@ -39,7 +41,7 @@ def hosts_refusal() -> str | None:
 
 @dataclass
 class Hosts:
-    """Two hosts, which know each other's names; ssh's configuration `config` leads to their addresses, too."""
+    """Some hosts, which know each other's names; ssh's configuration `config` leads to their addresses, too."""
 
     folder: Path
     prefix: str
@@ -98,33 +100,34 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts(names: tuple[str, str] = ("a", "b"), *, servers: bool = True) -> Iterator[Hosts]:
+def wired_hosts(names: Sequence[str] = ("a", "b"), *, servers: bool = True) -> Iterator[Hosts]:
     """Make them, with an sshd each if `servers`, and take everything down at the end."""
     prefix = f"zk{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="zerokit-hosts-"))
-    addresses = dict(zip(names, ("10.77.0.1", "10.77.0.2"), strict=True))
+    addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, 1)}
     hosts = Hosts(folder, prefix, folder / "ssh.conf", addresses)
     try:
         if servers:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
             Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd separates its privileges there
-        for host in addresses:
+        for host in (HUB, *addresses):
             _ip("netns", "add", hosts.namespace(host))
         known = "".join(f"{address} {host}\n" for host, address in addresses.items())
-        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
-        wire = [f"{prefix}-{number}" for number in range(2)]
-        _ip("link", "add", wire[0], "type", "veth", "peer", "name", wire[1])
+        hub = hosts.namespace(HUB)
+        _ip("-n", hub, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", hub, "link", "set", "bridge", "up")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         lines = []
-        for (host, address), end in zip(addresses.items(), wire, strict=True):
+        for host, address in addresses.items():
             namespace = hosts.namespace(host)
+            (folder / f"hosts-{host}").write_text(f"127.0.0.1 localhost\n{known}")
             # `ip netns exec` has given the process mounts of its own.
             bind = f"mount --bind {hosts.config} /etc/ssh/ssh_config\n" if servers else ""
             (folder / f"enter-{host}").write_text(
-                f'hostname {host}\nmount --bind {folder}/hosts /etc/hosts\n{bind}exec "$@"\n'
+                f'hostname {host}\nmount --bind {folder}/hosts-{host} /etc/hosts\n{bind}exec "$@"\n'
             )
-            _ip("link", "set", end, "netns", namespace)
-            _ip("-n", namespace, "link", "set", end, "name", "eth0")
+            _ip("-n", hub, "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            _ip("-n", hub, "link", "set", host, "master", "bridge", "up")
             _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
@@ -142,7 +145,7 @@ def two_hosts(names: tuple[str, str] = ("a", "b"), *, servers: bool = True) -> I
             hosts.start_sshd(host)
         yield hosts
     finally:
-        for host in addresses:
+        for host in (HUB, *addresses):
             listed = subprocess.run(
                 ["ip", "netns", "pids", hosts.namespace(host)], capture_output=True, text=True, check=False
             )
