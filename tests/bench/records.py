@@ -226,6 +226,14 @@ def make_cell(
     return with_twin(record, Twin(0 if stage == 0 else 1, floor, Summary.of(floor), common, pace))
 
 
+def paced(pace: float, step_ms: float = 700.0, *, repeat: int = 0, **options: object) -> Record:
+    """A run on a machine of this pace: the steps of the cell and its twin's are `pace` times as long."""
+    record = make_cell(step_ms=step_ms * pace, repeat=repeat, **options)  # type: ignore[arg-type]
+    assert record.twin is not None
+    twin = replace(record.twin, pace_ms=[500.0 * pace * (1 + 0.01 * repeat)] * len(record.twin.own_ms))
+    return replace(record, twin=twin)
+
+
 def make_failure(
     status: str, reason: str, engine: str = "zerokit", stage: int = 2, **options: object
 ) -> Record:

@@ -46,10 +46,9 @@ class Net(nn.Module):
             rank, world, part = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
             with (SEEN / f"{part}-{rank}-of-{world}").open("a") as file:
                 print(int(seed), file=file)
+            print("forward of", len(x), flush=True)
             while held():
                 time.sleep(0.05)
-            if (SEEN / "fail").exists() and rank == "1" and steps == 2:
-                raise ValueError("a fault of the program")
         return self.inner(x).square().mean()
 
 def draw(generator, size):

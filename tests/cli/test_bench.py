@@ -13,7 +13,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+import zerokit
 from tests.cli.commands import (
     TINY,
     processes_of,
@@ -24,7 +26,6 @@ from tests.cli.commands import (
     zerokit_forked,
 )
 from tests.cli.inside import Strike, zerokit_inside
-from tests.support.processes import children_of
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.record import Record, read_record
 
@@ -97,6 +98,13 @@ def test_the_record_holds_every_ranks_every_step(finished: Finished) -> None:
     assert record.traffic is not None
     assert record.traffic.elements == record.traffic.predicted_elements == 2 * record.model.parameters
     assert record.traffic.bytes == record.traffic.predicted_bytes == 8 * record.model.parameters
+    assert record.environment is not None
+    assert (record.environment.zerokit, record.environment.torch) == (zerokit.__version__, torch.__version__)
+    assert (record.environment.backend, record.environment.world, record.environment.threads) == (
+        "gloo",
+        2,
+        1,
+    )
     # And nothing is left behind.
     assert processes_of(finished.folder) == {}
     assert list((finished.folder / "tmp").glob("zerokit-*")) == []
@@ -116,15 +124,7 @@ def test_communication_is_the_step_less_its_twin_s_beside_it(finished: Finished)
 
 def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
     shown = finished.process.stdout
-    for wanted in (
-        "gpt-tiny",
-        "2 ranks on 2 nodes",
-        "loss",
-        "step p50",
-        "step p90",
-        "tokens/s",
-        "moved a step",
-    ):
+    for wanted in ("gpt-tiny", "2 ranks on 2 nodes", "loss", "step p50", "tokens/s", "moved a step"):
         assert wanted in shown
     assert finished.record.traffic is not None
     assert "(N−1)·2Ψ elements, through sockets" in shown  # nodes on one machine are nodes
@@ -168,6 +168,7 @@ def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdou
     assert (record.settings.stage, record.settings.precision, record.settings.seed) == (3, "bf16", 7)
     assert record.settings.wire == "bf16"
     assert record.gradient_norm == []
+    assert record.bandwidth == []  # one rank has no wire
     assert json.loads(process.stdout)["settings"]["clip"] is None
     assert "MLflow at http://***@127.0.0.1:1 cannot be used: ConnectionRefusedError" in process.stderr
     assert "s3cret" not in process.stdout + process.stderr
@@ -190,24 +191,6 @@ def test_a_killed_rank_ends_the_command_and_is_named(tmp_path: Path) -> None:
     assert read_record(path).status == "failed"
     (logs,) = re.findall(r"logs: (.*)", stderr)
     assert list(Path(logs).glob("node-1/*/attempt_0/0/stderr.log"))
-
-
-def test_the_run_of_a_killed_rank_has_failed(
-    finished: Finished, client: MlflowClient, tmp_path: Path
-) -> None:
-    victims: list[int] = []
-
-    def kill(starter: int) -> None:
-        victims.append(children_of(starter)[1])
-        os.kill(victims[0], signal.SIGKILL)
-
-    options = (*TINY, "--steps", "1000000", "--tracking-uri", finished.uri, "--experiment", "failed")
-    strike = Strike(lambda: training(tmp_path), kill)
-    done = zerokit_inside(tmp_path, "bench", "--nodes", "2", *options, meanwhile=strike)
-    assert done.returncode == 1
-    run = only_run(client, "failed")
-    assert run.info.status == "FAILED"
-    assert f"rank 1 (node 1, pid {victims[0]}) was killed by SIGKILL" in run.data.tags["zerokit.reason"]
 
 
 def test_an_interrupt_ends_everything_and_the_run_is_killed(

@@ -40,17 +40,6 @@ def test_help_answers_without_torch_mlflow_or_rich(tmp_path: Path) -> None:
         assert done.stdout.endswith("[]\n")
 
 
-def test_a_terminal_without_unicode_shows_escapes(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "zerokit.cli", "bench", "--help"],
-        env=environment(tmp_path, PYTHONIOENCODING="latin-1"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert r"--engine NAME,\u2026" in done.stdout
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_standard_output_is_an_error(unbuffered: str, tmp_path: Path) -> None:
@@ -91,12 +80,6 @@ def test_an_encoding_without_a_sign_escapes_it(tmp_path: Path) -> None:
         check=True,
     )
     assert written.stdout == b"\xff\n"
-
-
-def test_version_and_commands_are_told() -> None:
-    assert CliRunner().invoke(cli, ["--version"]).output == f"zerokit, version {package.__version__}\n"
-    shown = CliRunner().invoke(cli, ["--help"]).output
-    assert all(name in shown for name in COMMANDS)
 
 
 def test_the_environment_gives_options_that_flags_overrule() -> None:
@@ -230,6 +213,8 @@ def test_an_interruption_before_a_command_has_begun_ends_with_its_signal(
 
 def test_each_command_has_a_help_of_its_own() -> None:
     runner = CliRunner()
+    assert runner.invoke(cli, ["--version"]).output == f"zerokit, version {package.__version__}\n"
+    assert all(name in runner.invoke(cli, ["--help"]).output for name in COMMANDS)
     shown = {name: runner.invoke(cli, [name, "--help"]).output for name in COMMANDS}
     assert all(text.startswith(f"Usage: cli {name} ") for name, text in shown.items())
     assert len({text.split("\n\n")[1] for text in shown.values()}) == len(COMMANDS)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from rich.console import Console
 
 from tests.bench.records import make_cell, make_failure, make_sweep
 from tests.cli.commands import environment
@@ -39,16 +36,6 @@ def compare(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli, ["compare", *map(str, arguments)])
 
 
-def test_a_sweep_as_a_table(folder: Path) -> None:
-    done = compare(folder / "sweep")
-    assert done.exit_code == 0
-    rows = {line[:17].strip(): line for line in done.stdout.splitlines()}
-    assert {"zerokit 0", "zerokit 3", "DDP", "FSDP2 3"} <= set(rows)
-    assert "−" in rows["zerokit 3"] or "+" in rows["zerokit 3"]
-    assert "out of memory" in rows["DeepSpeed 1"]
-    assert "DeepSpeed 1: out of memory: needs about 41.2 GiB" in done.stdout
-
-
 def test_two_records_in_columns_and_what_differs(folder: Path) -> None:
     done = compare(folder / "old.json", folder / "new.json")
     assert done.exit_code == 0
@@ -58,23 +45,6 @@ def test_two_records_in_columns_and_what_differs(folder: Path) -> None:
     assert "step p99" in only.stdout
     assert "peak host" not in only.stdout
     assert "mfu: no cell has it" in only.stdout
-
-
-@pytest.mark.parametrize("names", [("sweep",), ("old.json", "new.json")])
-def test_no_figure_is_cut_on_a_terminal(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
-) -> None:
-    wide = compare(*(folder / name for name in names)).stdout
-    figures = re.findall(r"[\d.,]+ ±[\d.,]+", wide)
-    assert figures
-    for width in (40, 80, 200):
-        terminal = partial(Console, width=width, force_terminal=True, color_system=None)
-        monkeypatch.setattr("rich.console.Console", terminal)
-        done = compare(*(folder / name for name in names))
-        assert "…" not in done.stdout
-        shown = done.stdout.splitlines()
-        for figure in figures:
-            assert any(figure in line and len(line) <= width for line in shown), (figure, done.stdout)
 
 
 def test_the_baseline_can_be_chosen(folder: Path) -> None:

@@ -133,15 +133,16 @@ def test_islands_go_on_from_the_last_round_without_one_that_was_killed(
 
 
 def test_a_killed_node_leaves_the_other_one(tmp_path: Path) -> None:
-    """With torchrun's agents."""
+    """With torchrun's agents; their ranks' output is followed."""
     seen = prepare(tmp_path, hold=4)
-    options = ("--nodes", "2", "--nproc-per-node", "1", "--steps", "6", "--no-mlflow")
+    options = ("--nodes", "2", "--nproc-per-node", "1", "--steps", "6", "--no-mlflow", "--follow")
     with start(tmp_path, [*ELASTIC, *options], **ONE_THREAD) as process:
         wait_for(trained(tmp_path, 0, 4), process)
         let_go(seen)
         kill_node(tmp_path, 1)
         _, said = process.communicate(timeout=800)
     assert process.returncode == 0, said
+    assert all(f"rank {rank}: forward of 2\n" in said for rank in (0, 1))
     assert "node 1: its torchrun agent" in said
     assert "restart 1 of at most 3: 1 rank left" in said
     record = read_record(tmp_path / "record.json")
@@ -197,27 +198,6 @@ def test_a_job_killed_while_mlflow_is_filled_is_completed_by_the_same_command(
     assert (tmp_path / "record.json").read_bytes() == before
     assert [run.info.status for run in bench.runs()] == ["FINISHED"]
     assert not (tmp_path / "run" / "elastic").exists()
-
-
-def test_a_rank_killed_before_the_first_save_leads_to_the_beginning(tmp_path: Path, bench: Bench) -> None:
-    strike = kill_when(trained(tmp_path, 0, 2), prepare(tmp_path, hold=2), rank=1)
-    bench("--nproc-per-node", "2", "--steps", "5", strike=strike, mlflow=False)
-    record = read_record(tmp_path / "record.json")
-    assert [(part.world, part.first_step, part.last_step) for part in record.parts] == [(2, 1, 2), (1, 1, 5)]
-    require_plain_order(tmp_path, record.parts)
-    fresh = ("bench", *MODEL, "--warmup", "0", "--steps", "5", "--output", "fresh.json", "--no-mlflow")
-    assert zerokit_forked(tmp_path, *fresh, **ONE_THREAD).returncode == 0
-    assert record.loss == read_record(tmp_path / "fresh.json").loss
-
-
-def test_an_error_of_the_program_is_not_restarted(tmp_path: Path, bench: Bench) -> None:
-    seen = prepare(tmp_path, hold=None)
-    (seen / "fail").touch()
-    said = bench("--nproc-per-node", "2", "--steps", "5", code=1, mlflow=False).stderr
-    assert "ValueError: a fault of the program" in said
-    assert "restart" not in said
-    record = read_record(tmp_path / "record.json")
-    assert (record.status, len(record.parts)) == ("failed", 1)
 
 
 def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -103,21 +102,10 @@ def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         read_variables(["a b=1"])
 
 
-NOTHING = (
-    "launcher hosts hostfile remote_python master_addr partition account time_limit cpus_per_task memory job_name pvc "
-    "service_account gpus_per_node container_image"
-)
-LISTS = "ssh_option variables sbatch_option secrets node_selector toleration pull_secret"
-FLAGS = "submit follow dry_run"
-UNSET = (
-    dict.fromkeys(NOTHING.split()) | dict.fromkeys(LISTS.split(), ()) | dict.fromkeys(FLAGS.split(), False)
-)
-OPTIONS = UNSET | {
-    "connect_timeout": 30.0,
-    "container_runtime": "pyxis",
-    "namespace": "default",
-    "form": "trainjob",
-}
+_BENCH = cli.get_command(click.Context(cli), "bench")
+assert _BENCH is not None
+OPTIONS = _BENCH.make_context("bench", []).params
+"""Those of a bench without arguments."""
 
 
 def test_ranks_that_were_started_are_joined_unless_told_otherwise() -> None:
@@ -164,17 +152,6 @@ def by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return torchrun(folder, "--nproc-per-node", "2", *port, *arguments)
 
 
-def by_mpirun(folder: Path, *arguments: str, hosts: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """On `hosts`, each of which is this machine under another name."""
-    starter = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    if hosts:
-        rsh = folder / "rsh"
-        rsh.write_text('#!/bin/sh\nhost=$1; shift\nexec unshare --uts sh -c "hostname $host; $*"\n')
-        rsh.chmod(0o755)
-        starter += ["--mca", "plm_rsh_agent", str(rsh), "--host", ",".join(hosts)]
-    return run(folder, *starter, sys.executable, "-m", "zerokit.cli", *arguments)
-
-
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
     """The losses of ranks started here."""
@@ -207,26 +184,17 @@ def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path, losses: li
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_mpiruns_ranks_leave_one_record(tmp_path: Path, losses: list[float | None]) -> None:
-    require_one_record(tmp_path, by_mpirun(tmp_path, *BENCH, "--no-mlflow"), losses)
-
-
-@pytest.mark.netns
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-def test_mpiruns_ranks_on_two_hosts_meet_where_mpirun_runs(tmp_path: Path) -> None:
-    done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=[socket.gethostname(), "elsewhere"])
-    assert done.returncode == 0, done.stderr
-    assert [(rank.rank, rank.node) for rank in read_record(tmp_path / "record.json").ranks] == [
-        (0, 0),
-        (1, 1),
-    ]
-
-
-@pytest.mark.netns
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-def test_mpiruns_ranks_on_other_hosts_say_what_is_missing(tmp_path: Path) -> None:
-    done = by_mpirun(tmp_path, *BENCH, "--no-mlflow", hosts=["here", "elsewhere"])
-    assert "set MASTER_ADDR to its host (mpirun -x MASTER_ADDR=HOST), or start mpirun there" in done.stderr
-    assert "has not joined" not in done.stderr
+    starter = (
+        "mpirun",
+        "--allow-run-as-root",
+        "--oversubscribe",
+        "-n",
+        "2",
+        sys.executable,
+        "-m",
+        "zerokit.cli",
+    )
+    require_one_record(tmp_path, run(tmp_path, *starter, *BENCH, "--no-mlflow"), losses)
 
 
 def test_a_killed_torchrun_leaves_nothing(tmp_path: Path) -> None:

@@ -51,35 +51,6 @@ def test_json_is_one_document_and_a_cluster_file_gives_links(tmp_path: Path) -> 
     assert sum(best["memory"]["peak_bytes"].values()) + 500_000_000 == best["memory"]["needed_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("plan", "tests.planning.models:branching", "--gpus", "8", *H100), "the model cannot be traced"),
-        ((*GPT, "--gpus", "8", "--device", "h900"), "device 'h900' is unknown: choose one of a100-40"),
-        (
-            (*GPT, "--gpus", "4", "--cluster", "cluster.toml"),
-            "the bandwidth is unknown between nodes: give",
-        ),
-        (("plan", "config.json", "--gpus", "8", *H100), "transformers builds no model with a loss from it"),
-        ((*GPT, "--gpus", "8", *H100, "--samples-per-step", "9"), "9 samples in a step are no multiple of 8"),
-    ],
-    ids=["untraceable", "device", "missing axis", "configuration", "samples"],
-)
-def test_what_cannot_be_planned_is_said_in_a_sentence(
-    words: tuple[str, ...], says: str, tmp_path: Path
-) -> None:
-    (tmp_path / "cluster.toml").write_text('device = "h100-96-500w"\ngpus_per_node = 2\n')
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "bert", "architectures": ["BertForPreTraining"]})
-    )
-    done = zerokit_inside(tmp_path, *words)
-    assert done.returncode == 2
-    said = " ".join(done.stderr.replace("│", "").split())
-    assert says in said
-    assert "Traceback" not in said
-    assert done.stdout == ""
-
-
 def test_a_page_that_cannot_be_written_is_said_in_a_sentence(tmp_path: Path) -> None:
     done = zerokit_inside(tmp_path, *GPT, *H100, "--gpus", "8", "--batch-size", "2", "--page", "/dev/null/x")
     assert done.returncode == 1

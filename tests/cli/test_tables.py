@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.bench.records import make_cell, make_failure, make_record, make_sweep
+from tests.bench.records import make_cell, make_failure, make_record, make_sweep, paced
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
@@ -71,14 +71,9 @@ def test_a_cost_below_its_error_is_within_noise() -> None:
 
 
 def test_drift_is_said_first() -> None:
-    def at(pace: float, repeat: int) -> Record:
-        record = make_cell(step_ms=700 * pace, repeat=repeat)
-        assert record.twin is not None
-        return replace(record, twin=replace(record.twin, pace_ms=[500 * pace] * len(record.twin.own_ms)))
-
-    lines = table([at(1.0, 0), at(1.33, 1), at(1.1, 2)], 160).splitlines()
-    assert lines[1] == "The machine's speed changed between runs: the same work took up to 33 % longer."
-    assert "speed changed" not in table([at(1.0, 0), at(1.05, 1)], 160)
+    lines = table([paced(1.0), paced(1.33, repeat=1), paced(1.1, repeat=2)], 160).splitlines()
+    assert lines[1] == "The machine's speed changed between runs: the same work took up to 34 % longer."
+    assert "speed changed" not in table([paced(1.0), paced(1.05, repeat=1)], 160)
 
 
 def test_stages_that_an_engine_does_not_have_share_a_reason() -> None:
