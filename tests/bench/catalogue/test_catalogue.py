@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zerokit.bench.catalogue.engines import require_known
+from zerokit.bench.catalogue.engines import ENGINES, require_known
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
@@ -107,5 +107,6 @@ def test_sequences_do_not_matter_to_images_nor_synthetic_data_to_anyone() -> Non
 def test_a_missing_library_is_said_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert describe("gpt-tiny").missing is None
+    assert "not installed here; pip install deepspeed" in (ENGINES["deepspeed"].missing or "")
     assert "pip install 'zerokit[hf]'" in (describe("bert-base").missing or "")
     assert "built by torchvision, which is not installed here" in (describe("inception-v3").missing or "")

@@ -27,7 +27,6 @@ from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Batches
 from zerokit.bench.workloads.build import Loaded, load
-from zerokit.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
 # fp32 sums in another order differ by some 1e-7; a wrong average or a lost gradient by 1e-3 and more.
@@ -250,15 +249,6 @@ def test_compute_only_steps_a_share_of_every_parameter_beyond_stage_zero() -> No
             assert not any([*part[:start], *part[stop:]])
         # A rank's own share has moved, but for pixels without a gradient.
         assert all(any(part) for part in shares)
-
-
-def test_an_engine_that_is_missing_or_lacks_the_stage_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    loaded, here = load(TINY), Accelerator(torch.device("cpu"), "gloo")
-    with pytest.raises(UsageError, match="deepspeed is not installed here; pip install deepspeed"):
-        make(loaded, replace(TINY, engine="deepspeed"), here)
-    with pytest.raises(UsageError, match="ddp has no stage 2: it has stage 0 only"):
-        make(loaded, replace(TINY, engine="ddp", stage=2), here)
 
 
 def test_nobodys_memory_includes_anothers_modules() -> None:

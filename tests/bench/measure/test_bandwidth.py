@@ -115,12 +115,3 @@ def test_peers_have_torchs_collectives_over_a_bucket(
     for name, several in peers.items():
         size = 1002 * (2 if name == "ddp bf16" else 4)  # 1001 parameters, divided among 3 ranks
         assert all((one.by, one.size_bytes) == ("torch", size) and one.ms > 0.0 for one in several)
-
-
-def measure_alone() -> list[Bandwidth]:
-    settings = Settings(model="gpt-tiny", precision="fp32", seq_len=16, data="synthetic")
-    return measure_bandwidth(make(load(settings), settings, HERE), 1001)
-
-
-def test_one_rank_has_no_wire() -> None:
-    assert run_ranks(1, measure_alone) == [[]]

@@ -5,13 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import torch
-
-import zerokit
-from tests.support.distributed import run_ranks
-from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.measure.environment import git_commit, look_around, measured_variables
-from zerokit.bench.record.measured import Environment
+from zerokit.bench.measure.environment import git_commit, measured_variables
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -34,21 +28,6 @@ def test_the_commit_of_a_repository_and_whether_it_was_changed(tmp_path: Path) -
     assert git_commit(tmp_path) == commit
     (tmp_path / "file").write_text("two")
     assert git_commit(tmp_path / ".") == f"{commit}-dirty"
-
-
-def look() -> Environment:
-    return look_around(Accelerator(torch.device("cpu"), "gloo"))
-
-
-def test_a_rank_on_a_cpu() -> None:
-    first, second = run_ranks(2, look)
-    assert first == second
-    assert first.digest == second.digest
-    assert (first.zerokit, first.torch) == (zerokit.__version__, torch.__version__)
-    assert (first.backend, first.world, first.threads) == ("gloo", 2, 1)
-    assert first.cores >= 1
-    assert first.memory_bytes > 2**28
-    assert (first.accelerator, first.accelerators, first.cuda, first.nccl) == (None, 0, None, None)
 
 
 def test_only_variables_that_change_measurements_are_kept_without_their_secrets() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
-import torch
-
 from zerokit.bench.measure.memory import MemoryMeter
 from zerokit.bench.record.measured import DeviceMemory
 
@@ -53,15 +50,3 @@ def test_the_peak_of_construction_is_not_that_of_the_steps() -> None:
     cuda.hold(300)
     assert meter.peaks() == (420, 700)
     assert meter.account(batch_bytes=30) == DeviceMemory(650, 700, 30, 850, 1000)
-
-
-@pytest.mark.gpu
-def test_of_a_device() -> None:
-    device = torch.device("cuda", 0)
-    meter = MemoryMeter(device, torch.cuda)
-    torch.empty(512 * 2**20, dtype=torch.uint8, device=device)
-    meter.begin()
-    kept = torch.empty(16 * 2**20, dtype=torch.uint8, device=device)
-    memory = meter.account(0)
-    assert memory.setup_allocated_bytes >= 512 * 2**20 > meter.peaks()[0] >= kept.numel()
-    assert memory.total_bytes > memory.used_bytes >= torch.cuda.memory_reserved(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -21,20 +23,9 @@ from zerokit.bench.record.statistics import (
 
 def test_summary_of_a_hundred_and_one_numbers_is_known() -> None:
     summary = Summary.of([float(number) for number in range(100, -1, -1)])
-    assert summary == Summary(
-        count=101,
-        mean=50,
-        minimum=0,
-        p10=10,
-        p50=50,
-        p90=90,
-        p99=99,
-        maximum=100,
-        median_low=40,
-        median_high=60,
-        spread=1.6,
-        drift=-2.0,
-    )
+    places = {"minimum": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "maximum": 100}
+    others = {"count": 101, "mean": 50, "median_low": 40, "median_high": 60, "spread": 1.6, "drift": -2.0}
+    assert asdict(summary) == places | others
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.records import make_cell, make_failure, make_record, make_sweep
-from zerokit.bench.record.record import Record, Run
+from tests.bench.records import make_cell, make_failure, make_record, make_sweep, paced
+from zerokit.bench.record.record import Run
 from zerokit.bench.report import render as drawing
 from zerokit.bench.report.render import bundle, plots, render, write_comparison
 
@@ -112,13 +112,8 @@ def test_every_picture_has_words_and_stands_still_without_scripts(page: str) -> 
 
 @pytest.mark.usefixtures("undrawn")
 def test_drift_is_said_before_all_figures() -> None:
-    def at(pace: float, repeat: int) -> Record:
-        record = make_cell(step_ms=700 * pace, repeat=repeat)
-        assert record.twin is not None
-        return replace(record, twin=replace(record.twin, pace_ms=[500 * pace] * len(record.twin.own_ms)))
-
     told = "The machine&#39;s speed changed between runs"
-    steady, drifting = (render([Run("", (at(1.0, 0), at(pace, 1)))]) for pace in (1.05, 1.33))
+    steady, drifting = (render([Run("", (paced(1.0), paced(pace, repeat=1)))]) for pace in (1.05, 1.33))
     assert told not in steady
     assert drifting.index(told) < drifting.index('<dl class="tiles">') < drifting.index('id="results"')
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.ranks import Ranks, Stopped, Watcher, host
+from tests.bench.ranks import Ranks, Watcher, host
 from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.record import Record, read_record
 from zerokit.bench.record.settings import Settings
@@ -120,19 +120,6 @@ def run(
     return record, [asked.world for asked in ranks.asked], watcher.warnings
 
 
-def test_a_killed_rank_leads_to_a_restart_without_it(tmp_path: Path, settings: Settings) -> None:
-    record, worlds, warnings = run(settings, tmp_path, iter([ended((1, 1, KILL)), ended((0, 0, KILL)), None]))
-    assert (record.id, record.status, worlds) == ("i", "ok", [3, 2, 1])
-    assert (record.settings.nodes, read_record(tmp_path / "r.json")) == (1, record)
-    assert [line.splitlines()[-1] for line in warnings] == [
-        "restart 1 of at most 3: 2 ranks left",
-        "restart 2 of at most 3: 1 rank left",
-    ]
-    # The command closes the journal, when MLflow has the record.
-    assert len(list((tmp_path / "run" / "elastic").glob("part-*"))) == 3
-    assert list(tmp_path.glob("zerokit-*")) == []
-
-
 def test_restarts_are_bounded_and_the_job_can_go_on(tmp_path: Path, settings: Settings) -> None:
     kills = iter([ended((2, 2, KILL)), ended((1, 1, KILL)), None])
     record, worlds, _ = run(settings, tmp_path, kills, max_restarts=1)
@@ -167,18 +154,6 @@ def test_other_ends_are_not_restarted(
     monkeypatch.setattr(session, "oom_kills", lambda: next(counts))
     record, worlds, _ = run(settings, tmp_path, iter([error]))
     assert (record.status, worlds) == (status, [3])
-
-
-def test_an_interruption_ends_the_part_and_leaves_the_job(tmp_path: Path, settings: Settings) -> None:
-    with pytest.raises(Stopped):
-        run(settings, tmp_path, iter([Stopped("enough")]))
-    assert [part.ended for part in Journal(tmp_path / "run").story().parts] == ["enough"]
-    assert read_record(tmp_path / "r.json").status == "killed"
-
-
-def test_what_is_not_elastic_is_not_restarted(tmp_path: Path, settings: Settings) -> None:
-    record, worlds, _ = run(replace(settings, elastic=False), tmp_path, iter([ended((1, 1, KILL))]))
-    assert (record.status, worlds, record.parts) == ("failed", [3], [])
 
 
 def test_settings_of_an_elastic_bench() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
+from tests.bench.ranks import Ranks, Watcher, host, record_of
 from zerokit.bench.record.record import RecordError, read_record, write_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Progress, Status, write_outcome, write_progress
@@ -55,14 +55,6 @@ def test_a_success_is_written_with_the_identity_that_was_asked_for(tmp_path: Pat
     assert watcher.shown == [step]
 
 
-def test_an_engine_without_the_stage_is_not_tried(tmp_path: Path) -> None:
-    ranks = Ranks()
-    record = run_cell(Settings(engine="ddp", stage=3), tmp_path / "r.json", host(ranks, Watcher()))
-    assert (record.status, record.reason) == ("unsupported", "ddp has no stage 3: it has stage 0 only")
-    assert ranks.asked == []
-    assert read_record(tmp_path / "r.json") == record
-
-
 def test_a_model_that_cannot_fit_is_not_tried() -> None:
     here = host(Ranks(), Watcher())
     status, reason = refusal(Settings(model="gpt3-175b", device="cpu"), here) or ("", "")
@@ -74,13 +66,6 @@ def test_a_model_that_cannot_fit_is_not_tried() -> None:
     require_data(Settings(model="gpt3-175b", device="cpu", data="nowhere"), here)
     elsewhere = replace(here, fits=lambda settings: None)
     assert refusal(Settings(model="gpt3-175b", device="cpu"), elsewhere) is None
-
-
-def test_a_failed_rank_is_recorded_and_its_output_kept(tmp_path: Path) -> None:
-    record = run_cell(SETTINGS, tmp_path / "r.json", host(fail(WorkerFailed("rank 1 failed: no")), Watcher()))
-    assert (record.status, record.reason) == ("failed", "rank 1 failed: no")
-    assert read_record(tmp_path / "r.json") == record
-    assert [name.startswith("zerokit-bench-") for name in leftovers(tmp_path)] == [True]
 
 
 def test_a_rank_that_ran_out_of_memory_says_so(tmp_path: Path) -> None:
@@ -111,13 +96,6 @@ def test_a_killed_rank_ran_out_of_memory_if_the_kernel_killed_for_it(
     assert "rank 1 (node 0, pid 77) was killed by SIGKILL" in reason
     assert ("probably" in reason) == (status == "out of memory")
     assert Path(reason.rpartition("logs: ")[2]).is_dir()
-
-
-def test_an_interruption_is_recorded_and_goes_on(tmp_path: Path) -> None:
-    with pytest.raises(Stopped):
-        run_cell(SETTINGS, tmp_path / "r.json", host(fail(Stopped("enough")), Watcher()))
-    assert read_record(tmp_path / "r.json").status == "killed"
-    assert leftovers(tmp_path) == []
 
 
 def test_a_mistake_of_ours_is_not_taken_for_a_result(tmp_path: Path) -> None:

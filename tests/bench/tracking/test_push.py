@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
-from tests.bench.records import make_failure
 from zerokit.bench.record.record import Record, write_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.run.sweep import Sweep, SweepFolder, prepare, product, run_sweep
 from zerokit.bench.tracking.push import Found, Mirror, Tracker, find_records, push
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
-from zerokit.errors import UsageError
 from zerokit.launch.failures import WorkerFailed
 
 if TYPE_CHECKING:
@@ -129,7 +127,11 @@ def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
 def test_what_a_bench_tracked_is_not_pushed_again(
     folder: SweepFolder, tracking: Tracking, client: MlflowClient
 ) -> None:
-    records, watcher, tracker = run(make(folder, stage=(1, 2)), folder, tracking)
+    """Nor what was not tracked at first, and then went on."""
+    sweep = make(folder, stage=(1, 2))
+    run(sweep, folder, None)
+    folder.record(sweep.cells[1]).unlink()
+    records, watcher, tracker = run(sweep, folder, tracking)
     assert (watcher.warnings, tracker.lost) == ([], False)
     assert_mirrored(client, tracking, records)
     assert pushed(tracking, folder.path) == {"there": 2}
@@ -137,16 +139,6 @@ def test_what_a_bench_tracked_is_not_pushed_again(
     assert_mirrored(client, tracking, records)
     (parent,), _ = runs(client, tracking)
     assert parent.info.run_id == tracker.run_id
-
-
-def test_going_on_tracks_what_was_not_tracked_before(
-    folder: SweepFolder, tracking: Tracking, client: MlflowClient
-) -> None:
-    sweep = make(folder, stage=(1, 2))
-    run(sweep, folder, None)
-    folder.record(sweep.cells[1]).unlink()
-    records, _, _ = run(sweep, folder, tracking)
-    assert_mirrored(client, tracking, records)
 
 
 class Breaking:
@@ -258,15 +250,3 @@ def test_a_record_that_grew_is_written_again(tracking: Tracking, client: MlflowC
     assert both.push(replace(record, skipped_steps=3), lambda record: {})[0] == "completed"
     (run,) = runs(client, tracking)[1]
     assert run.data.metrics["skipped_steps"] == 3
-
-
-def test_what_is_no_record_is_told_and_the_rest_is_pushed(tracking: Tracking, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nowhere does not exist"):
-        find_records([tmp_path / "nowhere"])
-    with pytest.raises(UsageError, match="has no record"):
-        find_records([tmp_path])
-    write_record(make_failure("failed", "no"), tmp_path / "a.json")
-    (tmp_path / "b.json").write_text("{}")
-    results = push(find_records([tmp_path]), Mirror(Store.open(tracking)), pictures)
-    assert [(done.path.name, done.outcome) for done in results] == [("b.json", "failed"), ("a.json", "new")]
-    assert "not a bench record" in (results[0].reason or "")

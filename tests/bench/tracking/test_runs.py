@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.bench.records import make_cell, make_record, make_sweep
+from tests.bench.records import make_cell, make_sweep
 from zerokit.bench.record.record import Record, RecordError, write_record
 from zerokit.bench.tracking.store import TrackingError, connect, load_experiment, load_run
 from zerokit.errors import UsageError
@@ -36,21 +35,15 @@ def test_a_sweep_s_plan_and_hidden_files_are_no_cells(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text('{"format": "zerokit.sweep/1"}')
     (tmp_path / "other.json").write_text("[1, 2]")
     assert ids(load_run(str(tmp_path)).records) == [make_cell().id]
+    for content in (b"\xff", b'{"format": "zerokit.bench/9"}'):
+        (tmp_path / "bad.json").write_bytes(content)
+        with pytest.raises(RecordError, match=r"bad\.json"):
+            load_run(str(tmp_path))
 
 
 def test_a_record_in_two_places_counts_once(tmp_path: Path) -> None:
     write_all(tmp_path, [make_cell(), make_cell()])
     assert len(load_run(str(tmp_path)).records) == 1
-
-
-@pytest.mark.parametrize(
-    "content", ["{", '{"format": "zerokit.bench/9"}', '{"format": "zerokit.bench/1"}', "[" * 100_000]
-)
-def test_a_malformed_record_is_named(tmp_path: Path, content: str) -> None:
-    write_all(tmp_path, [make_record()])
-    (tmp_path / "bad.json").write_text(content)
-    with pytest.raises(RecordError, match=r"bad\.json"):
-        load_run(str(tmp_path))
 
 
 def test_places_without_records_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +56,6 @@ def test_places_without_records_are_errors(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UsageError, match=r"there is no mlflow\.db"):
         load_run("0" * 32)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_ranks_that_disagree_about_the_steps_are_refused(tmp_path: Path) -> None:
-    content = json.loads(make_record().to_json())
-    content["ranks"][0]["step_ms"].pop()
-    (tmp_path / "bad.json").write_text(json.dumps(content))
-    with pytest.raises(RecordError, match="different numbers of steps"):
-        load_run(str(tmp_path / "bad.json"))
 
 
 # MLflow's own dependencies warn of each other.

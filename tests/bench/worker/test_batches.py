@@ -78,21 +78,3 @@ def prepare_each() -> list[Case]:
 def test_batches_lie_ready_and_take_turns_where_they_do_not_fit() -> None:
     """But not those of an elastic run, which waits for what does not fit."""
     assert run_ranks(1, prepare_each) == [CASES]
-
-
-def numbers(world: int, position: int) -> list[int]:
-    """On a rank of `world`: the numbers of the samples of its step."""
-    loaded = load(SETTINGS)
-    batches = Batches(loaded, replace(SETTINGS, nproc_per_node=world), CPU, ahead=False)
-    with patch.object(loaded, "batch", wraps=loaded.batch) as make:
-        batches.of(position)
-    return [call.args[0] + index for call in make.call_args_list for index in range(SETTINGS.batch_size)]
-
-
-def test_a_step_takes_the_next_samples_at_every_world_size() -> None:
-    """And so every rank has its own."""
-    position = 0
-    for world in (2, 3):
-        taken = [number for one in run_ranks(world, numbers, world, position) for number in one]
-        assert sorted(taken) == list(range(position, position + world * A_STEP))
-        position += world * A_STEP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,7 +13,6 @@ import torch
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import MASK, Batch, load, open_source
 from zerokit.bench.workloads.inputs import DataError, check_inputs, open_folder
-from zerokit.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
 KINDS: list[tuple[Settings, tuple[int, ...]]] = [
@@ -105,12 +103,6 @@ def test_what_the_record_says_of_a_model() -> None:
     assert (images.unit, images.units_per_sample, images.config["image_size"]) == ("images", 1, 28)
     # Forward and the weights' gradients of both layers, and the gradient of the second's input.
     assert images.flops_per_unit == 2 * (2 * 784 * 256 + 3 * 256 * 10)
-
-
-def test_a_library_that_is_missing_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="built by torchvision, which is not installed"):
-        load(Settings(model="inception-v3"))
 
 
 def save_image(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (40, 20)) -> None:

@@ -131,20 +131,6 @@ def test_buffers_are_those_that_the_library_itself_computes(name: str, kind: str
     assert_equal(buffers, dict(getattr(transformers, kind)(inner.config).named_buffers()))
 
 
-@pytest.mark.parametrize(
-    ("name", "head", "table"),
-    [
-        ("gpt-tiny", "head", "tokens"),
-        ("gpt", "model.lm_head", "model.transformer.wte"),
-        ("llama-tied", "model.lm_head", "model.model.embed_tokens"),
-        ("bert", "model.cls.predictions.decoder", "model.bert.embeddings.word_embeddings"),
-    ],
-)
-def test_a_tied_head_is_its_table(name: str, head: str, table: str) -> None:
-    model = MODELS[name](0)
-    assert model.get_submodule(head).weight is model.get_submodule(table).weight
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_an_untrained_model_guesses_evenly_and_learns(name: str) -> None:
     """Nothing is random in a forward pass: dropout would make engines and ranks differ."""
