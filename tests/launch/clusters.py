@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,3 +25,15 @@ def logged_runs(folder: Path) -> list[Any]:
         client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         return list(client.search_runs(experiments))
+
+
+def start(words: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    """A command whose output is kept."""
+    return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What it printed."""
+    out, err = process.communicate(timeout=800)
+    assert process.returncode == 0, out + err
+    return out

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launch.clusters import ROOT, logged_runs
+from tests.launch.clusters import ROOT, finish, logged_runs, start
 from tests.launch.manifests import require_known
-from tests.support.namespaces import Hosts, two_hosts
+from tests.support.namespaces import Hosts, wired_hosts
 from tests.support.slurm import Cluster, cluster
 from zerokit.bench.record.record import read_record
 
@@ -64,7 +64,7 @@ def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with two_hosts(NODES) as made:
+    with wired_hosts(NODES) as made:
         yield made
 
 
@@ -74,22 +74,9 @@ def slurm() -> Iterator[Cluster]:
         yield made
 
 
-def start(command: str, variables: Mapping[str, str], inside: Sequence[str] = ()) -> subprocess.Popen[str]:
+def begin(command: str, variables: Mapping[str, str], inside: Sequence[str] = ()) -> subprocess.Popen[str]:
     assert re.search("zerokit (doctor|bench) ", command), "this test does not know what is to come of it"
-    return subprocess.Popen(
-        [*inside, "bash", "-euo", "pipefail", "-c", command],
-        env={**variables, **SMALL, **INSTALLED},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """What it printed."""
-    out, err = process.communicate(timeout=800)
-    assert process.returncode == 0, out + err
-    return out
+    return start([*inside, "bash", "-euo", "pipefail", "-c", command], {**variables, **SMALL, **INSTALLED})
 
 
 def judge(command: str, printed: str, folder: Path, *, tracked: bool = True) -> None:
@@ -110,13 +97,13 @@ def judge(command: str, printed: str, folder: Path, *, tracked: bool = True) -> 
 @pytest.mark.parametrize("command", SSH)
 def test_machines_with_ssh(hosts: Hosts, tmp_path: Path, command: str) -> None:
     command = command.replace("http://tracker:5000", f"sqlite:///{tmp_path}/mlflow.db")
-    judge(command, finish(start(command, os.environ, hosts.inside("node-0"))), tmp_path)
+    judge(command, finish(begin(command, os.environ, hosts.inside("node-0"))), tmp_path)
 
 
 @pytest.mark.slurm
 @pytest.mark.parametrize("command", SLURM)
 def test_slurm(slurm: Cluster, tmp_path: Path, command: str) -> None:
-    judge(command, finish(start(command, slurm.environment)), tmp_path)
+    judge(command, finish(begin(command, slurm.environment)), tmp_path)
 
 
 @pytest.mark.parametrize("command", KUBERNETES)
@@ -125,7 +112,7 @@ def test_kubernetes(tmp_path: Path, command: str) -> None:
     kubectl.write_text('#!/bin/sh\n[ "$*" = "create -f -" ] && exec cat\n')
     kubectl.chmod(0o755)
     command = command.replace("IMAGE", "registry.example/zerokit:1")
-    printed = finish(start(f"PATH=$PWD:$PATH; {command}", os.environ))
+    printed = finish(begin(f"PATH=$PWD:$PATH; {command}", os.environ))
     objects = list(yaml.safe_load_all(printed))
     assert [made["kind"] for made in objects] == ["ConfigMap", "TrainingRuntime", "TrainJob"]
     for made in objects:
@@ -144,7 +131,7 @@ def test_torchrun(hosts: Hosts, tmp_path: Path, command: str) -> None:
     assert command.startswith("torchrun "), "this test does not know how to run it"
     command = command.replace(f" --nproc-per-node {GPUS} ", " --nproc-per-node 1 ")
     both = [
-        start(command.replace(" R ", f" {number} "), UNTRACKED, hosts.inside(node))
+        begin(command.replace(" R ", f" {number} "), UNTRACKED, hosts.inside(node))
         for number, node in enumerate(NODES)
     ]
     judge(command, "".join([finish(one) for one in both]), tmp_path, tracked=False)
@@ -157,5 +144,5 @@ def test_mpirun(hosts: Hosts, tmp_path: Path, command: str) -> None:
     (tmp_path / "hosts").write_text("".join(f"{node} slots=1\n" for node in NODES))
     command = command.replace(f" -n {2 * GPUS} ", " -n 2 ")
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    printed = finish(start(command, UNTRACKED | allowed, hosts.inside("node-0")))
+    printed = finish(begin(command, UNTRACKED | allowed, hosts.inside("node-0")))
     judge(command, printed, tmp_path, tracked=False)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launch.ranks import WORKLOAD, all_ended, started, wait_for
-from zerokit.launch.failures import Failure, WorkerFailed
+from zerokit.launch.failures import Failure
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import launch, threads_per_rank
 from zerokit.launch.network import free_port
@@ -42,16 +42,6 @@ def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: 
     assert {rank["MASTER_PORT"] for rank in ranks.values()} == {str(second)}
     assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads_per_rank(4))}
     assert {rank["ADDED"] for rank in ranks.values()} == {"yes"}
-
-
-def test_a_killed_rank_is_named_and_the_other_node_ends(tmp_path: Path, logs: Path) -> None:
-    with pytest.raises(WorkerFailed) as caught:
-        run(tmp_path, logs, "die")
-    ranks = started(tmp_path)
-    assert str(caught.value).startswith(f"rank 1 (node 1, pid {ranks[1]['pid']}) was killed by SIGKILL")
-    assert f"logs: {logs}" in str(caught.value)
-    assert sorted(ranks) == [0, 1]
-    assert all_ended(tmp_path)
 
 
 def failure(rank: int, exit_code: int, message: str = "", moment: float = 0.0) -> Failure:
