@@ -40,7 +40,7 @@ def change_link(hosts: Hosts, host: str, line: str) -> None:
 @pytest.mark.netns
 def test_a_slow_wire_a_smaller_mtu_and_a_missing_name(plan: Plan) -> None:
     with wired_hosts(NODES, servers=False) as hosts:
-        for host, end in (("node-2", "eth0"), (HUB, "node-2")):
+        for host, end in (("node-2", "eth0"), (HUB, "to-node-2")):
             change_link(hosts, host, f"tc qdisc add dev {end} root tbf rate 80mbit burst 64kb latency 200ms")
         change_link(hosts, "node-1", "ip link set eth0 mtu 1400")
         names = hosts.folder / "hosts-node-1"

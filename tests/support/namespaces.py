@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HUB = "hub"
-"""The host of the bridge; the other ends of the wires have there the names of their hosts."""
+"""The host of the bridge; the other end of the wire to host a is `to-a` there."""
 _TOOLS = ("ssh", "ssh-keygen", "/usr/sbin/sshd")
 
 
@@ -126,8 +126,8 @@ def wired_hosts(names: Sequence[str] = ("a", "b"), *, servers: bool = True) -> I
             (folder / f"enter-{host}").write_text(
                 f'hostname {host}\nmount --bind {folder}/hosts-{host} /etc/hosts\n{bind}exec "$@"\n'
             )
-            _ip("-n", hub, "link", "add", host, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-            _ip("-n", hub, "link", "set", host, "master", "bridge", "up")
+            _ip("-n", hub, "link", "add", f"to-{host}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            _ip("-n", hub, "link", "set", f"to-{host}", "master", "bridge", "up")
             _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
             _ip("-n", namespace, "link", "set", "lo", "up")
