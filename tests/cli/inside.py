@@ -32,10 +32,7 @@ FOLLOW_SECONDS = 120.0
 
 
 def zerokit_inside(
-    folder: Path,
-    *arguments: str,
-    meanwhile: Callable[[int], None] = lambda starter: None,
-    **more: str,
+    folder: Path, *arguments: str, meanwhile: Callable[[int], None] = lambda starter: None, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """As `zerokit`, in this process; MLflow's store is not to be named by a relative path.
 

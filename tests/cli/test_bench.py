@@ -16,15 +16,7 @@ import pytest
 import torch
 
 import zerokit
-from tests.cli.commands import (
-    TINY,
-    processes_of,
-    rank_pid,
-    start,
-    training,
-    wait_for,
-    zerokit_forked,
-)
+from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit_forked
 from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.record import Record, read_record

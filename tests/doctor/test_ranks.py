@@ -49,10 +49,7 @@ def _examine_in_forks(plan: Plan, what: str, variables: dict[str, str]) -> Repor
     def instead(module: str, arguments: Sequence[str], **more: Any) -> None:
         launch_forks("tests.doctor.wrapped", arguments, **more, interrupts=interrupts)
 
-    with (
-        Interrupts() as interrupts,
-        mock.patch.object(examination, "look_at_tracking", return_value=SERVER),
-    ):
+    with Interrupts() as interrupts, mock.patch.object(examination, "look_at_tracking", return_value=SERVER):
         return examine(plan, instead)
 
 

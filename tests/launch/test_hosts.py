@@ -1,46 +1,24 @@
-"""Lists of hosts are read as Slurm and DeepSpeed write them, and others are refused by name."""
+"""Lists of hosts are read as Slurm and DeepSpeed write them, others are refused by name; addresses of this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+import random
+import socket
+import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from zerokit.errors import UsageError
 from zerokit.launch.hosts import HostSlots, equal_slots, expand_hostlist, read_hostfile
-
-
-def compress(numbers: Sequence[int], width: int) -> str:
-    """Numbers in ascending order as Slurm's ranges, `01-03,07`."""
-    pieces = []
-    for _, run in groupby(enumerate(numbers), key=lambda one: one[1] - one[0]):
-        found = [number for _, number in run]
-        ends = [found[0]] if len(found) == 1 else [found[0], found[-1]]
-        pieces.append("-".join(str(end).zfill(width) for end in ends))
-    return ",".join(pieces)
-
-
-NAMES = st.from_regex(r"[a-z]{1,5}-?", fullmatch=True)
-NUMBERS = st.sets(st.integers(0, 300), min_size=1).map(sorted)
-
-
-@given(st.lists(st.tuples(NAMES, NUMBERS, st.integers(1, 4), st.sampled_from(["", ".cluster"])), min_size=1))
-def test_ranges_are_written_out_in_order(parts: list[tuple[str, list[int], int, str]]) -> None:
-    text = ",".join(f"{name}[{compress(numbers, width)}]{end}" for name, numbers, width, end in parts)
-    hosts = [
-        f"{name}{str(number).zfill(width)}{end}" for name, numbers, width, end in parts for number in numbers
-    ]
-    assert expand_hostlist(text) == hosts
+from zerokit.launch.network import address_towards, free_port, interface_of
 
 
 def test_single_names_and_several_brackets() -> None:
     assert expand_hostlist("gpu[01-03,7],login") == ["gpu01", "gpu02", "gpu03", "gpu7", "login"]
     assert expand_hostlist("r[1-2]n[8-9]") == ["r1n8", "r1n9", "r2n8", "r2n9"]
     assert expand_hostlist("[1-2]") == ["1", "2"]
+    assert expand_hostlist("b-[9-11].cluster") == ["b-9.cluster", "b-10.cluster", "b-11.cluster"]
     assert expand_hostlist("") == []
 
 
@@ -93,3 +71,23 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="cannot be read"):
         read_hostfile(tmp_path / "hosts")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
+def test_an_interface_is_found_by_the_address_that_leads_there() -> None:
+    assert interface_of(address_towards("localhost")) == "lo"
+    assert interface_of("192.0.2.1") is None  # TEST-NET-1: nobody has it
+
+
+def test_a_free_port_is_none_that_the_system_gives_away() -> None:
+    """Between the search and the server's start, outgoing connections take ports of the system's range."""
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = map(int, given.read_text().split()) if given.exists() else (49_152, 65_535)
+    ports = []
+    for _ in range(20):
+        random.seed(0)  # as programs do on every rank
+        ports.append(free_port())
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", ports[-1]))
+    assert not [port for port in ports if first <= port <= last]
+    assert len(set(ports)) > 10

@@ -1,4 +1,4 @@
-"""The first process of a container, played by a subreaper: it too becomes the parent of orphans."""
+"""Processes: the first one of a container, played by a subreaper, and marked ones, found wherever they have gone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from zerokit.launch.processes import MARK, kill_marked, marked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers run on Linux")
 
@@ -85,3 +88,25 @@ time.sleep(600)
         os.kill(orphan, signal.SIGTERM)
         while Path(f"/proc/{orphan}").exists():
             time.sleep(0.02)
+
+
+# A process that leaves its parent, its group and its session, as torchrun's ranks and daemons do.
+RUNAWAY = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)"
+
+
+def test_an_orphan_in_a_session_of_its_own_is_killed() -> None:
+    launch_id = uuid.uuid4().hex
+    subprocess.run([sys.executable, "-c", RUNAWAY], env={**os.environ, MARK: launch_id}, check=True)
+    assert len(marked(launch_id)) == 1
+    assert kill_marked(launch_id) == []
+    assert marked(launch_id) == []
+
+
+def test_other_launches_and_spared_processes_live_on() -> None:
+    launch_id = uuid.uuid4().hex
+    with subprocess.Popen(["sleep", "1000"], env={**os.environ, MARK: launch_id}) as process:
+        assert kill_marked(uuid.uuid4().hex) == []
+        assert kill_marked(launch_id, spare=frozenset([process.pid])) == []
+        assert process.poll() is None
+        assert kill_marked(launch_id) == []
+        assert process.wait() == -9

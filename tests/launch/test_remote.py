@@ -158,28 +158,21 @@ def node_programs(launcher: int) -> list[int]:
     return [child for child in children_of(launcher) if ".launch." in " ".join(words_of(child))]
 
 
-def test_a_node_program_that_is_killed_takes_its_ranks_along(tmp_path: Path, logs: Path) -> None:
-    def kill() -> None:
-        os.kill(node_programs(os.getpid())[1], signal.SIGKILL)
-
-    said = "node 1 on second was lost while its ranks ran: the connection ended"
-    with pytest.raises(WorkerFailed, match=said):
-        run(tmp_path, logs, "wait", *hasty(), poll=once_started(tmp_path, 2, kill))
-    wait_for(lambda: all_ended(tmp_path))
-
-
-def test_a_node_program_that_is_stopped_is_given_up(
-    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "node 1 on second was lost while its ranks ran: the connection ended"),
+        (signal.SIGSTOP, "^node 1 on second: nothing was heard of it for 6 s: its program is stopped, or"),
+    ],
+)
+def test_a_node_program_that_is_killed_or_stopped_takes_its_ranks_along(
+    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch, number: int, said: str
 ) -> None:
     """While it trains it is heard all the time, so the silence is its end."""
     monkeypatch.setattr(frames, "SILENCE_SECONDS", 6.0)
-
-    def stop() -> None:
-        os.kill(node_programs(os.getpid())[1], signal.SIGSTOP)
-
-    said = "^node 1 on second: nothing was heard of it for 6 s: its program is stopped, or"
+    poll = once_started(tmp_path, 2, lambda: os.kill(node_programs(os.getpid())[1], number))
     with pytest.raises(WorkerFailed, match=said):
-        run(tmp_path, logs, "wait", *hasty(), poll=once_started(tmp_path, 2, stop))
+        run(tmp_path, logs, "wait", *hasty(), poll=poll)
     wait_for(lambda: all_ended(tmp_path))
 
 

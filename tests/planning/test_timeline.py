@@ -14,14 +14,7 @@ from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.placement import Axis, Mesh, Placement
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import Cluster, Device, Link
-from zerokit.planning.timeline import (
-    Kind,
-    Plan,
-    backward_schedule,
-    forward_schedule,
-    step_time,
-    update_bytes,
-)
+from zerokit.planning.timeline import Kind, Plan, backward_schedule, forward_schedule, step_time, update_bytes
 from zerokit.planning.work import ModelWork, Product, UnitWork, Work
 
 SIZES = ElementBytes(compute=2, reduce=4, master=4, states=8)
@@ -106,12 +99,7 @@ def test_a_mesh_sends_an_inner_piece_between_nodes() -> None:
 def test_more_bandwidth_is_never_slower(
     stage: object, bandwidth: float, more: float, micro_batches: int, *, reduces: bool
 ) -> None:
-    plan = plan_of(
-        stage,
-        Mesh(2, 4),
-        micro_batches=micro_batches,
-        reductions=micro_batches if reduces else 1,
-    )
+    plan = plan_of(stage, Mesh(2, 4), micro_batches=micro_batches, reductions=micro_batches if reduces else 1)
     slow, fast = (
         step_time(plan, cluster_of(10 * speed, speed, per_node=4), FAST)
         for speed in (bandwidth, bandwidth * more)

@@ -12,14 +12,7 @@ from scipy import stats
 
 from tests.bench.records import make_cell, make_failure, paced
 from zerokit.bench.comparison.cells import make_cells
-from zerokit.bench.comparison.differences import (
-    Difference,
-    Regression,
-    Rounds,
-    Rule,
-    difference,
-    regressions,
-)
+from zerokit.bench.comparison.differences import Difference, Regression, Rounds, Rule, difference, regressions
 from zerokit.bench.comparison.tables import Scale, percent, scale_of
 from zerokit.bench.record.metrics import METRICS, Metric
 from zerokit.bench.record.record import Record, Run

@@ -1,23 +1,33 @@
-"""Devices as CUDA would show them, on a machine that has none."""
+"""Devices as CUDA and the management library would show them, on a machine that has none."""
 
 from __future__ import annotations
 
+import os
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.support.distributed import run_ranks
 from zerokit.bench.catalogue import engines
 from zerokit.bench.machine import host as devices
+from zerokit.bench.machine.accelerator import Accelerator, device_id
 from zerokit.bench.machine.host import (
     Gpu,
     find_gpus,
+    identify,
     torch_uses_cuda,
     visible,
     visible_devices,
     visible_names,
 )
+from zerokit.bench.measure.sampler import Sampler, _devices
+from zerokit.bench.worker.rank import node_sampler
 
 FOUR = [Gpu(f"GPU-{letter}1-{letter}2", 80 * 2**30) for letter in "abcd"]
 
@@ -92,3 +102,116 @@ def test_a_device_of_unknown_size_is_taken_to_be_large(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 def test_torch_counts_as_many() -> None:
     assert len(visible_devices()) == torch.cuda.device_count()
+
+
+ON_CUDA = Accelerator(torch.device("cuda", 1), "nccl")
+
+
+class NVMLError(Exception):
+    pass
+
+
+@dataclass
+class Library:
+    """`pynvml` with devices in the driver's order; a slice tells its memory and no utilisation."""
+
+    uuids: tuple[str, ...] = ("GPU-a", "GPU-b", "GPU-c", "MIG-d")
+    started: bool = False
+    NVMLError: type[Exception] = NVMLError
+    asked: list[str] = field(default_factory=list)
+
+    def nvmlInit(self) -> None:
+        self.started = True
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if not 0 <= index < len(self.uuids):
+            raise NVMLError("Not Found")
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        if uuid not in self.uuids:
+            raise NVMLError("Not Found")
+        return self.uuids.index(uuid)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        self.asked.append(self.uuids[handle])
+        if self.uuids[handle].startswith("MIG-"):
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(gpu=10 * handle)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(used=(handle + 1) * 10**9, total=10 * 10**9)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        raise NVMLError("Not Supported")
+
+
+def test_only_the_devices_that_were_named_are_asked_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice tells what it can (torch calls it by a UUID, not by what it is of); unknown ones are left out."""
+    library = Library()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    without = Sampler(interval_s=3600.0)
+    without.start()
+    without.stop()
+    assert not library.started
+    one = Sampler(interval_s=3600.0, devices=["GPU-c", "0", "GPU-x", "9", "MIG-d", "GPU-d"])
+    one.start()
+    series = one.stop().series
+    assert library.asked[:4] == ["GPU-c", "GPU-a", "MIG-d", "MIG-d"]
+    found = {name: values[0] for name, values in series.items() if name.startswith("gpu_")}
+    held = [(0, 3000.0), (1, 1000.0), (4, 4000.0), (5, 4000.0)]
+    expected = {f"gpu_{n}_memory_usage_megabytes": size for n, size in held}
+    expected |= {f"gpu_{n}_memory_usage_percentage": size / 100.0 for n, size in held}
+    assert found == expected | {"gpu_0_utilization_percentage": 20.0, "gpu_1_utilization_percentage": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("listed", "index", "uuid", "expected"),
+    [
+        (None, 1, "b-2", "GPU-b-2"),
+        ("3,5", 1, "b-2", "GPU-b-2"),  # CUDA's order need not be the driver's
+        ("3,5", 1, None, "5"),
+        (None, 1, None, "1"),
+        ("GPU-b", 0, "b-2", "GPU-b-2"),  # cut short
+        ("GPU-b-2", 0, None, "GPU-b-2"),
+        ("MIG-s-1", 0, "b-2", "MIG-s-1"),
+        ("7", 0, "GPU-b-2", "GPU-b-2"),
+    ],
+)
+def test_a_device_is_called_by_its_uuid(
+    listed: str | None, index: int, uuid: str | None, expected: str
+) -> None:
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert identify(index, uuid, environment) == expected
+
+
+def test_a_rank_knows_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert device_id(Accelerator(torch.device("cpu"), "gloo")) is None
+    properties = SimpleNamespace()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert device_id(ON_CUDA) == "6"
+    properties.uuid = "12ab-34"
+    assert device_id(ON_CUDA) == "GPU-12ab-34"
+
+
+def node_of() -> tuple[str, ...] | None:
+    """On a rank of 2 nodes: the devices that it samples. Ranks 0 and 1 share one, each of ranks 2 and 3 has its own."""
+    rank = dist.get_rank()
+    os.environ.update(GROUP_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
+    identity = ("GPU-a", "GPU-a", "GPU-c", "GPU-b")[rank]
+    with patch("zerokit.bench.worker.rank.device_id", return_value=identity):
+        sampler = node_sampler(ON_CUDA)
+    return None if sampler is None else sampler.devices
+
+
+def test_one_rank_of_a_node_samples_the_devices_of_all_its_ranks() -> None:
+    assert run_ranks(4, node_of) == [("GPU-a",), None, ("GPU-c", "GPU-b"), None]
+
+
+@pytest.mark.gpu
+def test_the_library_knows_torchs_device() -> None:
+    pytest.importorskip("pynvml")
+    identity = device_id(Accelerator(torch.device("cuda", 0), "nccl"))
+    assert identity is not None
+    assert dict(_devices([identity])())["gpu_0_memory_usage_megabytes"]

@@ -1,8 +1,9 @@
-"""Memory in the course of a step: what is held, counted by hand, at every operation."""
+"""Memory: peaks, and in the course of a step what is held, counted by hand, at every operation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from tests.support.distributed import run_ranks
 from zerokit.bench.engines.fsdp2 import TRAINS_ON_CPU
 from zerokit.bench.engines.trainer import Held, Trainer, held_by, make
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.measure.memory import READINGS, MemoryTracker, condense, measure_timeline
-from zerokit.bench.record.measured import MemoryTimeline
+from zerokit.bench.measure.memory import READINGS, MemoryMeter, MemoryTracker, condense, measure_timeline
+from zerokit.bench.record.measured import DeviceMemory, MemoryTimeline
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load
@@ -168,3 +169,47 @@ def test_what_is_elsewhere_or_has_no_storage_is_not_counted() -> None:
         assert track(tracker)[ACTIVATIONS] == kept.numel() * ELEMENT
     assert there.is_meta
     assert sparse.is_sparse
+
+
+@dataclass
+class Cuda:
+    """`torch.cuda` of one device of 1000 bytes, which reserves in hundreds and of which others hold 150."""
+
+    held: int = 0
+    reserved: int = 0
+    peak: int = 0
+    reserved_peak: int = 0
+    resets: list[str] = field(default_factory=list)
+
+    def hold(self, size: int) -> None:
+        self.held = size
+        self.reserved = max(self.reserved, -(-size // 100) * 100)
+        self.peak, self.reserved_peak = max(self.peak, size), max(self.reserved_peak, self.reserved)
+
+    def max_memory_allocated(self, device: str) -> int:
+        assert device == "one"
+        return self.peak
+
+    def max_memory_reserved(self, device: str) -> int:
+        return self.reserved_peak
+
+    def reset_peak_memory_stats(self, device: str) -> None:
+        self.resets.append(device)
+        self.peak, self.reserved_peak = self.held, self.reserved
+
+    def mem_get_info(self, device: str) -> tuple[int, int]:
+        return 1000 - 150 - self.reserved, 1000
+
+
+def test_the_peak_of_construction_is_not_that_of_the_steps() -> None:
+    cuda = Cuda()
+    meter = MemoryMeter("one", cuda)
+    cuda.hold(650)
+    cuda.hold(200)
+    meter.begin()
+    assert cuda.resets == ["one"]
+    assert meter.peaks() == (200, 700)  # what was reserved stays so
+    cuda.hold(420)
+    cuda.hold(300)
+    assert meter.peaks() == (420, 700)
+    assert meter.account(batch_bytes=30) == DeviceMemory(650, 700, 30, 850, 1000)

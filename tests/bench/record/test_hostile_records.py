@@ -48,10 +48,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
         r"ranks\[0\].memory_bytes.total: expected at least 0, found -5",
     ),
     "a rank below zero": (put("ranks", 1, "rank", value=-1), r"ranks\[1\].rank: expected at least 0"),
-    "a huge time": (
-        put("ranks", 0, "step_ms", 0, value=1e308),
-        r"step_ms\[0\]: expected at most 1e.100",
-    ),
+    "a huge time": (put("ranks", 0, "step_ms", 0, value=1e308), r"step_ms\[0\]: expected at most 1e.100"),
     "a huge integer": (put("results", "throughput", value=10**400), "throughput: expected at most 1e.100"),
     "a huge count": (put("skipped_steps", value=2**64), "skipped_steps: expected at most 9.2"),
     "no moments": (put("system", 0, "seconds", value=[]), r"system\[0\].series.cpu_.*: has 23 values at 0"),

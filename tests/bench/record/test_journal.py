@@ -46,10 +46,7 @@ def test_repeated_steps_are_cut(tmp_path: Path) -> None:
     pen.seen(4, losses(4, 6, part=1), losses(4, 6, part=1))
     story = journal.story()
     assert story.loss == story.gradient_norm == [1.0, 2.0, 3.0, 4.1, 5.1, 6.1]
-    assert story.parts == [
-        Part(2, 1, 1, 5, 0, 4, "rank 1 was killed"),
-        Part(1, 1, 4, 6, 12, 2, FINISHED),
-    ]
+    assert story.parts == [Part(2, 1, 1, 5, 0, 4, "rank 1 was killed"), Part(1, 1, 4, 6, 12, 2, FINISHED)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The page: complete, self-contained, and harmless whatever a record says; its pictures as files."""
+"""Pages: complete, self-contained, and harmless whatever a record says; their pictures as files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.bench.records import make_cell, make_failure, make_record, make_sweep, paced
+from zerokit.bench.plans.ask import plan
 from zerokit.bench.record.record import Run
 from zerokit.bench.report import render as drawing
+from zerokit.bench.report.plan_page import pictures, write_plan
 from zerokit.bench.report.render import bundle, plots, render, write_comparison
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
@@ -189,3 +191,21 @@ def test_a_legend_of_two_rows_has_its_room() -> None:
     heights = {name: int.from_bytes(found[f"{name}.png"][20:24]) / 2 for name in ("state", "memory")}
     rows = 44 * 4  # fewer bars than cells: only zerokit counts its state
     assert heights["state"] + rows - heights["memory"] == 36.0
+
+
+@pytest.mark.parametrize("device", ["h100-80", "l40s"])
+def test_a_page_shows_the_plan_and_no_column_without_figures(device: str, tmp_path: Path) -> None:
+    found = plan("gpt-tiny", gpus=8, device=device, seq_len=64, batch_size=2, recompute=False)
+    path = tmp_path / "plan.html"
+    write_plan(found, path)
+    text = path.read_text()
+    table = re.findall(r"<tr>.*?</tr>", text.partition("<script")[0], re.DOTALL)
+    head, *rows = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in table)
+    assert {len(row) for row in rows} == {len(head)}
+    assert ("MFU" in head) == (device == "h100-80")  # nothing was measured on the other one
+    assert [row[0] for row in rows] == [one.cell.stage_label for one in found.fitting]
+    drawn = ["memory", "step", "scaling"] if device == "h100-80" else ["memory"]
+    assert [picture.name for picture in pictures(found)] == drawn
+    assert set(drawn) <= set(re.findall(r'\bid="([^"]+)"', text))
+    assert found.why in text.replace("&#39;", "'")
+    assert not re.search(r'(?:src|href)="(?!#)', text.partition("<script")[0])

@@ -89,12 +89,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(session, "oom_kills", lambda: 0)
     return Settings(
-        model="gpt-tiny",
-        seq_len=16,
-        data="synthetic",
-        nodes=3,
-        elastic=True,
-        save=str(tmp_path / "run"),
+        model="gpt-tiny", seq_len=16, data="synthetic", nodes=3, elastic=True, save=str(tmp_path / "run")
     )
 
 

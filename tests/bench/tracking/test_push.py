@@ -161,11 +161,7 @@ class Breaking:
 
 @pytest.mark.parametrize("calls", [0, 5, 9, 14])
 def test_a_push_that_breaks_anywhere_is_completed_by_the_next(
-    folder: SweepFolder,
-    tracking: Tracking,
-    client: MlflowClient,
-    monkeypatch: pytest.MonkeyPatch,
-    calls: int,
+    folder: SweepFolder, tracking: Tracking, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     records, _, _ = run(make(folder, stage=(1, 2)), folder, None)
     breaking = Breaking(monkeypatch)
@@ -180,11 +176,7 @@ def test_a_push_that_breaks_anywhere_is_completed_by_the_next(
 
 @pytest.mark.parametrize("calls", [4, 9])
 def test_a_server_that_goes_away_during_a_sweep_loses_nothing(
-    folder: SweepFolder,
-    tracking: Tracking,
-    client: MlflowClient,
-    monkeypatch: pytest.MonkeyPatch,
-    calls: int,
+    folder: SweepFolder, tracking: Tracking, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     breaking = Breaking(monkeypatch)
     breaking.left = calls

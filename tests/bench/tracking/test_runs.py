@@ -30,7 +30,7 @@ def test_a_file_and_a_folder(tmp_path: Path) -> None:
 
 
 def test_a_sweep_s_plan_and_hidden_files_are_no_cells(tmp_path: Path) -> None:
-    write_all(tmp_path / "cells", [make_cell()])
+    write_all(tmp_path / "cells", [make_cell(), make_cell()])  # one record in two places
     write_all(tmp_path / ".old", [make_cell("ddp", 0)])
     (tmp_path / "sweep.json").write_text('{"format": "zerokit.sweep/1"}')
     (tmp_path / "other.json").write_text("[1, 2]")
@@ -39,11 +39,6 @@ def test_a_sweep_s_plan_and_hidden_files_are_no_cells(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_bytes(content)
         with pytest.raises(RecordError, match=r"bad\.json"):
             load_run(str(tmp_path))
-
-
-def test_a_record_in_two_places_counts_once(tmp_path: Path) -> None:
-    write_all(tmp_path, [make_cell(), make_cell()])
-    assert len(load_run(str(tmp_path)).records) == 1
 
 
 def test_places_without_records_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.bench.records import make_cell, make_failure, make_record
+from tests.bench.records import make_cell, make_record
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.measured import Samples
 from zerokit.bench.record.settings import Settings
@@ -23,7 +23,6 @@ from zerokit.bench.tracking.content import (
     MOST_KEYS,
     Point,
     curves,
-    run_files,
     run_name,
     run_params,
     run_points,
@@ -154,14 +153,6 @@ def test_params_and_tags_tell_what_was_asked_and_where_it_ran() -> None:
     assert tags["zerokit.status"] == "ok"
     assert tags["zerokit.environment"] == record.environment.digest
     assert (tags["zerokit.git_commit"], tags["mlflow.source.git.commit"]) == ("abc-dirty", "abc")
-
-
-def test_a_failure_has_what_is_known_of_it() -> None:
-    record = make_failure("out of memory", "41 GiB are needed")
-    assert run_points(record) == []
-    assert run_params(record)["stage"] == "2"
-    assert run_tags(record)["zerokit.reason"] == "41 GiB are needed"
-    assert set(run_files(record)) == {"record.json", "configuration.json"}
 
 
 def test_raw_step_times_are_a_table() -> None:
