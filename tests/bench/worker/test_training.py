@@ -347,3 +347,18 @@ def prepare_each() -> list[Case]:
 def test_batches_lie_ready_and_take_turns_where_they_do_not_fit() -> None:
     """But not those of an elastic run, which waits for what does not fit."""
     assert run_ranks(1, prepare_each) == [CASES]
+
+
+def test_a_step_takes_the_next_samples_and_every_rank_has_its_own() -> None:
+    """Over all their micro-batches; at other world sizes tests/cli/test_elastic follows the samples."""
+    loaded, taken = load(SETTINGS), list[int]()
+    for rank in range(3):
+        batches = Batches(loaded, replace(SETTINGS, nproc_per_node=3), CPU, ahead=False)
+        with (
+            patch.object(loaded, "batch", wraps=loaded.batch) as make,
+            patch.object(dist, "get_rank", return_value=rank),
+            patch.object(dist, "get_world_size", return_value=3),
+        ):
+            batches.of(12)
+        taken += [call.args[0] + n for call in make.call_args_list for n in range(SETTINGS.batch_size)]
+    assert sorted(taken) == list(range(12, 12 + 3 * A_STEP))
