@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, read_options, write_json
 from benchmarks.ranks import run_ranks
 from benchmarks.slow_link import limit
-from tests.support.namespaces import refusal, two_hosts
+from tests.support.namespaces import refusal, wired_hosts
 
 FLYING = "H = 50, 3 fragments in flight"
 CASES: dict[str, dict[str, Any] | None] = {
@@ -118,7 +118,7 @@ def main() -> int:
     )
     if reason := refusal():
         raise SystemExit(f"no two hosts here: {reason}")
-    with two_hosts(servers=False) as hosts:
+    with wired_hosts(servers=False) as hosts:
         limit(hosts, options.mbits / 1000)
 
         def keep(results: dict[str, list[Any]]) -> None:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import bar_holds, plain_table, ratio, read_options, write_json
 from benchmarks.slow_link import limit, on_hosts
-from tests.support.namespaces import Hosts, refusal, two_hosts
+from tests.support.namespaces import Hosts, refusal, wired_hosts
 from zerokit.bench.record.record import in_folder
 from zerokit.bench.record.statistics import slowest
 
@@ -153,7 +153,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise SystemExit(f"no two hosts here: {reason}")
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="zerokit-plan-")))
-            hosts = stack.enter_context(two_hosts(servers=False)) if gbits else None
+            hosts = stack.enter_context(wired_hosts(servers=False)) if gbits else None
             if hosts is not None:
                 limit(hosts, gbits)
             cells = measure(hosts, folder, options)

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from benchmarks.measuring import ROOT, read_options
-from tests.support.namespaces import Hosts, hosts_refusal, two_hosts
+from tests.support.namespaces import Hosts, hosts_refusal, wired_hosts
 
 PORT = 29517
 
@@ -72,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if (why := hosts_refusal()) is not None:
         print(f"slow_link: {why}", file=sys.stderr)
         return 4
-    with two_hosts() as hosts:
+    with wired_hosts() as hosts:
         limit(hosts, arguments.gbits)
         command = [
             *(*hosts.inside("a"), sys.executable, "-m", "zerokit.cli", "bench", "--launcher", "ssh"),

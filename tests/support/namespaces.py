@@ -126,7 +126,20 @@ def wired_hosts(names: Sequence[str] = ("a", "b"), *, servers: bool = True) -> I
             (folder / f"enter-{host}").write_text(
                 f'hostname {host}\nmount --bind {folder}/hosts-{host} /etc/hosts\n{bind}exec "$@"\n'
             )
-            _ip("-n", hub, "link", "add", f"to-{host}", "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            _ip(
+                "-n",
+                hub,
+                "link",
+                "add",
+                f"to-{host}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                namespace,
+            )
             _ip("-n", hub, "link", "set", f"to-{host}", "master", "bridge", "up")
             _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
             _ip("-n", namespace, "link", "set", "eth0", "up")
