@@ -208,11 +208,7 @@ _STEPS = (
     *["--engine", "ddp,fsdp2,zerokit", "--stage", "2,3,0,1"],
 )
 _CUDA = "tests/runtime/test_cuda.py"
-_BENCH = (
-    "tests/bench/worker/test_worker.py",
-    *(f"tests/bench/measure/test_{name}.py" for name in ("clock", "memory")),
-    *(f"tests/bench/machine/test_{name}.py" for name in ("devices", "nvml")),
-)
+_BENCH = ("tests/bench/worker/test_worker.py", "tests/bench/machine/test_devices.py")
 PARTS: dict[str, Part] = {
     "late": Tests(("tests/runtime/test_device_way.py",)),
     "sync": Tests((_CUDA, "-k", "synchronis")),

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 
-from tests.support import mounts
 from tests.support.forked import ForkedProcess
 from tests.support.namespaces import Hosts
 from zerokit.errors import ZerokitError
 
 NODES = ("node-0", "node-1", "node-2")
-_NEW_NAME = 0x04000000
+_NEW_NAME, _NEW_MOUNTS = 0x04000000, 0x00020000
 
 
 def launcher(hosts: Hosts) -> Callable[..., None]:
@@ -67,9 +66,9 @@ def _be_rank(network: str, enter: str, module: str, arguments: list[str]) -> Non
     """Run the module on a host."""
     system = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{network}") as namespace:
-        if system.setns(namespace.fileno(), 0) or system.unshare(_NEW_NAME):
+        if system.setns(namespace.fileno(), 0) or system.unshare(_NEW_NAME | _NEW_MOUNTS):
             raise OSError(ctypes.get_errno(), f"no way into {network}")
-    mounts.leave()
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)  # what is mounted next is seen here alone
     subprocess.run(["sh", enter, "true"], check=True)  # gives it the host's name and table of names
     torch.set_num_threads(1)
     sys.argv = [module, *arguments]
