@@ -217,7 +217,7 @@ def _bytes_read(folder: str) -> None:
 
 
 def test_loads_of_what_is_damaged_hostile_or_does_not_fit(tmp_path: Path) -> None:
-    """Of a run, copies of it with each fault, and steps that are well sealed and wrong."""
+    """Loads copies of a run, each with one fault, and steps whose checksums are right but whose content is wrong."""
     run_ranks(3, _saved, str(tmp_path))
     (tmp_path / "run" / "step-00000001").rename(tmp_path / "older")
     for name, (file, damage) in FAULTS.items():

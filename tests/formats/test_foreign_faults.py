@@ -190,7 +190,7 @@ def test_what_no_format_can_hold_is_named(tmp_path: Path) -> None:
 
 
 INDEX = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
-"""Of the folder that is spoiled: where the two tensors of its two files are."""
+"""The file of each tensor, before the folder is damaged."""
 
 
 @pytest.mark.parametrize(

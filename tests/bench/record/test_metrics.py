@@ -1,4 +1,4 @@
-"""Figures by name and statistics of known numbers: their values, and the noise that is told with them."""
+"""Metrics by name, and statistics of known numbers with their noise."""
 
 from __future__ import annotations
 
