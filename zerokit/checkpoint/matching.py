@@ -143,19 +143,22 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
         return []
     expected = {number: _kinds(runtime, number) for number in range(len(runtime.inner.param_groups))}
     faults: dict[str, None] = {}
+    stateless: list[str] = []
     for parameter in runtime.layout.parameters:
         source = match.sources.get(parameter.name)
         wanted = expected.get(parameter.group)
         if source is None or wanted is None or not parameter.trainable or not parameter.numel:
             continue
         there = saved.get(source, set())
-        # A parameter without states has never been stepped: it was frozen, or no gradient has reached it.
-        if there and wanted != there:
+        if wanted and not there:  # it was frozen so far
+            stateless.append(parameter.name)
+        elif wanted != there:
             match.fresh.add(source)
             faults[
                 f"the optimizer ({type(runtime.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
                 f"checkpoint has {_set(there)}"
             ] = None
+    match.notes += _listed("no optimizer states, which begin with the first step, of", stateless)
     return list(faults)
 
 
