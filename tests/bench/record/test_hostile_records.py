@@ -22,7 +22,7 @@ from zerokit.bench.record.measured import Checkpoints, Save
 from zerokit.bench.record.record import Record, RecordError, Run, read_record, write_record
 from zerokit.bench.record.status import Status
 from zerokit.bench.report import render
-from zerokit.bench.tracking.content import run_files, run_name, run_params, run_points, run_tags
+from zerokit.bench.tracking.content import run_name, run_params, run_points, run_tags
 from zerokit.bench.tracking.push import Mirror
 from zerokit.bench.tracking.store import Store
 from zerokit.cli import cli
@@ -142,7 +142,7 @@ def quick() -> Iterator[None]:
 def _use(record: Record, path: Path, folder: Path) -> None:
     """Everything that `compare` and `push` make of a record."""
     assert run_name(record.settings)
-    run_params(record), run_tags(record), run_points(record), run_files(record)
+    run_params(record), run_tags(record), run_points(record)
     other = folder / "other.json"
     write_record(make_record(), other)
     for arguments in ([], ["--json"]):

@@ -157,7 +157,7 @@ def _check_series(path: str, series: Mapping[str, Sequence[object]], seconds: Se
 
 
 def record_schema() -> str:
-    """The JSON Schema of a record, as `record.schema.json` beside this module has it."""
+    """The JSON Schema of a record; `python -m zerokit.bench.record` prints it."""
     schema = json_schema(Record, FORMAT)
     for name, shape in schema["$defs"]["Settings"]["properties"].items():
         if name in OPTIONS and "{" not in OPTIONS[name].help:

@@ -255,8 +255,8 @@ def run_sweep(
         done = record is not None and record.status.final
         if record is None or not done:
             host.watch.began(cell.number, cell.label)
-            path = folder.record(cell)
-            record = run_cell(cell.settings, path, host, sweep=sweep.id)
+            path, identity = folder.record(cell), None if record is None else record.id
+            record = run_cell(cell.settings, path, host, sweep=sweep.id, identity=identity)
             track(path, record)
         host.watch.ended(cell.number, cell.label, record, before=done)
         records.append(record)

@@ -5,19 +5,15 @@ The same for a bench that is tracked while it runs and for one that is pushed a 
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from zerokit.bench.catalogue.engines import ENGINES
-from zerokit.bench.record.metrics import METRICS, UNITS, metrics_of
+from zerokit.bench.record.metrics import metrics_of
 from zerokit.bench.record.record import Record
-from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.words import unusual, value_in_words
 from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
@@ -43,16 +39,13 @@ class Tag:
     COMPLETE = "zerokit.complete"
     """Set last of all, to the digest of what was written: a run that has it is whole."""
     PARENT = "mlflow.parentRunId"
-    NOTE = "mlflow.note.content"
-    """The description on a run's page."""
 
 
 # What MLflow shows as a run's source.
 SOURCE_TAGS = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOCAL"}
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """One value of a metric; `moment_ms` is milliseconds since the epoch."""
 
     name: str
@@ -65,79 +58,20 @@ _Series = tuple[str, Sequence[float | None], Sequence[int]]
 """A metric's name, its values, and their moments."""
 
 
-# The number first, so that it is still there where a table cuts the name.
-_SHORT: Mapping[str, str] = {"batch_size": "{} a batch", "bucket_mb": "{:g} MiB a bucket"}
-
-
 def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
-    """The run's name. MLflow's tables cut names after 16 letters, so the differing settings come first.
-
-    Args:
-        settings: of the bench.
-        varying: the settings that differ within its sweep.
-    """
-    usual = ("model", "batch_size", "precision")
-    values = {name: getattr(settings, name) for name in usual if name not in varying}
-    said = [value_in_words(name, value) for name, value in values.items() if value is not None]
-    said += unusual(settings, without=(*usual, *varying, "nodes", "nproc_per_node"))
-    return ", ".join([cell_name(settings, varying), *said, f"world {settings.world}"])
-
-
-def cell_name(settings: Settings, varying: Sequence[str] = ()) -> str:
-    """Engine and stage, the round if it is not the first ("#2"), and the other differences within the sweep."""
+    """The run's name. MLflow's tables cut names after 16 letters, so what differs within its sweep comes first."""
     engine = ENGINES.get(settings.engine)
     only = engine is not None and engine.stages == (settings.stage,)
-    first = settings.engine if only else f"{settings.engine} {settings.stage}"
-    parts = [f"{first} #{settings.repeat + 1}" if settings.repeat else first]
-    for name in varying:
+    said = [settings.engine if only else f"{settings.engine} {settings.stage}"]
+    if settings.repeat:
+        said[0] += f" #{settings.repeat + 1}"
+    usual = ("model", "batch_size", "precision")
+    for name in (*varying, *(name for name in usual if name not in varying)):
         value = getattr(settings, name, None)
         if value is not None and name not in ("engine", "stage"):
-            parts.append(_SHORT[name].format(value) if name in _SHORT else value_in_words(name, value))
-    return ", ".join(parts)
-
-
-def note(record: Record) -> str:
-    """The description of a run in Markdown: its results, which MLflow's page lists below system metrics."""
-    if record.status != "ok":
-        return f"**{record.status}**: {record.reason or ''}"[:TAG_LENGTH]
-    figures = metrics_of(record)
-    shown = (name for name in columns([record]) if name in figures)
-    return _table(
-        ["", ""], ([METRICS[name].title, f"{figures[name]:,.4g} {METRICS[name].unit}"] for name in shown)
-    )
-
-
-def sweep_note(title: str, records: Sequence[Record], varying: Sequence[str] = ()) -> str:
-    """The description of a sweep's run in Markdown: one row per cell and round."""
-    names = columns(records)
-    rows = []
-    for record in records:
-        figures = metrics_of(record) if record.status == "ok" else {}
-        first, *cells = (f"{figures[name]:,.4g}" if name in figures else "" for name in names)
-        rows.append([cell_name(record.settings, varying), first if figures else record.status, *cells])
-    heads = [f"{METRICS[name].title}, {METRICS[name].unit}".removesuffix(", ") for name in names]
-    return f"{title}\n\n{_table(['cell (#round)', *heads], rows)}"[:TAG_LENGTH]
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def columns(records: Sequence[Record]) -> list[str]:
-    """The main metrics, most important first."""
-    units = {record.model.unit for record in records if record.model is not None}
-    return [
-        "step/p50_ms",
-        *(f"throughput/{unit}_per_s" for unit in UNITS if unit in units),
-        "memory/state_mib",
-        "memory/peak_host_mib",
-        *(["memory/peak_allocated_mib"] if any(r.settings.device == "cuda" for r in records) else []),
-        "comm/cost_ms",
-        "mfu",
-        "loss_last",
-    ]
+            said.append(value_in_words(name, value))
+    said += unusual(settings, without=(*usual, *varying, "nodes", "nproc_per_node"))
+    return ", ".join([*said, f"world {settings.world}"])
 
 
 def run_params(record: Record) -> dict[str, str]:
@@ -168,11 +102,10 @@ def run_tags(record: Record) -> dict[str, str]:
         Tag.SWEEP: record.sweep,
         Tag.CELL: record.cell,
         Tag.STATUS: record.status,
-        # A job that went on keeps its run, and the tags of its earlier ends with it.
-        Tag.REASON: (record.reason or "")[:TAG_LENGTH] or ("" if record.parts else None),
+        # Empty, too: a cell that is run again keeps its run, and with it the tags of its earlier end.
+        Tag.REASON: (record.reason or "")[:TAG_LENGTH],
         "zerokit.restarts": str(record.restarts) if record.parts else None,
         "zerokit.record": record.format,
-        Tag.NOTE: note(record),
         **SOURCE_TAGS,
         "device": record.ranks[0].device if record.ranks else None,
         "data.digest": record.data.digest if record.data is not None else None,
@@ -227,30 +160,6 @@ def _system(record: Record, moment: int, room: int) -> list[_Series]:
     return found
 
 
-def run_files(record: Record) -> dict[str, str]:
-    """Files by name, as text."""
-    files = {"record.json": record.to_json(), "configuration.json": _json(to_plain(record.settings))}
-    if record.environment is not None:
-        files["environment.json"] = _json(to_plain(record.environment))
-    if record.ranks:
-        files["step_times.csv"] = step_times(record)
-    return files
-
-
-def step_times(record: Record) -> str:
-    """CSV with one row per step, warm-up first: step, phase, loss, then each rank's milliseconds."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["step", "phase", "loss", *(f"rank_{rank.rank}_ms" for rank in record.ranks)])
-    warmup = len(record.ranks[0].warmup_ms)
-    times = zip(*(rank.warmup_ms + rank.step_ms for rank in record.ranks), strict=True)
-    for step, row in enumerate(times, record.untimed_steps):
-        loss = record.loss[step] if step < len(record.loss) else None
-        phase = "warm-up" if step - record.untimed_steps < warmup else "measured"
-        writer.writerow([step, phase, "" if loss is None else loss, *row])
-    return text.getvalue()
-
-
 def moment_ms(record: Record) -> int:
     """The time of the record, in milliseconds since the epoch; 0 if it has none."""
     return milliseconds(record.created) or 0
@@ -262,10 +171,6 @@ def milliseconds(moment: str) -> int | None:
         return int(datetime.fromisoformat(moment).timestamp() * 1000)
     except ValueError:
         return None
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:

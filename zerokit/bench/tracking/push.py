@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from zerokit.bench.record.record import Record, json_below, read_record
 from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder
@@ -21,9 +21,6 @@ from zerokit.bench.tracking import content
 from zerokit.bench.tracking.content import Status, Tag, milliseconds, moment_ms, sweep_files, sweep_status
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError, ZerokitError
-
-if TYPE_CHECKING:
-    from mlflow.entities import Run
 
 Pushed = Literal["new", "completed", "there", "left out"]
 # "Out of memory" and "unsupported" are results.
@@ -117,34 +114,17 @@ class Mirror:
 
     def end_sweep(
         self, sweep: str, records: Sequence[Record], files: Mapping[str, str | bytes], status: Status
-    ) -> str:
-        """Write a sweep's outcome to its run: counts by status, results and files; returns the run's id.
-
-        The same once more changes nothing.
-        """
-        run_id = self.parent(sweep)
-        known = self.store.client.get_run(run_id).data.tags.get(Tag.COMPLETE)
-        digest = _digest("".join([status, *(record.to_json() for record in records)]))
-        if known == digest or (not records and known):
-            return run_id
-        counts = Counter(record.status for record in records)
+    ) -> None:
+        """Write a sweep's outcome to its run: counts by status, and files. The same once more changes nothing."""
+        run_id, counts = self.parent(sweep), Counter(record.status for record in records)
         tags = {f"zerokit.cells.{name.replace(' ', '_')}": str(count) for name, count in counts.items()}
-        if records:
-            title = f"{len(records)} cells: {', '.join(f'{count} {name}' for name, count in counts.items())}"
-            tags[Tag.NOTE] = content.sweep_note(title, records, self._varying.get(sweep, ()))
         self.store.write(run_id, tags=tags, files=files)
         self.store.status(run_id, status, max(map(moment_ms, records), default=None))
-        self.store.write(run_id, tags={Tag.COMPLETE: digest})
-        return run_id
 
-    def _unfinished(self, sweep: str | None, cell: str) -> Run | None:
-        """The run of a sweep's cell that was begun and has no result."""
-        found = (
-            self.store.find({Tag.SWEEP: sweep, Tag.CELL: cell, Tag.STATUS: status})
-            for status in ("running", "failed", "killed")
-            if sweep is not None
-        )
-        return next((run for run in found if run is not None), None)
+    def end_unknown_sweep(self, sweep: str) -> None:
+        """End the run of a sweep of which only some records are here, unless it has ended."""
+        if self.store.client.get_run(self.parent(sweep)).info.status == "RUNNING":
+            self.store.status(self.parent(sweep), "FINISHED")
 
     def push(self, record: Record, pictures: Callable[[Record], Mapping[str, bytes]]) -> tuple[Pushed, str]:
         """Write a record to its run and end it; returns what was done, and the run's id.
@@ -153,15 +133,16 @@ class Mirror:
             record: any, whatever its status.
             pictures: makes plots by file name; asked only when they are needed.
         """
-        digest = _digest(record.to_json())
-        begun = self.store.find({Tag.RECORD: record.id}) or self._unfinished(record.sweep, record.cell)
         if record.status == "unsupported" and record.sweep is not None:
-            # MLflow has no status that says so: the sweep's own run tells of it.
+            # MLflow has no status that says so: the sweep's own run counts them.
             return "left out", ""
-        if begun is not None and begun.data.tags.get(Tag.COMPLETE) == digest:
-            return "there", str(begun.info.run_id)
+        text = record.to_json()
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        begun = self.store.find({Tag.RECORD: record.id})
         if begun is not None:
             run_id, started = str(begun.info.run_id), int(begun.info.start_time)
+            if begun.data.tags.get(Tag.COMPLETE) == digest:
+                return "there", run_id
         else:
             tags = {Tag.RECORD: record.id, Tag.STATUS: "running", **self._own}
             name = content.run_name(record.settings, self._varying.get(record.sweep or "", ()))
@@ -170,7 +151,7 @@ class Mirror:
         tags = content.run_tags(record)
         if record.sweep is not None:
             tags[Tag.PARENT] = self.parent(record.sweep)
-        files: dict[str, str | bytes] = {**content.run_files(record)}
+        files: dict[str, str | bytes] = {"record.json": text}
         files |= {f"plots/{name}": drawn for name, drawn in pictures(record).items()}
         params, points = content.run_params(record), content.run_points(record)
         self.store.write(run_id, params=params, tags=tags, points=points, files=files)
@@ -184,10 +165,6 @@ def _started_ms(record: Record) -> int:
     """About when the first step began; of a record without steps when it was made, or 0 where it does not say."""
     took = sum(record.ranks[0].warmup_ms + record.ranks[0].step_ms) if record.ranks else 0.0
     return max(0, moment_ms(record) - round(took))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _user() -> dict[str, str]:
@@ -238,7 +215,7 @@ def push(
         files = sweep_files(sweep, folder, partial(pictures, records))
         mirror.end_sweep(sweep.id, records, files, sweep_status(sweep, records))
     for identity in {record.sweep for _, record in found.records if record.sweep} - found.sweeps.keys():
-        mirror.end_sweep(identity, [], {}, "FINISHED")  # only these records are here to tell of it
+        mirror.end_unknown_sweep(identity)
     return results
 
 

@@ -198,7 +198,7 @@ class Store:
         entities: dict[str, list[Any]] = {
             "params": [Param(*item) for item in (params or {}).items()],
             "tags": [RunTag(*item) for item in (tags or {}).items()],
-            "metrics": [Metric(point.name, point.value, point.moment_ms, point.step) for point in points],
+            "metrics": [Metric(*point) for point in points],
         }
         for kind, every in entities.items():
             for start in range(0, len(every), _MOST_A_CALL[kind]):
