@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.bench.comparison.cells import Cell, common_words, conditions, drift_notes, unsupported, varying
+from zerokit.bench.comparison.cells import Cell, common_words, conditions, drift_notes, unsupported
 from zerokit.bench.comparison.differences import Regression, difference, loss_note
 from zerokit.bench.comparison.tables import (
     EXTRA_STEPS,
@@ -23,7 +23,6 @@ from zerokit.bench.comparison.tables import (
 )
 from zerokit.bench.record.metrics import METRICS, PACED, instrumented
 from zerokit.bench.record.schema import to_plain
-from zerokit.bench.record.words import title_of
 from zerokit.cli.details import annotate, detailed_metrics, notes, rank_table, record_rows
 from zerokit.text import printable
 
@@ -222,8 +221,7 @@ def _change(column: Column, position: int) -> Text:
 
 def _show_conditions(console: Console, cells: Sequence[Cell]) -> None:
     """What differs and no label says: a line each, each value once."""
-    labelled = {title_of(name) for name in varying(cell.first for cell in cells)}
-    differing = [(name, values) for name, values in conditions(cells)[0] if name not in labelled]
+    differing, _ = conditions(cells)
     if not differing:
         return
     table = _table(show_header=False)

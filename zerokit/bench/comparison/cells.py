@@ -241,11 +241,13 @@ DRIFT = 0.1
 
 
 def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list[tuple[str, str]]]:
-    """Differing conditions with one value per cell ("–" if it has none), and equal ones, as names and values."""
-    rows = [_rows(cell) for cell in cells]
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    """Differing conditions with one value per cell ("–" if it has none), and equal ones, as names and values.
+
+    The settings that vary are left out: labels say them.
+    """
+    rows, labelled = [_rows(cell) for cell in cells], set(varying(cell.first for cell in cells))
     differing, equal = [], []
-    for name in names:
+    for name in dict.fromkeys(name for row in rows for name in row if name not in labelled):
         values = [row.get(name, "") for row in rows]
         known = {value for value in values if value}
         if len(known) > 1:

@@ -27,10 +27,7 @@ from zerokit.bench.comparison.cells import (
     conditions,
     drift_notes,
     make_cells,
-    name_of,
-    short_names,
     unsupported,
-    varying,
 )
 from zerokit.bench.comparison.tables import (
     EXTRA_STEPS,
@@ -45,7 +42,6 @@ from zerokit.bench.comparison.tables import (
 )
 from zerokit.bench.record.metrics import METRICS
 from zerokit.bench.record.record import FORMAT, Record, Run, write_text
-from zerokit.bench.record.words import title_of
 from zerokit.bench.report.pictures import (
     COLOURS,
     CONFIG,
@@ -64,7 +60,6 @@ def page_content(cells: Sequence[Cell], runs: Sequence[Run]) -> dict[str, Any]:
     ran = [cell for cell in cells if cell.status != "unsupported"] or list(cells)
     well = [cell for cell in cells if cell.status == "ok"]
     differing, equal = conditions(ran)
-    heads, differing = _merge(ran, differing)
     return {
         "title": _title(cells),
         "subtitle": _subtitle(cells),
@@ -75,7 +70,7 @@ def page_content(cells: Sequence[Cell], runs: Sequence[Run]) -> dict[str, Any]:
         "results": columns_of(ran, usual_metrics(cells, OF_A_PAGE)),
         "unsupported": unsupported(cells),
         "against": _different(cell.baseline.label for cell in cells if cell.baseline is not None),
-        "differing_heads": heads,
+        "differing_heads": [cell.label for cell in ran],
         "differing": differing,
         "facts": equal,
         "well": well,
@@ -94,20 +89,12 @@ def _different(values: Iterable[Any]) -> list[str]:
 
 
 def _title(cells: Sequence[Cell]) -> str:
-    engines = []
-    worlds = sorted({cell.first.settings.world for cell in cells})
-    cells = [cell for cell in cells if cell.status == "ok"] or cells
-    for engine in _different(cell.settings["engine"] for cell in cells):
-        title = ENGINES[engine].title if engine in ENGINES else engine
-        own = [cell for cell in cells if cell.settings["engine"] == engine]
-        if name_of(own[0].first, ()) != title:  # an engine of several stages
-            stages = sorted({int(cell.settings["stage"]) for cell in own})
-            row = stages == list(range(stages[0], stages[-1] + 1)) and len(stages) > 2
-            title += f" {stages[0]}–{stages[-1]}" if row else f" {listed([str(stage) for stage in stages])}"
-        engines.append(title)
+    well = [cell for cell in cells if cell.status == "ok"] or cells
+    engines = _different(cell.settings["engine"] for cell in well)
+    titles = [ENGINES[engine].title if engine in ENGINES else engine for engine in engines]
+    worlds = [str(world) for world in sorted({cell.first.settings.world for cell in cells})]
     models = listed(_different(cell.settings["model"] for cell in cells))
-    ranks = f"{listed([str(world) for world in worlds])} rank{'' if worlds == [1] else 's'}"
-    return f"{models} on {ranks}: {', '.join(engines)}"
+    return f"{models} on {listed(worlds)} rank{'' if worlds == ['1'] else 's'}: {', '.join(titles)}"
 
 
 def _subtitle(cells: Sequence[Cell]) -> str:
@@ -122,27 +109,6 @@ def _subtitle(cells: Sequence[Cell]) -> str:
     days = [record.created[:10] for cell in cells for record in cell.records]
     words = [*common_words(cells), *(known[0] for known in common if len(known) == 1)]
     return " · ".join([*words, " to ".join(_different([min(days), max(days)]))])
-
-
-def _merge(
-    cells: Sequence[Cell], differing: list[tuple[str, list[str]]]
-) -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """One column for cells of one run, where none of the rows tells them apart; else a column a cell.
-
-    What a label says already (the settings that vary) is left out.
-    """
-    told = {title_of(name) for name in varying(cell.first for cell in cells)}
-    rows = [(name, values) for name, values in differing if name not in told]
-    names = short_names(_different(cell.run for cell in cells))
-    merged = []
-    for name, values in rows:
-        columns: dict[str, set[str]] = {run: set() for run in names}
-        for cell, value in zip(cells, values, strict=True):
-            columns[cell.run] |= {value} - {"–"}
-        if any(len(column) > 1 for column in columns.values()):
-            return [cell.label for cell in cells], rows
-        merged.append((name, ["".join(column) or "–" for column in columns.values()]))
-    return list(names.values()), merged
 
 
 WIDE = 560  # pixels, of a picture's column on a desk: text keeps its size, so a still picture is drawn for its width
