@@ -99,6 +99,7 @@ def test_unknown_names_are_refused_with_what_is_close(wrong: str, message: str) 
         ("gpt2", {"image_size": 224}, "gpt2 takes no images: leave image_size 224 out"),
         ("mine:tiny", {"image_size": 8}, "takes no images"),
         ("linear", {"data": "numbers.csv"}, "linear makes its own data: omit --data numbers.csv"),
+        ("resnet50", {"data": "photos"}, "makes its own data"),
         ("mine:tiny", {"data": "numbers.csv"}, "makes its own data"),
         ("mlp-mnist", {"image_size": 32}, "takes images of 28 pixels a side, not 32"),
         ("resnet50", {"image_size": 31}, "image_size 31 is too small for resnet50: at least 32"),

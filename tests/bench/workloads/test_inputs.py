@@ -1,4 +1,4 @@
-"""Inputs of every kind depend on the seed and the sample's number alone; bad text and images are refused."""
+"""Inputs of every kind depend on the seed and the sample's number alone; bad text is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from zerokit.bench.workloads.inputs import (
     SYNTHETIC,
     Corpus,
     DataError,
-    check_inputs,
     load_corpus,
-    open_folder,
     require_length,
 )
 
@@ -65,7 +63,7 @@ for model in ("gpt-tiny", "bert-base", "resnet50", "mlp-mnist", "linear"):
     settings = Settings(model=model, seq_len=16)
     check_inputs(settings)
     assert refuse_if_too_large(settings, this_machine()) is None
-sys.exit(", ".join({"torch", "numpy", "transformers", "PIL", "mlflow"} & set(sys.modules)) or 0)
+sys.exit(", ".join({"torch", "numpy", "transformers", "mlflow"} & set(sys.modules)) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -112,57 +110,6 @@ def test_what_the_record_says_of_a_model() -> None:
     assert (images.unit, images.units_per_sample, images.config["image_size"]) == ("images", 1, 28)
     # Forward and the weights' gradients of both layers, and the gradient of the second's input.
     assert images.flops_per_unit == 2 * (2 * 784 * 256 + 3 * 256 * 10)
-
-
-def save_image(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (40, 20)) -> None:
-    image = pytest.importorskip("PIL.Image")
-    path.parent.mkdir(exist_ok=True)
-    image.new("RGB", size, colour).save(path)
-
-
-def test_a_folder_of_images(tmp_path: Path) -> None:
-    save_image(tmp_path / "b-cats" / "x.png", (255, 0, 0))
-    save_image(tmp_path / "a-dogs" / "y.PNG", (0, 255, 0))
-    save_image(tmp_path / ".hidden" / "z.png", (0, 0, 255))
-    (tmp_path / "a-dogs" / "list.txt").write_text("no image")
-    data, batch_at = open_source(Settings(model="resnet50", image_size=32, batch_size=16, data=str(tmp_path)))
-    assert (data.source, data.files, data.truncated) == (str(tmp_path), 2, False)
-    images, labels = batch_at(0)
-    assert (images.shape, images.dtype) == ((16, 3, 32, 32), torch.float32)
-    assert set(labels.tolist()) == {0, 1}
-    for image, label in zip(images, labels, strict=True):
-        expected = torch.tensor([-1.0, 1.0, -1.0] if label == 0 else [1.0, -1.0, -1.0])
-        assert torch.equal(image, expected[:, None, None].expand(3, 32, 32))
-    assert not torch.equal(labels, batch_at(16)[1])
-    grey = batches(Settings(model="mlp-mnist", data=str(tmp_path)))(0)[0]
-    assert grey.shape == (4, 1, 28, 28)
-
-
-def test_bad_folders_and_images_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not a folder; image models take a folder"):
-        check_inputs(Settings(model="resnet50", data=str(tmp_path / "nowhere")))
-    with pytest.raises(DataError, match="has no images"):
-        check_inputs(Settings(model="resnet50", data=str(tmp_path)))
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    batch_at = batches(Settings(model="resnet50", image_size=32, data=str(tmp_path)))
-    with pytest.raises(DataError, match=r"bad.png cannot be read as an image"):
-        batch_at(0)
-
-
-def test_labels_are_folders_or_come_from_names_and_of_too_many_every_folder_has_a_part(
-    tmp_path: Path,
-) -> None:
-    for label in "ab":
-        for number in range(5):
-            save_image(tmp_path / label / f"{number}.png", (number, 0, 0), (4, 4))
-    folder = open_folder(str(tmp_path), 1000, limit=4)
-    assert folder.data.truncated
-    assert len(folder.paths) <= 4
-    assert set(folder.labels) == {0, 1}
-    assert open_folder(str(tmp_path), 1).labels == (0,) * 10
-    labels = open_folder(str(tmp_path / "a"), 1000).labels
-    assert len(set(labels)) > 1
-    assert labels == open_folder(str(tmp_path / "a"), 1000).labels
 
 
 def batch(

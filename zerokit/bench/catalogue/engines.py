@@ -82,7 +82,7 @@ def _objection(settings: Settings) -> str | None:
             f"seq_len {settings.seq_len} exceeds the {text.positions} positions of {name}; "
             "use a smaller --seq-len"
         )
-    if settings.data not in (None, "synthetic") and text is None and images is None:
+    if settings.data not in (None, "synthetic") and text is None:
         return f"{name} makes its own data: omit --data {settings.data}"
     if images is None:
         if settings.image_size is None:

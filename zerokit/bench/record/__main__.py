@@ -1,5 +1,9 @@
 """`python -m zerokit.bench.record`: print the JSON Schema of a record."""
 
-from zerokit.bench.record.record import record_schema
+import json
 
-print(record_schema(), end="")
+from pydantic import TypeAdapter
+
+from zerokit.bench.record.record import Record
+
+print(json.dumps(TypeAdapter(Record).json_schema(), indent=2, ensure_ascii=False))

@@ -37,8 +37,8 @@ from zerokit.bench.record.measured import (
     Twin,
     Utilisation,
 )
-from zerokit.bench.record.schema import Count, Number, json_schema, parse, to_plain
-from zerokit.bench.record.settings import OPTIONS, Settings
+from zerokit.bench.record.schema import Count, Number, parse, to_plain
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary, skew, slowest
 from zerokit.bench.record.status import Status
 from zerokit.errors import ZerokitError
@@ -154,15 +154,6 @@ def _check_series(path: str, series: Mapping[str, Sequence[object]], seconds: Se
     for name, values in series.items():
         if len(values) != len(seconds):
             raise ValueError(f"{path}.{name}: has {len(values)} values at {len(seconds)} moments")
-
-
-def record_schema() -> str:
-    """The JSON Schema of a record; `python -m zerokit.bench.record` prints it."""
-    schema = json_schema(Record, FORMAT)
-    for name, shape in schema["$defs"]["Settings"]["properties"].items():
-        if name in OPTIONS and "{" not in OPTIONS[name].help:
-            shape["description"] = OPTIONS[name].help
-    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
 def require_writable(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Dataclasses to JSON and back, strictly, with pydantic: an invalid field is refused by name.
 
-The types of the fields are the one definition: what is checked, and what `json_schema` says. pydantic is imported when
-something is read, so that no command waits for it to show its help.
+The types of the fields are the one definition. pydantic is imported when something is read, so that no command waits
+for it to show its help.
 """
 
 from __future__ import annotations
@@ -89,25 +89,6 @@ def parse(kind: type[T], text: str, what: str, fault: type[ZerokitError], check:
     except (ValueError, ZerokitError) as error:
         raise fault(f"malformed {what}: {error}") from error
     return made
-
-
-def json_schema(kind: type[Any], name: str) -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a `kind`, a dataclass; `name` becomes its `$id`.
-
-    Every dataclass is a definition with its docstring as description. Fields with a default may be absent.
-    """
-    schema = _adapter(cast(Any, kind)).json_schema(ref_template="#/$defs/{model}")
-    definitions: dict[str, Any] = schema.pop("$defs")
-    definitions[kind.__name__] = schema
-    for definition in definitions.values():
-        if definition.get("type") == "object":
-            definition["additionalProperties"] = False
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": name,
-        "$ref": f"#/$defs/{kind.__name__}",
-        "$defs": dict(sorted(definitions.items())),
-    }
 
 
 @cache

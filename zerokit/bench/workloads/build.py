@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from zerokit.bench.catalogue.workloads import (
 )
 from zerokit.bench.record.measured import Data, Model
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.inputs import SYNTHETIC, Corpus, DataError, Folder, digest, read_inputs
+from zerokit.bench.workloads.inputs import SYNTHETIC, Corpus, digest, read_inputs
 from zerokit.bench.workloads.models import MODELS, init_module, materialise, name_modules
 from zerokit.bench.workloads.own import Own, resolve
 from zerokit.errors import UsageError
@@ -52,17 +51,12 @@ def open_source(settings: Settings) -> tuple[Data, Batch]:
 
     Raises `DataError` where they are missing, unreadable or too few.
     """
-    config, inputs = describe(settings.model).config, read_inputs(settings)
-    data = made_up(settings) if inputs is None else inputs.data
-    if isinstance(inputs, Corpus):
+    config, corpus = describe(settings.model).config, read_inputs(settings)
+    if corpus is not None:
         make = sample_masked_text if isinstance(config, BertConfig) else sample_text
-        sample = make(inputs, settings.seq_len)
+        sample = make(corpus, settings.seq_len)
     elif isinstance(config, ImageConfig):
-        size = settings.image_size or config.image_size
-        if inputs is None:
-            sample = sample_images(config, size, settings.seed)
-        else:
-            sample = sample_folder(inputs, config.channels, size)
+        sample = sample_images(config, settings.image_size or config.image_size, settings.seed)
     else:
         assert isinstance(config, LinearConfig)
         sample = sample_regression(config.features, settings.seed)
@@ -72,7 +66,7 @@ def open_source(settings: Settings) -> tuple[Data, Batch]:
         samples = [sample(draw_seed(seed=settings.seed, sample=number)) for number in numbers]
         return tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
 
-    return data, batch
+    return made_up(settings) if corpus is None else corpus.data, batch
 
 
 def made_up(settings: Settings) -> Data:
@@ -123,32 +117,6 @@ def sample_masked_text(corpus: Corpus, length: int) -> Sample:
         return tokens.scatter(0, guessed, shown), targets
 
     return sample
-
-
-def sample_folder(folder: Folder, channels: int, size: int) -> Sample:
-    """An image from files, fp32 (channels, size, size) from −1 to 1, and its label, int64 ().
-
-    The middle of each image is cut to a square and scaled. Raises `DataError` naming a file that is no image.
-    """
-
-    def sample(seed: int) -> tuple[Tensor, ...]:
-        chosen = random.Random(seed).randrange(len(folder.paths))
-        pixels = _pixels(folder.root / folder.paths[chosen], size, "L" if channels == 1 else "RGB")
-        image = torch.frombuffer(pixels, dtype=torch.uint8).view(size, size, channels)
-        scaled = image.permute(2, 0, 1).float().div_(127.5).sub_(1.0)
-        return scaled, torch.tensor(folder.labels[chosen])
-
-    return sample
-
-
-def _pixels(path: Path, size: int, mode: str) -> bytearray:
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as image:
-            return bytearray(ImageOps.fit(image.convert(mode), (size, size)).tobytes())
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"data: {path} cannot be read as an image: {error}") from error
 
 
 def sample_images(config: ImageConfig, size: int, seed: int) -> Sample:
