@@ -61,7 +61,7 @@ def page() -> str:
 
 def test_the_page_says_who_won_and_what_failed(page: str) -> None:
     text = " ".join("".join(parsed(page).text).split())
-    assert "gpt-34m on 2 ranks: zerokit 0–3, DDP, ZeroRedundancy, FSDP2 3, parameter server" in text
+    assert "gpt-34m on 2 ranks: zerokit, DDP, ZeroRedundancy, FSDP2, parameter server" in text
     assert re.search(r"Least memory ?no clear winner ?810 to [\d,]+ MiB a rank", text)
     assert "out of memory: needs about 41.2 GiB a rank, 7.5 GiB are available" in text
     assert "not run: DeepSpeed 2 (deepspeed is not installed here; pip install deepspeed)" in text
