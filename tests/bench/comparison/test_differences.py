@@ -1,4 +1,4 @@
-"""Differences beside their noise, and the gate."""
+"""Differences beside their noise, the gate, and losses that are set beside each other."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from tests.bench.records import make_cell, make_failure, paced
-from zerokit.bench.comparison.cells import make_cells
-from zerokit.bench.comparison.differences import Difference, Regression, Rounds, Rule, difference, regressions
+from zerokit.bench.comparison.cells import Cell, make_cells
+from zerokit.bench.comparison.differences import (
+    Difference,
+    Regression,
+    Rounds,
+    Rule,
+    difference,
+    disagreements,
+    loss_note,
+    regressions,
+)
 from zerokit.bench.comparison.tables import Scale, percent, scale_of
 from zerokit.bench.record.metrics import METRICS, Metric
 from zerokit.bench.record.record import Record, Run
@@ -81,23 +90,22 @@ def test_a_verdict_and_a_percentage_never_contradict_the_numbers_beside_them(
 
 
 def test_costs_around_zero_are_compared_by_their_distance() -> None:
-    def of(*after: float) -> Difference:
-        return judge([2.0, 4.0, 0.0], list(after), COST)
-
-    assert of(-3.0, 2.0, 5.0).verdict == "within noise"
-    assert of(30.0, 32.0, 29.0).verdict == "worse"
+    before = [2.0, 4.0, 0.0]
+    assert judge(before, [-3.0, 2.0, 5.0], COST).verdict == "within noise"
+    assert judge(before, [30.0, 32.0, 29.0], COST).verdict == "worse"
 
 
 def test_the_pace_of_the_machine_cancels() -> None:
     """Yesterday's runs were on a machine that was a third faster: a tenth is found, nothing is not."""
-    base = [paced(1.0, repeat=repeat, jitter=0.0) for repeat in range(3)]
-    assert judged("step/paced:6%", base, [paced(1.33, repeat=n, jitter=0.0, seed=1) for n in range(3)]) == []
-    (message,) = judged(
-        "step/paced:6%", base, [paced(1.33, 770.0, repeat=n, jitter=0.0, seed=1) for n in range(3)]
+    base, same, slower = (
+        [paced(pace, ms, repeat=repeat, jitter=0.0, seed=seed) for repeat in range(3)]
+        for pace, ms, seed in ((1.0, 700.0, 0), (1.33, 700.0, 1), (1.33, 770.0, 1))
     )
+    assert judged("step/paced:6%", base, same) == []
+    (message,) = judged("step/paced:6%", base, slower)
     assert "is 10.0% worse than" in message
     # The step itself is what the clock showed, and so is the throughput.
-    (message,) = judged("step/p50_ms:6%", base, [paced(1.33, repeat=n, jitter=0.0, seed=1) for n in range(3)])
+    (message,) = judged("step/p50_ms:6%", base, same)
     assert "is 33." in message
 
 
@@ -108,11 +116,6 @@ def test_a_noisy_step_is_answered_with_the_paced_one() -> None:
     assert not undecided.known
     assert "step/paced, from which the machine's pace cancels, has less" in undecided.message
     assert found("step/paced:6%", base, other) == []
-
-
-@pytest.mark.parametrize("text", ["step/p50_ms:3%", "step/p50_ms:3", " step/p50_ms:3 % "])
-def test_a_rule_is_read(text: str) -> None:
-    assert Rule.parse(text) == Rule("step/p50_ms", 3.0)
 
 
 def found(rule: str, *runs: list[Record]) -> list[Regression]:
@@ -235,12 +238,54 @@ def test_a_step_of_more_work_is_not_called_slower() -> None:
     first, second = make_cells(runs)
     assert difference(second, first, "step/p50_ms") is None
     assert difference(second, first, "memory/peak_host_mib") is not None
-
-
-def test_the_last_loss_of_more_steps_is_not_compared() -> None:
-    longer = make_cell(seed=1)
-    longer = replace(longer, loss=[*longer.loss, 1.0])
-    runs = [Run("0", (make_cell(),)), Run("1", (longer,))]
-    first, second = make_cells(runs)
+    longer = replace(base[0], id="longer", loss=[*base[0].loss, 1.0])
+    first, second = make_cells([Run("0", (base[0],)), Run("1", (longer,))])
     assert difference(second, first, "loss_last") is None
     assert difference(second, first, "loss_first") is not None
+
+
+def training(precision: str, **factors: float) -> list[Cell]:
+    """A cell an engine and stage, such as `ddp_0`, whose losses are the same ones times a factor."""
+    records = []
+    for name, factor in factors.items():
+        engine, _, stage = name.rpartition("_")
+        record = make_cell(engine.replace("_", "-"), int(stage), precision=precision)
+        records.append(replace(record, id=name, loss=[5.0 * factor, 4.0 * factor]))
+    return make_cells([Run("", tuple(records))])
+
+
+def test_engines_are_compared_in_half_precision_by_a_tolerance_that_allows_their_rounding() -> None:
+    half = training("bf16", ddp_0=1.0, zerokit_2=1.005, zerokit_3=1.005)
+    assert disagreements(half, 1e-5) == []
+    assert disagreements(half, 2e-2) == []
+    far = training("bf16", ddp_0=1.0, zerokit_2=1.1, zerokit_3=1.1)
+    assert len(disagreements(far, 2e-2)) == 2
+    assert disagreements(far, 1e-5) == []
+    alone = training("bf16", ddp_0=1.0, zerokit_2=1.0)
+    with pytest.raises(ZerokitError, match="no losses to compare"):
+        disagreements(alone, 1e-5)
+
+
+def test_the_floor_trains_something_else() -> None:
+    found = training("fp32", compute_only_0=3.0, ddp_0=1.0, zerokit_2=1.0)
+    assert disagreements(found, 1e-5) == []
+    assert loss_note(found) == "Losses of cells with equal training are bitwise identical."
+
+
+def test_the_note_tells_engines_from_stages() -> None:
+    found = training("fp32", ddp_0=1.0, zerokit_2=1.001, zerokit_3=1.001)
+    assert loss_note(found) == (
+        "Losses of cells with equal training differ by at most 1.0e-03 of them; "
+        "those of one engine are bitwise identical."
+    )
+    assert loss_note(training("fp32", zerokit_2=1.0)) == ""
+
+
+def test_local_steps_are_never_said_to_train_the_same() -> None:
+    every_step = training("fp32", zerokit_2=1.0, ddp_0=1.0)
+    local = training("fp32", zerokit_1=1.0)
+    (record,) = local[0].measured_records
+    local = make_cells([Run("", (replace(record, settings=replace(record.settings, every=8)),))])
+    assert loss_note([*every_step[:1], *local]) == ""
+    with pytest.raises(ZerokitError, match="no losses to compare"):
+        disagreements([*every_step[:1], *local], 1e-5)

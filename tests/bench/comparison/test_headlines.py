@@ -68,18 +68,17 @@ def test_a_cost_that_is_not_above_its_error_is_no_headline() -> None:
     assert alone["Communication"].who.startswith("DDP"), "one rank communicates with nobody"
 
 
-def changes(*runs: Run) -> dict[str, Headline]:
-    cells = make_cells(runs)
-    return {one.title: one for one in change_headlines(cells)}
-
-
 def test_changes_are_counted_by_what_is_known_of_them() -> None:
-    def run(name: str, ms: float, rounds: int) -> Run:
-        cells = (make_cell(step_ms=ms + repeat, repeat=repeat, twin=False) for repeat in range(rounds))
-        return Run(name, tuple(cells))
+    def changes(*costs: float, rounds: int = 1, ms: float = 700.0) -> dict[str, str]:
+        runs = [
+            Run(name, tuple(make_cell(step_ms=step + n, repeat=n, twin=False) for n in range(rounds)))
+            for name, step in (("old", 700.0), ("new", ms))
+        ]
+        if costs:
+            runs = [Run(str(cost), (with_cost(make_cell(), cost),)) for cost in costs]
+        return {one.title: one.who for one in change_headlines(make_cells(runs))}
 
     name = "Step time against the baseline"
-    assert changes(run("old", 700, 1), run("new", 800, 1))[name].who == "1 not known: single runs"
-    assert changes(run("old", 700, 3), run("new", 800, 3))[name].who == "1 worse"
-    hidden = [Run(name, (with_cost(make_cell(), cost),)) for name, cost in (("old", 0.1), ("new", -9.0))]
-    assert "Communication against the baseline" not in changes(*hidden)
+    assert changes(ms=800.0)[name] == "1 not known: single runs"
+    assert changes(ms=800.0, rounds=3)[name] == "1 worse"
+    assert "Communication against the baseline" not in changes(0.1, -9.0)

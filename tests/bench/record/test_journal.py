@@ -34,21 +34,6 @@ def test_a_power_cut_leaves_no_torn_job(tmp_path: Path) -> None:
     assert found == {None, whole}
 
 
-def test_repeated_steps_are_cut(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    pen = begin(journal, 2, 0, 0)
-    pen.trained(3)
-    pen.seen(1, losses(1, 3), losses(1, 3))
-    pen.trained(5)
-    journal.end_part(0, "rank 1 was killed")
-    pen = begin(journal, 1, 3, 12)
-    pen.trained(6)
-    pen.seen(4, losses(4, 6, part=1), losses(4, 6, part=1))
-    story = journal.story()
-    assert story.loss == story.gradient_norm == [1.0, 2.0, 3.0, 4.1, 5.1, 6.1]
-    assert story.parts == [Part(2, 1, 1, 5, 0, 4, "rank 1 was killed"), Part(1, 1, 4, 6, 12, 2, FINISHED)]
-
-
 @pytest.mark.parametrize(
     ("parts", "joined", "spans"),
     [
@@ -89,20 +74,12 @@ def test_a_writer_killed_within_a_line_or_before_its_first(tmp_path: Path) -> No
     begin(journal, 2, 0, 0).trained(1)
     with (tmp_path / "elastic" / "part-0000.jsonl").open("a") as file:
         file.write('{"first": 1, "loss": [1.0, 2')
-    journal.end_part(0, "killed")
+    for why in ("killed", "the first word about an end stays"):
+        journal.end_part(0, why)
+        journal.end_part(1, "nothing has begun")
     (tmp_path / "elastic" / "part-0001.jsonl").write_text('{"wor')
     begin(journal, 1, 0, 0).trained(2)
-    assert [(part.last_step, part.ended) for part in journal.story().parts] == [(1, "killed"), (2, FINISHED)]
-
-
-def test_the_first_word_about_an_end_stays(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.end_part(0, "nothing has begun")
-    begin(journal, 2, 0, 0)
-    journal.end_part(0, "one")
-    journal.end_part(0, "another")
-    journal.end_part(1, "nothing has begun")
-    assert [part.ended for part in journal.story().parts] == ["one"]
+    assert journal.story().parts == [Part(2, 1, 1, 1, 0, 4, "killed"), Part(1, 1, 1, 2, 0, 2, FINISHED)]
 
 
 def test_a_job_keeps_its_name_until_it_is_finished(tmp_path: Path) -> None:

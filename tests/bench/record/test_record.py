@@ -1,28 +1,25 @@
-"""The record keeps every number, is written whole or not at all, and is what its JSON Schema describes."""
+"""The record keeps every number, is written whole or not at all, and is what its JSON Schema describes; progress."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 from pydantic import TypeAdapter
 
 from tests.bench.records import make_cell, make_record, make_sweep
-from tests.support.mutations import put
 from zerokit.bench.record.measured import Results
 from zerokit.bench.record.record import (
     Record,
-    RecordError,
     read_record,
     summarise,
     write_record,
 )
+from zerokit.bench.record.status import Progress, read_progress, write_progress
 
 
 def test_a_record_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -57,26 +54,14 @@ def test_utilisation_counts_devices_and_not_ranks() -> None:
     ("identities", "devices"),
     [
         (("0", "1", "0", "1"), 4),  # an index is one device's on its node
-        (("0", "0", "0", "0"), 2),
         (("GPU-a", "GPU-b", "GPU-a", "GPU-b"), 2),  # simulated nodes share their machine's
         (("MIG-a", "MIG-b", "MIG-c", "MIG-c"), 3),
         (("GPU-a", None, "GPU-a", "GPU-b"), None),
-        ((None, None, None, None), None),
     ],
 )
 def test_devices_are_told_apart(identities: tuple[str | None, ...], devices: int | None) -> None:
     assert on_devices(*identities).devices == devices
-
-
-def test_a_record_from_before_devices_were_noted_keeps_its_utilisation() -> None:
-    before, now = on_devices(None, None, None, None), on_devices("GPU-a", "GPU-b", "GPU-c", "GPU-d")
-    assert before.utilisation == now.utilisation is not None
-    assert before.throughput_per_device is None
-    content = json.loads(make_record().to_json())
-    for rank in content["ranks"]:
-        del rank["device_id"]
-    del content["results"]["devices"], content["results"]["throughput_per_device"]
-    assert Record.from_json(json.dumps(content)) == make_record()
+    assert on_devices(*identities).utilisation is not None
 
 
 def test_a_slice_of_a_device_and_devices_of_several_kinds_have_no_utilisation() -> None:
@@ -105,48 +90,30 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture(scope="module")
-def validator() -> jsonschema.Draft202012Validator:
+def test_the_schema_accepts_records_of_every_kind_and_fields_with_a_default_may_be_absent() -> None:
     schema = TypeAdapter(Record).json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
-
-
-def test_it_accepts_records_of_every_kind(validator: jsonschema.Draft202012Validator) -> None:
+    validator = jsonschema.Draft202012Validator(schema)
     records = [make_record(), *make_sweep()]
     assert {record.status for record in records} == {"ok", "out of memory", "unsupported", "failed"}
     for record in records:
         validator.validate(json.loads(record.to_json()))
-
-
-def test_fields_with_a_default_may_be_absent(validator: jsonschema.Draft202012Validator) -> None:
     content = json.loads(make_record().to_json())
     kept = {name: content[name] for name in ("id", "cell", "status", "created", "settings", "format")}
     validator.validate(kept)
     assert Record.from_json(json.dumps(kept)).ranks == []
 
 
-DAMAGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda content: content.pop("cell"), "cell: missing"),
-    (lambda content: content["ranks"][1].pop("pid"), r"ranks\[1\].pid: missing"),
-    (put("status", value="fine"), "status"),
-    (put("format", value="zerokit.bench/2"), "format 'zerokit.bench/2', expected 'zerokit.bench/1'"),
-    (put("traffic", "more", value=1), "traffic.more: no such field"),
-    (put("ranks", value={}), "ranks: expected a list, found dict"),
-    (put("ranks", 0, "step_ms", value="fast"), "step_ms"),
-    (put("ranks", 0, "step_ms", 0, value=None), r"step_ms\[0\]"),
-    (put("ranks", 0, "memory_bytes", value=[]), "memory_bytes: expected an object"),
-    (put("settings", "stage", value=True), "settings.stage: expected a valid integer, found True"),
-    (put("settings", "batch_size", value=1.5), "settings.batch_size"),
-    (put("results", "step", "p50", value=None), "results.step.p50"),
-    (put("environment", "packages", "torch", value=2.13), "environment.packages.torch"),
-    (put("model", value=3), "model: expected an object, found 3"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), DAMAGES)
-def test_the_reader_names_the_fault(change: Callable[[dict[str, Any]], object], message: str) -> None:
-    content = json.loads(make_record().to_json())
-    change(content)
-    with pytest.raises(RecordError, match=message):
-        Record.from_json(json.dumps(content))
+def test_the_reader_sees_the_newest_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "progress"
+    assert read_progress(path) is None
+    first, second = Progress(1, 9, 2, 5.5, 100.0), Progress(2, 9, 2, 5.0, 90.0)
+    write_progress(path, first)
+    write_progress(path, second)
+    assert read_progress(path) == second
+    with path.open("a") as file:
+        file.write("[3, 9, 2, 4")
+    assert read_progress(path) == second
+    with path.open("a") as file:
+        file.write(".5, 80.0]\n")
+    assert read_progress(path) == Progress(3, 9, 2, 4.5, 80.0)
