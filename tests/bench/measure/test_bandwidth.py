@@ -74,15 +74,9 @@ def measure_all(world: int) -> tuple[list[Counted], dict[str, list[Bandwidth]]]:
     return own, peers
 
 
-@pytest.fixture(scope="module")
-def measured() -> list[tuple[list[Counted], dict[str, list[Bandwidth]]]]:
-    """On three ranks, among which little can be divided evenly."""
-    return run_ranks(3, measure_all, 3)
-
-
-def test_zerokits_own_at_its_largest_unit_against_its_counters(
-    measured: list[tuple[list[Counted], dict[str, list[Bandwidth]]]],
-) -> None:
+def test_collectives_on_three_ranks_among_which_little_can_be_divided_evenly() -> None:
+    """zerokit's own at its largest unit against its counters, and torch's over a bucket for peers."""
+    measured = run_ranks(3, measure_all, 3)
     for own, _ in measured:
         for counted, divisor in zip(own, (1, 2), strict=True):  # fp32 and bf16 on the wire
             assert [(one.operation, one.by, one.size_bytes) for one in counted.found] == [
@@ -97,19 +91,9 @@ def test_zerokits_own_at_its_largest_unit_against_its_counters(
                 counted.calls[one.operation] * one.bus_gb_per_s * one.ms * 1e6 for one in counted.found
             )
             assert sum(brought) == pytest.approx(counted.received)
-
-
-def test_peers_have_torchs_collectives_over_a_bucket(
-    measured: list[tuple[list[Counted], dict[str, list[Bandwidth]]]],
-) -> None:
     assert measured[0][1] == measured[1][1]
-    expected = [
-        ["all_reduce"],
-        ["all_reduce"],
-        ["all_gather", "reduce_scatter"],
-        [],
-        ["all_reduce", "broadcast"],
-    ]
+    one, two = ["all_reduce"], ["all_gather", "reduce_scatter"]
+    expected = [one, one, two, [], ["all_reduce", "broadcast"]]
     peers = measured[0][1]
     assert [[one.operation for one in several] for several in peers.values()] == expected
     for name, several in peers.items():

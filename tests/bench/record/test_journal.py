@@ -62,9 +62,10 @@ def test_parts_are_joined(
     for number, (world, step, samples, noted) in enumerate(parts):
         pen = begin(journal, world, step, samples)
         for first, last in noted:
-            pen.seen(first, losses(first, last, part=number), [])
+            noted_losses = losses(first, last, part=number)
+            pen.seen(first, noted_losses, noted_losses)
     story = journal.story()
-    assert story.loss == joined
+    assert story.loss == story.gradient_norm == joined
     assert [(part.first_step, part.last_step) for part in story.parts] == spans
     assert [part.ended for part in story.parts] == [UNKNOWN, FINISHED][-len(spans) :]
 
