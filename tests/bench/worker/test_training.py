@@ -226,14 +226,8 @@ def run_out_of_memory(job: str) -> str:
     """In a process of its own, with far less address space than the model takes."""
     from zerokit.bench.worker import rank as worker
 
-    os.environ.update(
-        RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), "0"), MASTER_ADDR="127.0.0.1")
+    os.environ.update(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.init_process_group = lambda *arguments, **options: None
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -245,9 +239,7 @@ def run_out_of_memory(job: str) -> str:
 
 def test_running_out_of_memory_is_noted_beside_the_job(tmp_path: Path) -> None:
     job = tmp_path / "job.json"
-    settings = Settings(
-        engine="compute-only", stage=0, model="gpt2-124m", seq_len=16, batch_size=1, data="synthetic"
-    )
+    settings = replace(ALONE, model="gpt2-124m", seq_len=16, batch_size=1, data="synthetic")
     record = tmp_path / "record.json"
     job.write_text(json.dumps({"settings": to_plain(settings), "record": str(record), "progress": None}))
     message = run_alone(run_out_of_memory, str(job))
@@ -263,10 +255,8 @@ def states() -> list[Rank]:
     """On a rank, at every stage; a unit of one parameter keeps autograd's own gradient, which zeroing drops."""
     found = []
     for stage in range(4):
-        settings = Settings(
-            model="gpt-tiny", seq_len=16, stage=stage, bucket_mb=1e-6, steps=1, nproc_per_node=2
-        )
-        settings = replace(settings, warmup=1, precision="fp32")
+        settings = Settings(model="gpt-tiny", seq_len=16, stage=stage, bucket_mb=1e-6, nproc_per_node=2)
+        settings = replace(settings, steps=1, warmup=1, precision="fp32")
         loaded = load(settings)
         trainer = make(loaded, settings, HERE)
         loop = Loop(trainer, loaded, settings, HERE)

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.commands import environment
-from tests.support.forked import ForkedProcess
 from zerokit.bench.record.record import read_record
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.worker import rank
 from zerokit.bench.worker.rank import require_ranks
 from zerokit.errors import UsageError
 from zerokit.launch.network import free_port
@@ -24,79 +22,27 @@ TINY = Settings(model="gpt-tiny", seq_len=16, batch_size=2, steps=2, warmup=1, d
 WITHOUT_ZLIB_NG = "import sys; sys.modules['zlib_ng'] = None"
 
 
-def describe(folder: Path, settings: Settings) -> Path:
-    """The job's file. The record goes to `folder`/record.json."""
+def work(folder: Path, settings: Settings, before: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the only rank of a job, whose record goes to `folder`/record.json; `before` is Python that runs first."""
     job = folder / "job.json"
     job.write_text(json.dumps({"settings": to_plain(settings), "record": str(folder / "record.json")}))
-    return job
-
-
-def torchrun(folder: Path, **variables: str) -> dict[str, str]:
-    """The environment of the only rank."""
-    return environment(
-        folder,
-        **{
-            **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
-            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1",
-            **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
-            **variables,
-        },
-    )
-
-
-def work(
-    folder: Path, settings: Settings, before: str = "", **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run the only rank of a job; `before` is Python that runs first."""
-    job = str(describe(folder, settings))
-    code = (
-        f"{before}\nfrom pathlib import Path\nfrom zerokit.bench.worker.rank import main\nmain(Path({job!r}))"
-    )
+    torchrun = {
+        **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"), "1"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
+        **variables,
+    }
+    main = f"from pathlib import Path; from zerokit.bench.worker.rank import main; main(Path({str(job)!r}))"
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"{before}\n{main}"],
         cwd=folder,
-        env=torchrun(folder, **variables),
+        env=environment(folder, **torchrun),
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
-    )
-
-
-def work_forked(
-    folder: Path, settings: Settings, before: str = "", **variables: str
-) -> tuple[int | None, str]:
-    """As `work`, in a fork that has torch already: its exit code and what it said."""
-    outputs = folder / "outputs"
-    outputs.mkdir()
-    process = ForkedProcess(
-        outputs, torchrun(folder, **variables), _be_worker, before, describe(folder, settings)
-    )
-    try:
-        _, said = process.communicate(800)
-    finally:
-        process.kill()
-    return process.returncode, said
-
-
-def _be_worker(before: str, job: Path) -> None:
-    exec(before, {})
-    rank.main(job)
-
-
-def test_ranks_that_were_not_asked_for_are_refused_before_anything_is_built(tmp_path: Path) -> None:
-    """Rank 1 of 2, whose peer never comes: it does not wait for it, and no data or model is looked at."""
-    settings = replace(TINY, data="nowhere", nodes=3)
-    two = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    code, said = work_forked(tmp_path, settings, **two)
-    assert code == 1
-    last = said.strip().splitlines()[-1]
-    assert "UsageError: the launcher started 2 ranks in all (WORLD_SIZE is 2)" in last
-    assert (
-        "settings ask for 3 (3 nodes × 1 ranks); start it with torchrun --nnodes 3 --nproc-per-node 1" in last
     )
 
 
@@ -122,9 +68,9 @@ def test_the_launchers_world_is_that_of_the_settings(variables: dict[str, str], 
 
 
 def test_with_checkpoints_it_is_missed_before_a_step_is_trained(tmp_path: Path) -> None:
-    code, said = work_forked(tmp_path, replace(TINY, save="run"), WITHOUT_ZLIB_NG)
-    assert code == 1
-    assert "UsageError: --save needs zlib-ng, which is not installed here: pip install zlib-ng" in said
+    done = work(tmp_path, replace(TINY, save="run"), WITHOUT_ZLIB_NG)
+    assert done.returncode == 1
+    assert "UsageError: --save needs zlib-ng, which is not installed here: pip install zlib-ng" in done.stderr
     assert not (tmp_path / "record.json").exists()
 
 
@@ -146,16 +92,8 @@ DeviceClock.begin, DeviceClock.read = strict_begin, strict_read
 @pytest.mark.gpu
 def test_on_cuda_the_host_does_not_wait_and_the_clocks_agree(tmp_path: Path) -> None:
     """The twin, since it is the floor; an engine may have waits of its own."""
-    settings = replace(
-        TINY,
-        model="gpt-34m",
-        seq_len=128,
-        batch_size=4,
-        engine="compute-only",
-        stage=0,
-        steps=20,
-        device="cuda",
-    )
+    settings = replace(TINY, model="gpt-34m", seq_len=128, batch_size=4, steps=20, device="cuda")
+    settings = replace(settings, engine="compute-only", stage=0)
     done = work(tmp_path, settings, NO_WAITING)
     assert done.returncode == 0, done.stderr
     record = read_record(tmp_path / "record.json")
