@@ -94,9 +94,9 @@ class Watcher:
         self.lines.append((number, record.status, before))
 
 
-def host(ranks: Ranks, watcher: Watcher, interrupted: Callable[[], None] = lambda: None) -> Host:
+def host(ranks: Ranks, watcher: Watcher) -> Host:
     """This test."""
-    return Host(launch=ranks, interrupted=interrupted, interruptions=(Stopped,), watch=watcher)
+    return Host(launch=ranks, interrupted=lambda: None, interruptions=(Stopped,), watch=watcher)
 
 
 def import_optimizers() -> None:

@@ -166,13 +166,6 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_records_of_different_models_have_no_winner() -> None:
-    other = make_cell("ddp", 0)
-    other = replace(other, settings=replace(other.settings, model="gpt-5m"))
-    assert "Fastest" not in render([Run("", (make_cell(), other))])
-
-
-@pytest.mark.usefixtures("undrawn")
 def test_what_differs_is_told_of_cells_that_ran() -> None:
     """Upright where cells outnumber settings; a cell that never ran has no environment that could differ."""
     cells = [make_cell("zerokit", stage) for stage in (0, 1, 2)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,14 +37,9 @@ def make(twin: bool = False, world: int = 2, repeats: int = 1, **options: Sequen
 
 
 def run(
-    sweep: Sweep,
-    folder: SweepFolder,
-    ranks: Ranks | None = None,
-    watcher: Watcher | None = None,
-    interrupted: Callable[[], None] = lambda: None,
+    sweep: Sweep, folder: SweepFolder, ranks: Ranks | None = None, watcher: Watcher | None = None
 ) -> list[Record]:
-    watcher = watcher or Watcher()
-    return run_sweep(sweep, folder, host(ranks or Ranks(), watcher, interrupted))
+    return run_sweep(sweep, folder, host(ranks or Ranks(), watcher or Watcher()))
 
 
 @pytest.fixture
@@ -129,18 +124,6 @@ def test_an_interruption_anywhere_is_made_up_for(folder: SweepFolder, at: int) -
     assert {record.status for record in records} == {"ok", "unsupported"}
 
 
-def test_an_interruption_between_cells_is_heeded(folder: SweepFolder) -> None:
-    ranks, sweep = Ranks(), prepare(folder, make(stage=(1, 2)))
-
-    def interrupted() -> None:
-        if ranks.asked:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        run(sweep, folder, ranks, interrupted=interrupted)
-    assert len(folder.records(sweep)) == 1
-
-
 @pytest.mark.parametrize(
     ("bandwidth", "culprit"), [(True, ""), (False, ", or collectives by themselves before it,")]
 )
@@ -164,6 +147,9 @@ def test_what_fails_after_the_steps_is_warned_of_and_costs_no_cell(
 
 
 def test_a_folder_goes_on_with_the_same_cells_only(folder: SweepFolder) -> None:
+    (folder.path.parent / "file").touch()
+    with pytest.raises(RecordError, match="choose another --output"):
+        prepare(SweepFolder(folder.path.parent / "file" / "sweep"), make(stage=(1, 2)))
     first = prepare(folder, make(stage=(1, 2)))
     assert prepare(folder, make(stage=(1, 2))) == first
     for other in (make(stage=(2, 1)), make(stage=(1, 2), batch_size=(8,)), make(stage=(1, 2, 3))):
@@ -215,12 +201,6 @@ def test_two_processes_cannot_run_one_sweep(folder: SweepFolder) -> None:
         raise AssertionError("not reached")
     with folder.alone():
         pass
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RecordError, match="choose another --output"):
-        prepare(SweepFolder(tmp_path / "file" / "sweep"), make(stage=(1, 2)))
 
 
 @pytest.mark.parametrize(

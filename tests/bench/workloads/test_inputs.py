@@ -88,21 +88,6 @@ def test_masked_text_asks_for_as_many_bytes_of_each_sequence(tmp_path: Path) -> 
     assert not (tokens == MASK)[~asked].any()
 
 
-@pytest.mark.parametrize("name", ["linear", "mlp-mnist"])
-def test_there_is_something_to_learn(name: str) -> None:
-    loaded = load(Settings(model=name, batch_size=32))
-    model = loaded.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(30):
-        loss = model(*loaded.batch(32 * step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.6 * losses[0]
-
-
 def test_what_the_record_says_of_a_model() -> None:
     text = load(Settings(model="gpt-tiny", seq_len=16, data="synthetic")).model
     assert (text.unit, text.units_per_sample, text.config["width"]) == ("tokens", 16, 32)
@@ -112,12 +97,10 @@ def test_what_the_record_says_of_a_model() -> None:
     assert images.flops_per_unit == 2 * (2 * 784 * 256 + 3 * 256 * 10)
 
 
-def batch(
-    corpus: Corpus, *, seed: int = 1, first: int = 2, batch_size: int = 4, length: int = 16
-) -> list[torch.Tensor]:
+def batch(corpus: Corpus, *, seed: int, size: int = 4, length: int = 16) -> tuple[torch.Tensor, ...]:
     sample = sample_text(corpus, length)
-    samples = [sample(draw_seed(seed=seed, sample=first + number)) for number in range(batch_size)]
-    return [torch.stack(parts) for parts in zip(*samples, strict=True)]
+    samples = [sample(draw_seed(seed=seed, sample=number)) for number in range(size)]
+    return tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +118,10 @@ def test_the_default_text_is_the_same_every_time(library: Corpus) -> None:
 
 
 def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: Corpus) -> None:
-    tokens, targets = batch(library)
+    tokens, targets = batch(library, seed=1)
     assert tokens.dtype is targets.dtype is torch.int64
     assert tokens.shape == targets.shape == (4, 16)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert torch.equal(tokens, batch(library)[0])
-    assert not any(torch.equal(tokens, batch(library, **{what: 0})[0]) for what in ("seed", "first"))
     for row, last in zip(tokens.tolist(), targets[:, -1].tolist(), strict=True):
         assert bytes([*row, last]) in library.content
 
@@ -148,21 +129,14 @@ def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: C
 def test_a_batch_stays_what_it_was_in_earlier_versions() -> None:
     """Figures of different versions can only be compared while this holds."""
     corpus = Corpus("numbers", bytes(range(256)), files=1)
-    tokens, _ = batch(corpus, seed=0, first=0, batch_size=3, length=4)
+    tokens, _ = batch(corpus, seed=0, size=3, length=4)
     assert tokens[:, 0].tolist() == [107, 11, 99]
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    (tmp_path / ".git").mkdir()
-    for name, content in {
-        "c.txt": "3",
-        "a.txt": "1",
-        "b/z.md": "5",
-        "b/a.md": "4",
-        ".git/x": "no",
-        ".y": "no",
-    }.items():
+    files = {"c.txt": "3", "a.txt": "1", "b/z.md": "5", "b/a.md": "4", ".git/x": "no", ".y": "no"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     corpus = load_corpus(str(tmp_path))
     assert (corpus.content, corpus.files, corpus.truncated) == (b"1345", 4, False)
@@ -192,4 +166,4 @@ def test_text_shorter_than_a_sequence_is_refused() -> None:
     require_length(corpus, 4)
     with pytest.raises(DataError, match=r"holds 5 bytes, but sequences of 5 tokens need at least 6"):
         require_length(corpus, 5)
-    assert batch(corpus, batch_size=2, length=4)[0].tolist() == [[49, 50, 51, 52]] * 2
+    assert batch(corpus, seed=1, size=2, length=4)[0].tolist() == [[49, 50, 51, 52]] * 2

@@ -25,7 +25,7 @@ from zerokit.bench.catalogue.workloads import (
 )
 from zerokit.bench.workloads.build import build, build_model
 from zerokit.bench.workloads.library import BatchNorm
-from zerokit.bench.workloads.models import Decoder, init_module, rotary_angles, rotate
+from zerokit.bench.workloads.models import init_module, rotary_angles, rotate
 from zerokit.errors import UsageError
 
 transformers = pytest.importorskip("transformers")
@@ -52,12 +52,6 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 def build_library(config: Config, seed: int = 0) -> nn.Module:
     library = "torchvision" if isinstance(config, InceptionConfig) else "transformers"
     return build_model(config, library, seed=seed)
-
-
-def decoder(name: str) -> Decoder:
-    model = build(name, seed=0)
-    assert isinstance(model, Decoder)
-    return model
 
 
 def batch_of(config: Config) -> tuple[Tensor, Tensor]:
@@ -101,7 +95,7 @@ def test_a_model_on_meta_gets_the_weights_and_buffers_of_one_in_memory(name: str
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_decoder_guesses_evenly_in_fp32_and_sees_no_future(name: str) -> None:
-    model = decoder(name)
+    model = build(name)
     tokens = torch.arange(32).view(2, 16)
     targets = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
     assert model(tokens, targets).item() == pytest.approx(math.log(256), abs=0.1)
