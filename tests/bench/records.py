@@ -27,6 +27,7 @@ from zerokit.bench.record.status import Status
 from zerokit.formulas import MEMORY_KINDS
 
 MIB = 2**20
+CREATED = "2030-01-02T03:04:05+00:00"
 
 
 def make_record(loss: list[float | None] | None = None) -> Record:
@@ -46,48 +47,28 @@ def make_record(loss: list[float | None] | None = None) -> Record:
             warmup_ms=[900.0],
             build_ms=50.0,
             peak_host_bytes=(300 + rank) * MIB,
-            peak_allocated_bytes=None,
-            peak_reserved_bytes=None,
             memory_bytes={"parameters": 6 * MIB, "total": (8 + rank) * MIB},
             predicted_memory_bytes={"parameters": 6 * MIB, "total": (8 + rank) * MIB},
         )
         for rank in range(2)
     ]
     model = Model("gpt-tiny", 35_712, {"width": 32, "layers": 2}, "tokens", 16, None, None)
+    software = "0.1.0", "2.13.0", "3.11.7", "Linux", "a processor"
     return Record(
         id="0" * 32,
         cell=settings.key,
         status=Status.OK,
-        created="2030-01-02T03:04:05+00:00",
+        created=CREATED,
         settings=settings,
         model=model,
         data=Data("synthetic", 1000, 0, False, "abc"),
-        environment=Environment(
-            zerokit="0.1.0",
-            torch="2.13.0",
-            python="3.11.7",
-            platform="Linux",
-            processor="a processor",
-            cores=2,
-            memory_bytes=2**34,
-            threads=1,
-            backend="gloo",
-            world=2,
-            accelerator=None,
-            accelerators=0,
-            cuda=None,
-            nccl=None,
-            packages={},
-            variables={},
-            git_commit=None,
-        ),
+        environment=Environment(*software, 2, 2**34, 1, "gloo", 2, None, 0, None, None, {}, {}, None),
         ranks=ranks,
         traffic=Traffic(
             1000, 4 * MIB, 64, 1000, 4 * MIB, "(N−1)·2Ψ elements", {"all_gather": {"elements": 500}}
         ),
         loss=losses,
         gradient_norm=[2.0, 1.0, 0.5, 0.25],
-        skipped_steps=0,
         results=summarise(settings, model, ranks, losses),
     )
 
@@ -132,15 +113,9 @@ def make_cell(
     plain = {name: value for name, value in asdict(settings).items() if name not in _LATER}
     text = json.dumps(plain, sort_keys=True).encode()
     draw = random.Random(hashlib.blake2b(text, digest_size=8).hexdigest())
-    model = Model(
-        "gpt-34m",
-        PSI,
-        {"layers": 8, "width": 512},
-        "tokens",
-        settings.seq_len,
-        6.0 * PSI + 12 * 8 * 512 * settings.seq_len,
-        "6N + 12·L·d·s a token",
-    )
+    flops = 6.0 * PSI + 12 * 8 * 512 * settings.seq_len
+    sizes = {"layers": 8, "width": 512}
+    model = Model("gpt-34m", PSI, sizes, "tokens", settings.seq_len, flops, "6N + 12·L·d·s a token")
     common = [step_ms * draw.lognormvariate(0.0, jitter) for _ in range(settings.steps)]
     common[settings.steps // 2] *= 1.4  # a machine is never quite alone
     kept = PSI * 4
@@ -160,29 +135,31 @@ def make_cell(
             node=rank % nodes,
             host="laptop",
             pid=4000 + rank,
-            device=device if device == "cpu" else "NVIDIA H100 80GB HBM3",
+            device="cpu",
             step_ms=step_ms_of[rank],
             warmup_ms=[step_ms * (3.0 if step == 0 else 1.1) for step in range(11)],
             build_ms=900.0,
             peak_host_bytes=(host_mib - 3 * rank) * MIB,
-            peak_allocated_bytes=None if device == "cpu" else (host_mib - 200) * MIB,
-            peak_reserved_bytes=None if device == "cpu" else (host_mib - 100) * MIB,
             memory_bytes=state if own else None,
             predicted_memory_bytes=state if own else None,
-            device_id=None if device == "cpu" else f"GPU-{rank:04d}",
-            device_memory=None
-            if device == "cpu"
-            else DeviceMemory(
-                (host_mib - 150) * MIB,
-                (host_mib - 100) * MIB,
-                3 * MIB,
-                (host_mib + 400) * MIB,
-                80 * 1024 * MIB,
-            ),
-            window_ms=None if device == "cpu" else 1.001 * sum(step_ms_of[rank]),
         )
         for rank in range(world)
     ]
+    if device == "cuda":
+        held = [(host_mib + more) * MIB for more in (-200, -100, -150, 400)]
+        memory = DeviceMemory(held[2], held[1], 3 * MIB, held[3], 80 * 1024 * MIB)
+        ranks = [
+            replace(
+                rank,
+                device="NVIDIA H100 80GB HBM3",
+                device_id=f"GPU-{rank.rank:04d}",
+                peak_allocated_bytes=held[0],
+                peak_reserved_bytes=held[1],
+                device_memory=memory,
+                window_ms=1.001 * sum(rank.step_ms),
+            )
+            for rank in ranks
+        ]
     factor = 3 if stage == 3 else 2
     moved = factor * PSI * (world - 1)
     loss: list[float | None] = [5.6 * 0.985**step + draw.gauss(0, 0.01) for step in range(41)]
@@ -243,7 +220,7 @@ def make_failure(
         id=settings.key.rjust(32, "0"),
         cell=settings.key,
         status=Status(status),
-        created="2030-01-02T03:04:05+00:00",
+        created=CREATED,
         settings=settings,
         reason=reason,
         sweep=SWEEP,

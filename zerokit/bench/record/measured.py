@@ -177,10 +177,10 @@ class Rank:
     warmup_ms: list[Number]
     build_ms: Number
     peak_host_bytes: Count
-    peak_allocated_bytes: Count | None
-    peak_reserved_bytes: Count | None
-    memory_bytes: dict[str, Count] | None
-    predicted_memory_bytes: dict[str, Count] | None
+    peak_allocated_bytes: Count | None = None
+    peak_reserved_bytes: Count | None = None
+    memory_bytes: dict[str, Count] | None = None
+    predicted_memory_bytes: dict[str, Count] | None = None
     device_id: str | None = None
     device_memory: DeviceMemory | None = None
     window_ms: Number | None = None

@@ -206,8 +206,6 @@ def _rank(measured: Measured, accelerator: Accelerator, build_ms: float, meter: 
         peak_host_bytes=peak_host_bytes(),
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
-        memory_bytes=None,
-        predicted_memory_bytes=None,
         device_id=device_id(accelerator),
         device_memory=None if meter is None else meter.account(measured.batch_bytes),
         window_ms=measured.window_ms,
