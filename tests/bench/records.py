@@ -36,22 +36,12 @@ def make_record(loss: list[float | None] | None = None) -> Record:
         model="gpt-tiny", precision="fp32", device="cpu", nodes=2, steps=3, warmup=1, seq_len=16
     )
     losses: list[float | None] = loss or [5.5, 5.0, 4.0, 3.5]
-    ranks = [
-        Rank(
-            rank=rank,
-            node=rank,
-            host="here",
-            pid=100 + rank,
-            device="cpu",
-            step_ms=[100.0 - 10 * rank, 200.0, 300.0],
-            warmup_ms=[900.0],
-            build_ms=50.0,
-            peak_host_bytes=(300 + rank) * MIB,
-            memory_bytes={"parameters": 6 * MIB, "total": (8 + rank) * MIB},
-            predicted_memory_bytes={"parameters": 6 * MIB, "total": (8 + rank) * MIB},
-        )
-        for rank in range(2)
-    ]
+    ranks = []
+    for rank in range(2):
+        state = {"parameters": 6 * MIB, "total": (8 + rank) * MIB}
+        times, peak = [100.0 - 10 * rank, 200.0, 300.0], (300 + rank) * MIB
+        one = Rank(rank, rank, "here", 100 + rank, "cpu", times, [900.0], 50.0, peak)
+        ranks.append(replace(one, memory_bytes=state, predicted_memory_bytes=state))
     model = Model("gpt-tiny", 35_712, {"width": 32, "layers": 2}, "tokens", 16, None, None)
     software = "0.1.0", "2.13.0", "3.11.7", "Linux", "a processor"
     return Record(
@@ -129,22 +119,13 @@ def make_cell(
     state["total"] = sum(state.values())
     own = engine == "zerokit"
     step_ms_of = [[ms * draw.uniform(0.985, 1.0) for ms in common] for _ in range(world)]
-    ranks = [
-        Rank(
-            rank=rank,
-            node=rank % nodes,
-            host="laptop",
-            pid=4000 + rank,
-            device="cpu",
-            step_ms=step_ms_of[rank],
-            warmup_ms=[step_ms * (3.0 if step == 0 else 1.1) for step in range(11)],
-            build_ms=900.0,
-            peak_host_bytes=(host_mib - 3 * rank) * MIB,
-            memory_bytes=state if own else None,
-            predicted_memory_bytes=state if own else None,
-        )
-        for rank in range(world)
-    ]
+    warmup_ms = [step_ms * (3.0 if step == 0 else 1.1) for step in range(11)]
+    ranks = []
+    for rank, times in enumerate(step_ms_of):
+        peak = (host_mib - 3 * rank) * MIB
+        one = Rank(rank, rank % nodes, "laptop", 4000 + rank, "cpu", times, warmup_ms, 900.0, peak)
+        counted = state if own else None
+        ranks.append(replace(one, memory_bytes=counted, predicted_memory_bytes=counted))
     if device == "cuda":
         held = [(host_mib + more) * MIB for more in (-200, -100, -150, 400)]
         memory = DeviceMemory(held[2], held[1], 3 * MIB, held[3], 80 * 1024 * MIB)
