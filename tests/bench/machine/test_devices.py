@@ -113,11 +113,6 @@ class Library:
     def nvmlInit(self) -> None:
         self.started = True
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if not 0 <= index < len(self.uuids):
-            raise NVMLError("Not Found")
-        return index
-
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
         if uuid not in self.uuids:
             raise NVMLError("Not Found")
@@ -144,33 +139,23 @@ def test_only_the_devices_that_were_named_are_asked_in_their_order(monkeypatch: 
     without.start()
     without.stop()
     assert not library.started
-    one = Sampler(interval_s=3600.0, devices=["GPU-c", "0", "GPU-x", "9", "MIG-d", "GPU-d"])
+    one = Sampler(interval_s=3600.0, devices=["GPU-c", "GPU-a", "GPU-x", "MIG-d", "GPU-d"])
     one.start()
     series = one.stop().series
     assert library.asked[:4] == ["GPU-c", "GPU-a", "MIG-d", "MIG-d"]
     found = {name: values[0] for name, values in series.items() if name.startswith("gpu_")}
-    held = [(0, 3000.0), (1, 1000.0), (4, 4000.0), (5, 4000.0)]
+    held = [(0, 3000.0), (1, 1000.0), (3, 4000.0), (4, 4000.0)]
     expected = {f"gpu_{n}_memory_usage_megabytes": size for n, size in held}
     expected |= {f"gpu_{n}_memory_usage_percentage": size / 100.0 for n, size in held}
     assert found == expected | {"gpu_0_utilization_percentage": 20.0, "gpu_1_utilization_percentage": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("listed", "index", "uuid", "expected"),
-    [
-        (None, 1, "b-2", "GPU-b-2"),
-        ("3,5", 1, "b-2", "GPU-b-2"),  # CUDA's order need not be the driver's
-        ("3,5", 1, None, "5"),
-        ("GPU-b-2", 0, None, "GPU-b-2"),
-        ("MIG-s-1", 0, "b-2", "MIG-s-1"),
-        ("7", 0, "GPU-b-2", "GPU-b-2"),
-    ],
+    ("listed", "uuid", "expected"),
+    [(None, "b-2", "GPU-b-2"), ("GPU-b", "GPU-b-2", "GPU-b-2"), ("MIG-s-1", "b-2", "MIG-s-1")],
 )
-def test_a_device_is_called_by_its_uuid(
-    listed: str | None, index: int, uuid: str | None, expected: str
-) -> None:
-    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert identify(index, uuid, environment) == expected
+def test_a_device_is_called_by_its_uuid(listed: str | None, uuid: str, expected: str) -> None:
+    assert identify(uuid, {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}) == expected
 
 
 def node_of() -> tuple[str, ...] | None:

@@ -53,7 +53,6 @@ def test_utilisation_counts_devices_and_not_ranks() -> None:
 @pytest.mark.parametrize(
     ("identities", "devices"),
     [
-        (("0", "1", "0", "1"), 4),  # an index is one device's on its node
         (("GPU-a", "GPU-b", "GPU-a", "GPU-b"), 2),  # simulated nodes share their machine's
         (("MIG-a", "MIG-b", "MIG-c", "MIG-c"), 3),
         (("GPU-a", None, "GPU-a", "GPU-b"), None),

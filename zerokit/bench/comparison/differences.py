@@ -96,14 +96,12 @@ class Rounds:
 
     Attributes:
         paired: whether values at the same position are of the same round, and so of nearly the same time.
-        counted: whether a value is known exactly, and not measured.
     """
 
     metric: Metric
     before: list[float]
     after: list[float]
     paired: bool
-    counted: bool = False
 
     @classmethod
     def of(cls, baseline: Cell, cell: Cell, name: str) -> Rounds | None:
@@ -112,8 +110,7 @@ class Rounds:
         before, after = (values_of(metric, one) for one in records)
         if not before or not after:
             return None
-        counted = any(metric.error(record) == 0.0 for one in records for record in one)
-        if counted and len({*before}) == len({*after}) == 1:
+        if metric.counted and len({*before}) == len({*after}) == 1:
             before, after = before[:1], after[:1]
         turns = [[(record.sweep or "", record.settings.repeat) for record in one] for one in records]
         # The twin of a paced step is closer to it in time than another cell of the same round. Single benches have no
@@ -127,7 +124,7 @@ class Rounds:
                 [value for _, value in sorted(zip(turn, values, strict=True))]
                 for turn, values in zip(turns, (before, after), strict=True)
             )
-        return cls(metric, before, after, paired, counted)
+        return cls(metric, before, after, paired)
 
     def _scaled(self) -> tuple[list[float], list[float]]:
         """The values as they are compared: their logarithms, where they have ratios."""
@@ -138,7 +135,7 @@ class Rounds:
     def difference(self) -> Difference:
         """The difference with its noise, by Student's t over the rounds; one round has no noise."""
         before, after = map(self.metric.centre, (self.before, self.after))
-        scaled, noise = self._scaled(), 0.0 if self.counted else None
+        scaled, noise = self._scaled(), 0.0 if self.metric.counted else None
         if min(map(len, scaled)) > 1:
             differences = [b - a for a, b in zip(*scaled, strict=False)]
             noise = (mean_interval(differences) if self.paired else difference_interval(*scaled))[1]

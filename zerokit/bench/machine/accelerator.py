@@ -73,8 +73,7 @@ def choose_accelerator(wanted: str | None) -> Accelerator:
 
 
 def device_id(accelerator: Accelerator) -> str | None:
-    """The identity of this rank's device (`devices.identify`); None for a CPU."""
+    """The identity of this rank's device (`host.identify`); None for a CPU."""
     if not accelerator.is_cuda:
         return None
-    uuid = getattr(torch.cuda.get_device_properties(accelerator.device), "uuid", None)
-    return identify(accelerator.device.index, None if uuid is None else str(uuid), os.environ)
+    return identify(str(torch.cuda.get_device_properties(accelerator.device).uuid), os.environ)

@@ -109,28 +109,19 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     return shown
 
 
-def identify(index: int, uuid: str | None, environment: Mapping[str, str]) -> str:
-    """A device's identity on this machine: its UUID, or the driver's index in digits.
+def identify(uuid: str, environment: Mapping[str, str]) -> str:
+    """A device's identity: the UUID that torch gives it, or that of the slice (MIG) which CUDA shows.
 
-    Args:
-        index: of the device among those that CUDA shows.
-        uuid: as torch gives it, without a prefix; None where it does not.
-        environment: of the process.
+    Of a slice, CUDA may give the UUID of the whole device.
     """
-    names = visible_names(environment)
-    name = str(index) if names is None or index >= len(names) else names[index]
-    if uuid is None or name.startswith("MIG-"):  # of a slice, CUDA may give the UUID of the whole device
-        return name
+    names = visible_names(environment) or [""]
+    if names[0].startswith("MIG-"):
+        return names[0]
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
 def find_gpus(driver: Path = _DRIVER, query: Sequence[str] = _QUERY) -> list[Gpu]:
-    """All NVIDIA devices of this machine, from nvidia-smi or the driver's files; empty if there are none.
-
-    Args:
-        driver: the folder in which the driver keeps a folder a device.
-        query: the command that prints UUID and MiB of a device a line.
-    """
+    """All NVIDIA devices of this machine: as `query` prints them, UUID and MiB a line, or in the `driver`'s folder."""
     try:
         answer = subprocess.run(
             query, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True

@@ -56,8 +56,7 @@ def _host() -> Callable[[], Figures]:
 def _devices(identities: Sequence[str]) -> Callable[[], Figures]:
     """Reads utilisation, memory and power of devices by NVIDIA's management library; `gpu_0` is the first of these.
 
-    Identities (`devices.identify`) are UUIDs ("GPU-…", or "MIG-…" for a slice), or the driver's index of a device in
-    digits. What the library does not know is left out, and a driver or `pip install nvidia-ml-py` may be missing.
+    What the library does not know is left out, and a driver or `pip install nvidia-ml-py` may be missing.
     """
     import pynvml as nvml
 
@@ -67,9 +66,7 @@ def _devices(identities: Sequence[str]) -> Callable[[], Figures]:
         # Torch does not say which kind its UUID is of.
         for name in dict.fromkeys((identity, identity.replace("GPU-", "MIG-", 1))):
             with contextlib.suppress(nvml.NVMLError):
-                by_index = name.isdecimal()
-                find = nvml.nvmlDeviceGetHandleByIndex if by_index else nvml.nvmlDeviceGetHandleByUUID
-                handles.append((f"gpu_{number}", find(int(name) if by_index else name)))
+                handles.append((f"gpu_{number}", nvml.nvmlDeviceGetHandleByUUID(name)))
                 break
 
     def read() -> Figures:

@@ -161,8 +161,8 @@ class Rank:
         peak_reserved_bytes: taken by that allocator from the device; null on a CPU.
         memory_bytes: `ZeroOptimizer.memory()` at the end of backward, by kind, with `total`; null for other engines.
         predicted_memory_bytes: the same from the layout alone.
-        device_id: of the device, by which ranks that share one are known: its UUID, or on the
-            rank's node the driver's index of it; null on a CPU, and in records from before it was noted.
+        device_id: UUID of the device, by which ranks that share one are known; null on a CPU, and in records from
+            before it was noted.
         device_memory: what the peaks leave out; null on a CPU.
         window_ms: on CUDA, the measured steps together by the host's clock, from an idle device to an idle one, saving
             apart: beside the sum of `step_ms`. Null on a CPU, whose steps are timed by that clock one by one.

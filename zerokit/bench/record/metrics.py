@@ -35,8 +35,7 @@ class Metric:
         unit: "ms", "MiB", "tokens/s"; empty for counts and ratios.
         better: which direction is an improvement.
         value: in that unit; None where the record does not have it.
-        error: half of the 95 % interval of the value, in the same unit, where one run can tell: 0 for what is
-            counted and comes out equal every time; None where only repetitions can tell.
+        counted: whether it is known exactly, and comes out equal every time.
         additive: whether it is a difference, which may be around 0, and so has no ratios.
     """
 
@@ -45,7 +44,7 @@ class Metric:
     unit: str
     better: Better
     value: Read
-    error: Read
+    counted: bool = False
     additive: bool = False
 
     def has_ratios(self, values: Iterable[float]) -> bool:
@@ -87,14 +86,17 @@ def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
     """One metric of a cell from its repetitions (at least one): `Metric.centre`. None if no record has it.
 
     With several, its error is that of their mean by Student's t, however exact each run by itself seems: the noise
-    within a run is not the noise between runs. With one, it is the error that a run can tell, if any.
+    within a run is not the noise between runs. One run can tell the error of what is counted, and of its cost of
+    communication.
     """
     values = values_of(metric, records)
     if not values:
         return None
     if len(values) == 1:
-        known = (metric.error(one) for one in records if metric.value(one) is not None)
-        return Measured(values[0], next(known, None))
+        if metric.counted:
+            return Measured(values[0], 0.0)
+        cost = metric.name == "comm/cost_ms"
+        return Measured(values[0], _error_of_cost(records) if cost else None)
     centre = metric.centre(values)
     if metric.has_ratios(values):
         return Measured(centre, centre * mean_interval([math.log(value) for value in values])[1])
@@ -190,6 +192,14 @@ def _wall(record: Record) -> float | None:
     return max(windows) / len(record.ranks[0].step_ms) if windows else None
 
 
+def _skipped(record: Record) -> float | None:
+    return record.skipped_steps if record.results else None
+
+
+def _build(record: Record) -> float | None:
+    return max((rank.build_ms for rank in record.ranks), default=None)
+
+
 def _save(record: Record) -> float | None:
     return median([one.ms for one in record.checkpoints.saves]) if record.checkpoints.saves else None
 
@@ -216,12 +226,13 @@ def _to_target(unit: str) -> Read:
     return value
 
 
-def _error_of_cost(record: Record) -> float | None:
-    """The error of the cost of communication, from pairs of steps in this run; older records have no pairs."""
-    if record.twin is None or not record.twin.costs_ms:
-        return None
-    low, high = median_interval(record.twin.costs_ms)
-    return (high - low) / 2
+def _error_of_cost(records: Sequence[Record]) -> float | None:
+    """The error of the cost of communication, from pairs of steps in a run; older records have no pairs."""
+    for record in records:
+        if record.twin is not None and record.twin.costs_ms:
+            low, high = median_interval(record.twin.costs_ms)
+            return (high - low) / 2
+    return None
 
 
 def _table() -> Iterator[tuple[str, str, str, Read]]:
@@ -270,31 +281,14 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
     yield "loss_last", "last loss", "", _read("results.loss_last")
     for unit in UNITS:
         yield f"to_target/{unit}", "to the target loss", unit, _to_target(unit)
-    yield (
-        "skipped_steps",
-        "skipped steps",
-        "",
-        lambda record: record.skipped_steps if record.results else None,
-    )
-    yield (
-        "build_ms",
-        "build",
-        "ms",
-        lambda record: max((rank.build_ms for rank in record.ranks), default=None),
-    )
+    yield "skipped_steps", "skipped steps", "", _skipped
+    yield "build_ms", "build", "ms", _build
     yield "checkpoint/save_ms", "save", "ms", _save
     yield "checkpoint/load_ms", "load", "ms", _read("checkpoints.load_ms")
 
 
 _COUNTED = ("memory/state", "memory/planned_peak", "step/planned", "traffic/", "loss_", "skipped_steps")
 """Known exactly."""
-
-
-def _error_of(name: str) -> Read:
-    if name == "comm/cost_ms":
-        return _error_of_cost
-    error = 0.0 if name.startswith(_COUNTED) else None
-    return lambda record: error
 
 
 def instrumented(name: str) -> bool:
@@ -308,7 +302,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             *(name, title, unit),
             better="higher" if unit.endswith("/s") or name == "mfu" else "lower",
             value=value,
-            error=_error_of(name),
+            counted=name.startswith(_COUNTED),
             additive=name in ("comm/cost_ms", "step/drift"),
         )
         for name, title, unit, value in _table()

@@ -246,7 +246,8 @@ def summarise(
     allocated = [rank.peak_allocated_bytes for rank in ranks if rank.peak_allocated_bytes is not None]
     reserved = [rank.peak_reserved_bytes for rank in ranks if rank.peak_reserved_bytes is not None]
     per_rank = throughput / len(ranks)
-    devices = count_distinct((rank.node, rank.device_id) for rank in ranks)
+    identities = {rank.device_id for rank in ranks}
+    devices = None if None in identities else len(identities)
     per_device = None if devices is None else throughput / devices
     use = utilisation(
         per_rank if per_device is None else per_device,
@@ -280,19 +281,6 @@ def with_twin(record: Record, twin: Twin) -> Record:
         return record
     results = summarise(record.settings, record.model, record.ranks, record.loss, twin)
     return replace(record, twin=twin, results=results)
-
-
-def count_distinct(used: Iterable[tuple[int, str | None]]) -> int | None:
-    """The number of devices in use, from each rank's node and device identity; None if one is unknown.
-
-    A UUID is one device's wherever it is seen (simulated nodes share their machine's), an index one on its node.
-    """
-    found = set()
-    for node, identity in used:
-        if identity is None:
-            return None
-        found.add((node if identity.isdecimal() else None, identity))
-    return len(found)
 
 
 def utilisation(
