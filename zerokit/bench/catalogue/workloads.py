@@ -61,14 +61,9 @@ class TextConfig(Config):
 def transformer_flops(multiplied: int, *, layers: int, width: int, length: int) -> float:
     """A token's FLOPs, forward and backward without recomputation: 6N + 12·L·d·s.
 
-    A multiplication and an addition count as two. Attention counts whole, whether or not half of it is masked, as in
-    PaLM (arXiv:2204.02311, appendix B) and in the published figures that are compared with.
-
-    Args:
-        multiplied: N, the parameters that take part in a product for every token.
-        layers: L.
-        width: d, of the residual.
-        length: s, tokens a sequence.
+    N are the parameters that take part in a product for every token (`multiplied`), L the `layers`, d the `width` and s
+    the `length` in tokens. A multiplication and an addition count as two. Attention counts whole, whether or not half
+    of it is masked, as in PaLM (arXiv:2204.02311, appendix B) and in the published figures that are compared with.
     """
     return 6.0 * multiplied + 12.0 * layers * width * length
 
@@ -230,10 +225,7 @@ INSTALL: Mapping[str, str] = MappingProxyType(
 class Workload:
     """A workload: one value of `--model`.
 
-    Attributes:
-        name: as asked for.
-        config: its sizes; None for the user's own.
-        library: the package that builds the model; None where zerokit, or the user, does.
+    `config` is None for the user's own, `library` the package that builds the model if zerokit or the user does not.
     """
 
     name: str

@@ -43,10 +43,7 @@ _Call = tuple[float, Callable[[], object]]
 
 
 def bus_factor(operation: str, world: int) -> float:
-    """Bytes that the busiest rank sends, relative to the buffer's size.
-
-    From nccl-tests' PERFORMANCE.md. Raises KeyError for an operation that has no such factor here.
-    """
+    """Bytes that the busiest rank sends, relative to the buffer's size: from nccl-tests' PERFORMANCE.md."""
     part = (world - 1) / world
     return {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part, "broadcast": 1.0}[operation]
 

@@ -8,13 +8,11 @@ measured ones: each part is waited for, which a measured step does not do.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._C._autograd import DeviceType
@@ -61,10 +59,6 @@ class DeviceClock(Clock):
     The device is waited for before the first step, so that none of what came before is in it, and once by `read`.
     Between these the host's wall clock runs as well (`window_ms`): it and the sum of the steps must agree, but for the
     time that the host takes to launch the first kernel and to learn of the end of the last.
-
-    Args:
-        make_event: makes one that has not been recorded, as `torch.cuda.Event(enable_timing=True)`.
-        synchronize: waits until the device has done everything.
     """
 
     runs_ahead = True
@@ -92,7 +86,7 @@ class DeviceClock(Clock):
         self._synchronize()
         self.window_ms += (time.perf_counter() - self._started) * 1000.0
         boundaries, self._boundaries = self._boundaries, []
-        return [before.elapsed_time(after) for before, after in itertools.pairwise(boundaries)]
+        return [before.elapsed_time(after) for before, after in pairwise(boundaries)]
 
 
 def clock_of(accelerator: Accelerator) -> Clock:
@@ -112,19 +106,13 @@ Batches = Callable[[int], "list[Batch]"]
 """Gives the micro-batches of a step, on the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(NamedTuple):
     """The phases of one step on one rank, in milliseconds; `waited` is None if the engine does not count it."""
 
     forward: float
     backward: float
     optimizer: float
     waited: float | None
-
-    @property
-    def total(self) -> float:
-        """The sum of the phases; waiting is part of them."""
-        return self.forward + self.backward + self.optimizer
 
 
 def measure_phases(trainer: Trainer, batches: Batches, accelerator: Accelerator, *, steps: int) -> Phases:
@@ -139,11 +127,9 @@ def measure_phases(trainer: Trainer, batches: Batches, accelerator: Accelerator,
 def combine(by_rank: Sequence[Sequence[Parts]], traced: Sequence[tuple[float, float]]) -> Phases:
     """The medians over steps, each step as its slowest rank saw it.
 
-    Args:
-        by_rank: the same steps of every rank.
-        traced: of every rank with a trace, milliseconds a step took under the profiler and those exposed.
+    `traced` has, of every rank with a trace, the milliseconds that a step took under the profiler and those exposed.
     """
-    slowest = [max(ranks, key=lambda parts: parts.total) for ranks in zip(*by_rank, strict=True)]
+    slowest = [max(ranks, key=lambda parts: sum(parts[:3])) for ranks in zip(*by_rank, strict=True)]
     waited = [parts.waited for parts in slowest if parts.waited is not None]
     exposed_ms = median(waited) if len(waited) == len(slowest) else None
     if traced:

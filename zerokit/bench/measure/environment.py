@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,15 +54,10 @@ def look_around(accelerator: Accelerator) -> Environment:
         accelerators=torch.cuda.device_count() if on_cuda else 0,
         cuda=torch.version.cuda if on_cuda else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if accelerator.backend == "nccl" else None,
-        packages=versions(sys.modules),
+        packages={name: _version(name) for name in _PACKAGES if name in sys.modules},
         variables=measured_variables(os.environ),
         git_commit=git_commit(Path.cwd()),
     )
-
-
-def versions(imported: Collection[str]) -> dict[str, str]:
-    """The versions of those packages in `imported` that can affect a step."""
-    return {name: _version(name) for name in _PACKAGES if name in imported}
 
 
 def _version(package: str) -> str:

@@ -45,12 +45,9 @@ class _Followed:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Records the memory held, after operations within its context and whenever `read` is called.
+    """Records the memory of a `device` ("cpu", "cuda"), after operations within its context and when `read` is called.
 
-    Args:
-        held: says what the engine holds.
-        device: whose memory: "cpu", "cuda".
-        interval_s: between two readings at least: each one looks at every storage.
+    `held` says what the engine holds. A reading looks at every storage, so there are `interval_s` between two.
     """
 
     def __init__(
@@ -119,12 +116,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def measure_timeline(trainer: Trainer, batches: Batches, step_ms: float) -> MemoryTimeline | None:
-    """Rank 0's memory over the second of two extra steps; None on other ranks. Collective.
-
-    Args:
-        trainer: the engine.
-        batches: gives the micro-batches of a step.
-        step_ms: about how long a step takes.
+    """Rank 0's memory over the second of two extra steps of about `step_ms`; None on other ranks. Collective.
 
     In the first step it becomes known what storages are for.
     """
@@ -148,7 +140,7 @@ def measure_timeline(trainer: Trainer, batches: Batches, step_ms: float) -> Memo
 
 
 def condense(readings: Sequence[Reading], most: int) -> list[Reading]:
-    """At most `count` readings: the largest of each share."""
+    """At most `most` readings: the largest of each share."""
     share = -(-len(readings) // most)
     shares = [readings[at : at + share] for at in range(0, len(readings), share)]
     return [max(some, key=lambda reading: sum(reading[1].values())) for some in shares]
@@ -156,12 +148,7 @@ def condense(readings: Sequence[Reading], most: int) -> list[Reading]:
 
 @dataclass
 class MemoryMeter:
-    """Separates the peak of the measured steps from the earlier peak.
-
-    Args:
-        device: a CUDA device.
-        cuda: `torch.cuda`.
-    """
+    """Separates the peak of the measured steps from the earlier peak; `cuda` is `torch.cuda`."""
 
     device: Any
     cuda: Any

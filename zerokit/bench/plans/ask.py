@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zerokit.bench.catalogue.engines import available_bytes
-from zerokit.bench.plans.subjects import subject_named
+from zerokit.bench.plans.subjects import speed_of, subject_named
 from zerokit.bench.record.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
@@ -201,8 +201,6 @@ def _efficiencies(
     found, reasons = {}, []
     for precision in precisions:
         if record is not None and precision == (record.settings.precision or "fp32"):
-            from zerokit.bench.plans.subjects import speed_of
-
             found[precision] = speed_of(record, cluster, gpus)
             reasons.append(f"The device's speed is that of record {record.id[:8]}, {record.settings.model}.")
             continue

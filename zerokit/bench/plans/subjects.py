@@ -48,10 +48,8 @@ USUAL_SIDE = 224
 def subject_named(name: str, *, seq_len: int | None = None) -> Subject:
     """The subject of this name. Raises `UsageError` for a model that is unknown or cannot be built here.
 
-    Args:
-        name: of the catalogue; `package.module:factory`, whose factory returns an `Own`; or the path of a
-            `config.json` that transformers reads.
-        seq_len: tokens a sequence, for language models.
+    It is one of the catalogue, `package.module:factory`, whose factory returns an `Own`, or the path of a `config.json`
+    that transformers reads. `seq_len` is for language models.
     """
     if name.endswith(".json"):
         return _from_config(Path(name), seq_len)
@@ -227,15 +225,9 @@ _PAGES = 1 << 12
 
 
 class PlanBeside:
-    """The plan of a cell that the bench measures.
+    """The plan of a cell that the bench measures, with the placement and precision of its optimizer.
 
-    Args:
-        settings: of the bench, with what a rank has chosen.
-        loaded: its workload.
-        placement: that of its optimizer.
-        precision: that of its optimizer, with its wire.
-        device: torch's name of a CUDA device; None for hosts.
-        traces: of the workload, where there are some already.
+    `device` is torch's name of a CUDA device, None for hosts; `traces` of the workload are made if there are none.
     """
 
     def __init__(

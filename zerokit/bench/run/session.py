@@ -108,15 +108,11 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The launcher and the folders with which cells run.
+    """What starts and watches the ranks.
 
-    Attributes:
-        launch: starts the ranks.
-        interrupted: raises one of `interruptions` if the user wants no more; called between the parts.
-        interruptions: the exceptions that mean "killed"; any other error means "failed".
-        watch: receives the progress.
-        fits: why a cell cannot fit into the memory there is, in words; None where it may.
-        max_restarts: how often an elastic bench is started again with the ranks that remain.
+    `interrupted` is called between the parts and raises one of `interruptions` if the user wants no more: such a cell
+    is killed, any other error failed. `fits` says why a cell cannot fit into the memory there is, and `max_restarts`
+    how often an elastic bench is started again.
     """
 
     launch: Launch
@@ -157,12 +153,7 @@ def run_cell(
     A record that is there already is replaced, unless it is of a success and the new one is not. One that another
     bench writes there meanwhile stays: this one then gets a number, and `host.watch` a warning.
 
-    Args:
-        settings: what to do.
-        path: of the record.
-        host: where, and what receives the progress.
-        sweep: the id of the sweep that the cell belongs to.
-        identity: of the record; a new one by default.
+    `sweep` is the id of the sweep that the cell belongs to, `identity` that of the record: a new one by default.
 
     Raises one of `host.interruptions` after the record of the killed cell is written, and `RecordError` where a record
     cannot be written; the temporary folder that then keeps it is named.
@@ -219,13 +210,7 @@ def refusal(settings: Settings, host: Host) -> Outcome | None:
 
 
 def what_happened(error: BaseException, job: Path, oom_kills_before: int | None) -> Outcome:
-    """The status and reason of a cell whose ranks ended with this error.
-
-    Args:
-        error: what `Launch` raised.
-        job: the file of the job, beside which a rank that ran out of memory writes its status.
-        oom_kills_before: `oom_kills()` before the launch: a rank that the kernel killed could not say anything.
-    """
+    """The status and reason of a cell whose ranks ended with this error; `oom_kills_before` is of before the launch."""
     if (own := read_outcome(job)) is not None:
         return own._replace(reason=own.reason.removeprefix(f"{own.status}: "))
     reason = str(error) or type(error).__name__

@@ -79,12 +79,6 @@ class Sweep:
         models = ",".join(dict.fromkeys(cell.settings.model for cell in self.cells))
         return f"{models} sweep of {' × '.join(several) or f'{len(self.cells)} cells'}"
 
-    def same_cells(self, other: Sweep) -> bool:
-        """Whether the other sweep has the same cells in the same order."""
-        return [asdict(cell.settings) for cell in self.cells] == [
-            asdict(cell.settings) for cell in other.cells
-        ]
-
 
 def _require_numbered(sweep: Sweep) -> None:
     if [cell.number for cell in sweep.cells] != list(range(len(sweep.cells))) or not sweep.cells:
@@ -170,9 +164,7 @@ def product(
         fixed: the other fields of `Settings`, equal in all cells.
         repeats: rounds through all cells. Every second one goes backwards, so that a steady drift of the machine
             weighs equally on the first and the last.
-        devices: of this machine. Where `nproc_per_node` is left out, a node has as many ranks as devices, and at least
-            one.
-        shared: whether nodes have equal shares of these devices; else each has as many.
+        devices: of this machine; nodes have equal shares of them as their ranks (if not `shared`, each has as many).
 
     Raises `UsageError` for settings that do not fit together, or that no record could hold.
     """
@@ -229,7 +221,7 @@ def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
         folder.write(asked)
         return asked
     begun = read_sweep(folder)
-    if not begun.same_cells(asked):
+    if [cell.settings for cell in begun.cells] != [cell.settings for cell in asked.cells]:
         raise UsageError(
             f"{folder.path} has a sweep of other cells: continue it by --continue {folder.path} alone, "
             "or choose another --output"
@@ -243,10 +235,9 @@ def run_sweep(
     host: Host,
     track: Callable[[Path, Record], None] = lambda path, record: None,
 ) -> list[Record]:
-    """Run the cells that have no result yet, one after the other; returns the records of all cells, in order.
+    """Run the cells that have no result yet; returns the records of all cells, in order. Raises what `run_cell` raises.
 
-    `track` receives each new record, after its ranks have ended. A cell that fails, or does not fit, does not end the
-    sweep. Raises what `run_cell` raises.
+    `track` receives each new record. A cell that fails, or does not fit, does not end the sweep.
     """
     records = []
     for cell in sweep.cells:

@@ -129,9 +129,7 @@ class Mirror:
     def push(self, record: Record, pictures: Callable[[Record], Mapping[str, bytes]]) -> tuple[Pushed, str]:
         """Write a record to its run and end it; returns what was done, and the run's id.
 
-        Args:
-            record: any, whatever its status.
-            pictures: makes plots by file name; asked only when they are needed.
+        `pictures` makes plots by file name, and is called only when they are needed.
         """
         if record.status == "unsupported" and record.sweep is not None:
             # MLflow has no status that says so: the sweep's own run counts them.
@@ -186,13 +184,8 @@ def push(
 ) -> list[Done]:
     """Write the missing parts of the records to MLflow.
 
-    Args:
-        found: by `find_records`.
-        mirror: of the experiment.
-        pictures: makes plots of records by file name.
-        going_on: whether more cells of the sweeps follow, so that their own runs have no end yet.
-        interrupted: raises if the user wants no more; called between the records.
-        show: called with every record that is done.
+    With `going_on` more cells of the sweeps follow, so that their own runs have no end yet. `interrupted` is called
+    between the records and raises if the user wants no more, `show` with every record that is done.
 
     Raises `TrackingError` as soon as the store fails; what was written by then stays, and the next push completes it.
     """
@@ -223,13 +216,7 @@ def push(
 class Tracker:
     """`push` for a bench: a failure is reported once, does not end the bench, and stops further attempts.
 
-    Attributes:
-        tracking: where to; None for nowhere.
-        pictures: makes plots of records by file name.
-        warn: called with what failed, and `later`.
-        later: how to push when the bench has ended.
-        lost: whether it failed.
-        run_id, page: of the bench or its sweep.
+    `later` tells how to push when the bench has ended; `run_id` and `page` are of the bench or its sweep.
     """
 
     tracking: Tracking | None

@@ -61,12 +61,7 @@ class Measured:
 class Loop:
     """Trains `trainer` on `loaded`'s batches, on this rank.
 
-    Args:
-        trainer: the engine.
-        loaded: the workload.
-        settings: of the bench.
-        accelerator: of this rank.
-        make_clock: makes the clock of warm-up, and that of the measured steps; by default the accelerator's.
+    `make_clock` makes the clock of warm-up, and that of the measured steps; by default the accelerator's.
     """
 
     def __init__(
@@ -194,12 +189,7 @@ class Batches:
     limit: they need every batch in pinned memory of the host. An elastic run has every sample once: its steps beyond
     the limit wait for their batches.
 
-    Args:
-        loaded: makes batches.
-        settings: of the bench.
-        device: of this rank.
-        ahead: whether the host runs ahead of the device; else a step's batches are made when `of` is called.
-        limit_bytes: `READY_BYTES`, but for tests.
+    `ahead` says whether the host runs ahead of the device; else a step's batches are made when `of` is called.
     """
 
     loaded: Loaded

@@ -154,14 +154,9 @@ def sample_regression(features: int, seed: int) -> Sample:
 class Loaded:
     """A loaded workload: everything that a training loop needs.
 
-    Attributes:
-        settings: of the bench.
-        workload: as the catalogue describes it.
-        data: the record entry of the training data.
-        batch: makes the micro-batch that starts at a sample of the job, on the CPU; it also depends on the seed.
-        init_fn: initialises one module in place, as `ZeroOptimizer(init_fn=)` wants it for a model on meta. None for a
-            model that can only be built where it is trained.
-        own: the user's own workload; None for a catalogued one.
+    `data` is the record entry of the training data. `init_fn` initialises one module in place, as
+    `ZeroOptimizer(init_fn=)` wants it for a model on meta; None for one that can only be built where it is trained.
+    `own` is None for a catalogued workload.
     """
 
     settings: Settings
@@ -286,11 +281,8 @@ def _default_device() -> torch.device:
 def count_flops(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> tuple[float, str]:
     """A model's FLOPs per sample, forward and backward, and a note on how they were counted.
 
-    Nothing is computed: model and batch are on meta. Raises whatever a model raises that cannot run there.
-
-    Args:
-        build: makes the model, whose `forward(*batch)` is the loss.
-        batch: any of its micro-batches; the first dimension of its first tensor counts samples.
+    Nothing is computed: model and batch are on meta. Raises whatever a model raises that cannot run there. The first
+    dimension of the batch's first tensor counts samples.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
