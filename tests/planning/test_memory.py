@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import make
 from zerokit.bench.machine.accelerator import choose_accelerator
-from zerokit.bench.measure.memory import MemoryTracker
+from zerokit.bench.measure.memory import MemoryTracker, held_by
 from zerokit.bench.plans.subjects import PlanBeside, subject_named, subject_of
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Batches
@@ -40,7 +41,9 @@ def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]
             traces[cell.model] = Traces(subject_of(loaded), on_cuda=False, exactly=True)
         trainer = make(loaded, cell, accelerator)
         batches = Batches(loaded, cell, accelerator.device, ahead=False)
-        tracker = MemoryTracker(trainer.held, "cpu") if dist.get_rank() == 0 else None
+        zero = trainer.zero
+        assert zero is not None
+        tracker = MemoryTracker(partial(held_by, zero), "cpu") if dist.get_rank() == 0 else None
         for step in range(3):
             ready = batches.of(step * cell.samples_per_step)
             if tracker is None or step < 2:
@@ -51,11 +54,9 @@ def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]
                 trainer.step(ready, tracker.mark)
                 tracker.read()
         if tracker is not None:
-            assert trainer.zero is not None
             readings = [sizes for _, sizes in tracker.readings]
             most = max(readings, key=lambda sizes: sum(sizes.values()))
             highest = {kind: max(sizes[kind] for sizes in readings) for kind in MEMORY_KINDS}
-            zero = trainer.zero
             planned = PlanBeside(
                 cell, loaded, zero.runtime.placement, zero.precision, None, traces[cell.model]
             ).planned

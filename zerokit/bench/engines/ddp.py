@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zerokit.bench.engines.trainer import Held, Trainer, adamw, held_by, trainable
+from zerokit.bench.engines.trainer import Trainer, adamw, trainable
 from zerokit.bench.workloads.build import Loaded
 
 if TYPE_CHECKING:
@@ -88,7 +87,3 @@ class ZeroRedundancyOptimizerTrainer(DdpTrainer):
             lr=self.settings.lr,
             fused=True,
         )
-
-    def held(self) -> Iterator[Held]:
-        yield from super().held()
-        yield from held_by(self.optimizer.optim)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.bench.engines.trainer import PARAMETERS, Batch, Held, Trainer, adamw
+from zerokit.bench.engines.trainer import Batch, Trainer, adamw
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
@@ -50,13 +49,6 @@ class DeepspeedTrainer(Trainer):
     @property
     def skipped_steps(self) -> int:
         return int(self.model.skipped_steps)
-
-    def held(self) -> Iterator[Held]:
-        """Parameters; at stage 3 each is empty between uses, and its shard is stored separately."""
-        yield from super().held()
-        for parameter in self.model.parameters():
-            if (part := getattr(parameter, "ds_tensor", None)) is not None:
-                yield PARAMETERS, part, None
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         self.model.set_gradient_accumulation_boundary(last)

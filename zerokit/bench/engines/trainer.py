@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,18 +15,12 @@ from zerokit.bench.catalogue.engines import ENGINES, unsupported
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
-from zerokit.formulas import MEMORY_KINDS
 
 if TYPE_CHECKING:
     from zerokit.bench.workloads.build import Loaded
     from zerokit.runtime import ZeroOptimizer
 
 Batch = tuple[Tensor, ...]
-
-PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, _ = MEMORY_KINDS
-Held = tuple[str, Tensor, int | None]
-"""What memory is for (of `MEMORY_KINDS`), a tensor in it, and the bytes in use, where these are not its whole storage.
-"""
 
 
 def unmarked(part: str) -> None:
@@ -110,14 +104,6 @@ class Trainer:
         """Scale the gradients down to a norm of `largest`; returns their norm before."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
-    def held(self) -> Iterator[Held]:
-        """The state that the engine holds between steps, if it reports it."""
-        for parameter in self.model.parameters():
-            yield from _with_gradient(PARAMETERS, parameter)
-        for buffer in self.model.buffers():
-            yield BUFFERS, buffer, None
-        yield from held_by(self.optimizer)
-
     def differentiate(self, batches: Sequence[Batch], mark: Callable[[str], None] = unmarked) -> list[Tensor]:
         """Forward and backward over the micro-batches of a step: their losses, detached. `mark` is called with each."""
         losses = []
@@ -140,23 +126,6 @@ class Trainer:
         losses = self.differentiate(batches, mark)
         mark("optimizer")
         return losses, self.update()
-
-
-def held_by(optimizer: Optimizer) -> Iterator[Held]:
-    """The optimizer's parameters and its state."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield from _with_gradient(OPTIMIZER, parameter)
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                yield OPTIMIZER, value, None
-
-
-def _with_gradient(kind: str, parameter: Tensor) -> Iterator[Held]:
-    yield kind, parameter, None
-    if parameter.grad is not None:
-        yield GRADIENTS, parameter.grad, None
 
 
 def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

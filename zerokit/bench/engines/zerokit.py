@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokit.bench.engines.trainer import Held, Trainer
+from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
-from zerokit.formulas import BLOCK_FORMATS, KIND_OF_LINE
+from zerokit.formulas import BLOCK_FORMATS
 from zerokit.placement import StageArgument, stage_of
 from zerokit.runtime import Precision, ZeroOptimizer
-from zerokit.runtime.measure import list_holdings
 from zerokit.training import LocalSteps
 
 
@@ -81,11 +79,6 @@ class ZerokitTrainer(Trainer):
     def waited_s(self) -> float:
         between = 0.0 if self.local is None else self.local.waited_s
         return self.zero.runtime.collectives.reporter.waited_s + between
-
-    def held(self) -> Iterator[Held]:
-        runtime = self.zero.runtime
-        for one in list_holdings(runtime.model, runtime.units, runtime.gradients, runtime.inner):
-            yield KIND_OF_LINE[one.line], one.tensor, one.used + one.padding
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self.zero.accumulate()

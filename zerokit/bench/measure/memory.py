@@ -1,15 +1,14 @@
-"""A rank's memory: torch's peaks before and during the measured steps, and what is held over one step, by kind.
+"""A rank's memory: torch's peaks before and during the measured steps, and what zerokit holds over one step, by kind.
 
 For the latter every operation of torch is seen, and the storages of what it returns are followed for as long as they
-live; what an engine holds from step to step it says itself. What torch allocates within an operation, or an engine
-outside of torch, is not seen.
+live; what the optimizer holds from step to step it says itself. What torch allocates within an operation is not seen.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from zerokit.bench.record.measured import DeviceMemory, MemoryTimeline
-from zerokit.formulas import MEMORY_KINDS
+from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS
 
 if TYPE_CHECKING:
-    from zerokit.bench.engines.trainer import Held, Trainer
+    from zerokit.bench.engines.trainer import Trainer
     from zerokit.bench.measure.clock import Batches
+    from zerokit.runtime import ZeroOptimizer
 
 
 READINGS = 100
 """At most, in a record."""
 _TEMPORARY = MEMORY_KINDS[-1]
 
+Held = tuple[str, Tensor, int]
+"""What memory is for (of `MEMORY_KINDS`), a tensor in it, and the bytes in use."""
 Reading = tuple[float, dict[str, int]]
 """Seconds since the step began, and bytes by kind."""
 
@@ -76,13 +78,9 @@ class MemoryTracker(TorchDispatchMode):
         for one in self._followed.values():
             one.used = None
         for kind, tensor, used in self._held():
-            if tensor.device.type != self._device:
-                continue
-            one = self._follow(tensor)
-            # Without an exact account the first purpose counts: an optimizer steps parameters, too.
-            if used is not None or one.kind == _TEMPORARY:
-                one.kind = kind
-            one.used = used if used is None or one.used is None else max(one.used, used)
+            if tensor.device.type == self._device:
+                one = self._follow(tensor)
+                one.kind, one.used = kind, max(used, one.used or 0)
         sizes = dict.fromkeys(MEMORY_KINDS, 0)
         for key, one in list(self._followed.items()):
             if (storage := one.storage()) is None:
@@ -94,8 +92,7 @@ class MemoryTracker(TorchDispatchMode):
         self._due = now + self._interval_s
 
     def _follow(self, tensor: Tensor) -> _Followed:
-        local: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-        storage = local.untyped_storage()
+        storage = tensor.untyped_storage()
         one = self._followed.get(storage._cdata)
         if one is None or one.storage() is None:  # the address may have been another's
             one = self._followed[storage._cdata] = _Followed(weakref.ref(storage))
@@ -115,14 +112,27 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
 
+def held_by(zero: ZeroOptimizer) -> Iterator[Held]:
+    """What the optimizer holds now."""
+    from zerokit.runtime.measure import list_holdings  # no part of other engines' memory
+
+    runtime = zero.runtime
+    for one in list_holdings(runtime.model, runtime.units, runtime.gradients, runtime.inner):
+        yield KIND_OF_LINE[one.line], one.tensor, one.used + one.padding
+
+
 def measure_timeline(trainer: Trainer, batches: Batches, step_ms: float) -> MemoryTimeline | None:
     """Rank 0's memory over the second of two extra steps of about `step_ms`; None on other ranks. Collective.
 
-    In the first step it becomes known what storages are for.
+    In the first step it becomes known what storages are for. None for engines that do not say what they hold.
     """
+    zero = trainer.zero
+    if zero is None:
+        return None
     tracker = None
     if dist.get_rank() == 0:
-        tracker = MemoryTracker(trainer.held, trainer.accelerator.device.type, step_ms / 1000.0 / READINGS)
+        device = trainer.accelerator.device.type
+        tracker = MemoryTracker(lambda: held_by(zero), device, step_ms / 1000.0 / READINGS)
     for step in range(2):
         if tracker is None:
             trainer.step(batches(step))

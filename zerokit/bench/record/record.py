@@ -73,8 +73,8 @@ class Record:
         ranks: in rank order.
         traffic: of zerokit; null for other engines.
         bandwidth: of single collectives, after the training.
-        timeline: memory in the course of a step; null in records from before it was noted.
-        planned: of zerokit; null for other engines, and in records from before it was noted.
+        timeline: of zerokit, memory in the course of a step; null for other engines.
+        planned: of zerokit; null for other engines.
         system: one a node.
         checkpoints: what was saved and resumed, between the steps.
         batches_repeat_after: steps after which batches came again, since not all lay ready on a CUDA device; null where
