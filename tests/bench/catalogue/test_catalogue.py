@@ -122,7 +122,7 @@ def test_a_missing_library_is_said_with_what_installs_it(monkeypatch: pytest.Mon
 def test_the_papers_table() -> None:
     """ZeRO, figure 1: 7.5 billion parameters on 64 ranks; gradients in half precision, as DeepSpeed keeps them."""
     found = [
-        state_of("deepspeed", stage, "bf16").bytes_of(0, parameters=7_500_000_000, world=64) / 1e9
+        state_of("deepspeed", stage, "bf16").bytes_of(parameters=7_500_000_000, world=64) / 1e9
         for stage in (0, 2, 3)
     ]
     assert found == pytest.approx([120.0, 16.6, 1.88], rel=3e-3)
@@ -135,7 +135,7 @@ def test_it_is_what_the_runtime_predicts_without_padding(stage: int, precision: 
     layout = made_layout(world=4)
     predicted = predict_memory(layout, rank=0, placement=Placement.of(stage, Mesh(1, 4)), sizes=sizes)
     kept = predicted.parameters + predicted.gradients + predicted.optimizer
-    bound = state_of("zerokit", stage, precision).bytes_of(0, parameters=layout.trainable_numel, world=4)
+    bound = state_of("zerokit", stage, precision).bytes_of(parameters=layout.trainable_numel, world=4)
     assert kept == pytest.approx(bound, rel=1e-3)
 
 
@@ -146,8 +146,6 @@ def made_layout(world: int) -> Layout:
 
 HUGE, XL = Settings(model="gpt3-175b", nodes=2), Settings(model="gpt2-xl", nodes=2, stage=0)
 LLAMA = Settings(model="llama-7b", nproc_per_node=4, engine="ddp", stage=0)  # 16 × 6.7 = 100.4 GiB a rank
-SERVED = Settings(model="gpt2", engine="parameter-server", stage=0, nproc_per_node=3)
-OF_SERVED = (16 + 8 + 8) * (describe("gpt2").parameters or 0)  # only the server keeps optimizer state
 DEVICE, SMALL = int(101 * GIB), Machine(int(16 * GIB), ())
 
 
@@ -164,8 +162,6 @@ DEVICE, SMALL = int(101 * GIB), Machine(int(16 * GIB), ())
         (LLAMA, Machine(0, (DEVICE,) * 4), None),
         (LLAMA, Machine(0, (DEVICE,) * 3), "200.8 GiB for 2 ranks on CUDA device 0, which has 101.0 GiB"),
         (replace(LLAMA, device="cpu"), Machine(0, (DEVICE,) * 4), "for 4 ranks on this machine"),
-        (SERVED, Machine(OF_SERVED, ()), None),
-        (SERVED, Machine(OF_SERVED - 1, ()), "gpt2 is too large"),
     ],
 )
 def test_what_cannot_fit_is_refused_in_plain_words_and_nothing_else(

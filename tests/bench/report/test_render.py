@@ -197,7 +197,7 @@ def test_a_page_shows_the_plan_and_no_column_without_figures(device: str, tmp_pa
     assert {len(row) for row in rows} == {len(head)}
     assert ("MFU" in head) == (device == "h100-80")  # nothing was measured on the other one
     assert [row[0] for row in rows] == [one.cell.stage_label for one in found.fitting]
-    drawn = ["memory", "step", "scaling"] if device == "h100-80" else ["memory"]
+    drawn = ["memory", "step"] if device == "h100-80" else ["memory"]
     assert [picture.name for picture in pictures(found)] == drawn
     assert set(drawn) <= set(re.findall(r'\bid="([^"]+)"', text))
     assert found.why in text.replace("&#39;", "'")

@@ -144,16 +144,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Bytes of model state on a rank: `whole`·Ψ + `shared`·Ψ/N, and `first`·Ψ more on rank 0."""
+    """Bytes of model state on a rank: `whole`·Ψ + `shared`·Ψ/N."""
 
     whole: int
     shared: int
-    first: int = 0
 
-    def bytes_of(self, rank: int, *, parameters: int, world: int) -> int:
+    def bytes_of(self, *, parameters: int, world: int) -> int:
         """The bytes on one rank, rounded down."""
-        whole = self.whole + (self.first if rank == 0 else 0)
-        return whole * parameters + self.shared * parameters // world
+        return self.whole * parameters + self.shared * parameters // world
 
     def __str__(self) -> str:
         parts = ((self.whole, "Ψ"), (self.shared, "Ψ/N"))
@@ -162,8 +160,8 @@ class State:
 
 def state_of(engine: str, stage: int, precision: str) -> State:
     """The least state that an engine keeps for each parameter; AdamW's two moments are in fp32."""
-    if engine == "parameter-server":  # only rank 0 steps
-        return State(whole=4 + 4, shared=0, first=8)
+    if engine == "parameter-server":  # rank 0, the only one that steps, keeps moments as well
+        return State(whole=4 + 4, shared=0)
     half = precision != "fp32"
     if engine == "fsdp2":
         # Everything is sharded in fp32; at stage 2, between forward and backward and so without gradients, whole
@@ -195,19 +193,19 @@ def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
     least = state_of(settings.engine, 3, precision)
     for index, there in enumerate(machine.device_bytes if on_cuda else (machine.host_bytes,)):
         # Ranks go round the devices.
-        sharing = range(index, settings.world, len(machine.device_bytes) if on_cuda else 1)
-        needed = sum(state.bytes_of(rank, parameters=parameters, world=settings.world) for rank in sharing)
+        sharing = len(range(index, settings.world, len(machine.device_bytes) if on_cuda else 1))
+        needed = state.bytes_of(parameters=parameters, world=settings.world) * sharing
         if there is None or needed <= there:
             continue
-        for_all = least.bytes_of(1, parameters=parameters, world=settings.world) * len(sharing)
+        for_all = least.bytes_of(parameters=parameters, world=settings.world) * sharing
         advice = "choose a smaller model or more machines"
         if settings.engine in ("zerokit", "deepspeed") and settings.stage < 3 and for_all <= there:
             advice = f"--stage 3 needs at least {for_all / GIB:,.1f} GiB"
         return (
             f"{settings.model} is too large: {settings.engine} at stage {settings.stage} in {precision} keeps at "
             f"least {state} bytes of parameters, gradients and optimizer state a rank (Ψ = {parameters / 1e9:,.1f} "
-            f"billion, N = {settings.world}), {needed / GIB:,.1f} GiB for {len(sharing)} "
-            f"rank{'s' if len(sharing) > 1 else ''} on {f'CUDA device {index}' if on_cuda else 'this machine'}, "
+            f"billion, N = {settings.world}), {needed / GIB:,.1f} GiB for {sharing} "
+            f"rank{'s' if sharing > 1 else ''} on {f'CUDA device {index}' if on_cuda else 'this machine'}, "
             f"which has {there / GIB:,.1f} GiB; {advice}"
         )
     return None

@@ -112,7 +112,7 @@ def _is_inexact(own: Sequence[float], parts: Sequence[Parts]) -> bool:
 def _fits(settings: Settings, parameters: int, accelerator: Accelerator) -> bool:
     """Whether every rank has room for the twin's state. Its activations need what the cell's have left free."""
     state = state_of(settings.engine, settings.stage, settings.precision or "fp32")
-    needed = state.bytes_of(0, parameters=parameters, world=settings.world)
+    needed = state.bytes_of(parameters=parameters, world=settings.world)
     if accelerator.is_cuda:
         room: float = torch.cuda.mem_get_info(accelerator.device)[0]
     else:
