@@ -35,14 +35,10 @@ _ASIDE = {"repeat", *(name for name, how in OPTIONS.items() if how.same_cell)}
 
 @dataclass(slots=True)
 class Cell:
-    """One cell of a comparison: equal settings on an equal machine, with all repetitions.
+    """One cell of a comparison: equal settings on an equal machine, with all repetitions, those that went well first.
 
-    Attributes:
-        run: the name that the user gave to where its records are.
-        records: at least one; those that went well first.
-        label: what tells it from the others; unique among the cells that were made together.
-        baseline: the cell that it is compared with; None if there is none, or for the baseline itself.
-        role: its colour: its engine's, or its run's if all engines are equal.
+    `run` is the user's name for where its records are; `label` tells it from the others made together; `role` is its
+    colour: its engine's, or its run's if all engines are equal.
     """
 
     run: str

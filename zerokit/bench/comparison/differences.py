@@ -35,12 +35,10 @@ _RULE = re.compile(r"(?P<metric>.+):(?P<percent>\d+(?:\.\d+)?)\s*%?")
 class Difference:
     """The difference of a metric between a cell and its baseline, as shares of the baseline.
 
-    Attributes:
-        relative: (value − baseline) ÷ |baseline|; infinite if only the baseline is 0.
-        noise: half of the 95 % interval of that difference; None where it is not known, as with one repetition.
-        worsening: `relative` if a higher value is worse, else −`relative`.
-        verdict: what may be said of it: nothing, where it does not exceed the noise. Ratios are measured by their
-            logarithm, so that a time and the rate that is its inverse get the same verdict.
+    `relative` is (value − baseline) ÷ |baseline|, infinite if only the baseline is 0, and `worsening` has its sign
+    where a higher value is worse. `noise` is half of the 95 % interval of that difference; None where it is not known,
+    as with one repetition. Nothing is said of a difference that does not exceed it. Ratios are measured by their
+    logarithm, so that a time and the rate that is its inverse get the same verdict.
     """
 
     relative: float

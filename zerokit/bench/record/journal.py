@@ -37,15 +37,9 @@ _PART = re.compile(r"part-(\d{4,})\.jsonl")
 class Part:
     """One part of an elastic job: the training between two restarts.
 
-    Attributes:
-        world: ranks.
-        nodes: on how many.
-        first_step: the first step that it trained, counted from 1 through the whole run as checkpoints are.
-        last_step: the last one that it is known to have trained; smaller than `first_step` if it came to none. The next
-            part repeats those after the checkpoint it began from.
-        first_sample: the number of its first sample, counted from 0 through the whole run.
-        samples_per_step: over all its ranks.
-        ended: why, in words; "finished" for the last.
+    Steps count from 1 and samples from 0 through the whole run. `last_step` is the last that it is known to have
+    trained, smaller than `first_step` if it came to none; the next part repeats those after the checkpoint it began
+    from. `ended` says why; "finished" for the last.
     """
 
     world: Count
@@ -103,13 +97,9 @@ class Journal:
         self._folder = run / _FOLDER
 
     def open_job(self, record: Path | None, default: Callable[[], Path]) -> Job:
-        """Open the run's unfinished job, or begin a new one.
+        """Open the run's unfinished job, or begin a new one; raises `UsageError` where it cannot be read or written.
 
-        Args:
-            record: where the user wants the record; by default the job's own path.
-            default: returns the path for a new job.
-
-        Raises `UsageError` where the directory cannot be written to.
+        Its record goes where the user wants, by default to the job's own path, for a new one that of `default`.
         """
         path = self._folder / _JOB
         try:

@@ -15,11 +15,9 @@ from zerokit.bench.record.statistics import Summary
 class Model:
     """The trained model; `parameters` counts trainable elements (Ψ), tied ones once, and `config` has its sizes.
 
-    Attributes:
-        unit: what throughput counts: "tokens", "images" or "samples".
-        units_per_sample: how many of these one sample of a batch has (tokens of a sequence, else 1).
-        flops_per_unit: of a forward and a backward pass, without recomputation; null where unknown.
-        flops_convention: in words, how they were counted.
+    `unit` is what throughput counts ("tokens", "images", "samples"), of which a sample of a batch has
+    `units_per_sample`. `flops_per_unit` are of a forward and a backward pass, without recomputation; null where
+    unknown.
     """
 
     name: str
@@ -96,14 +94,8 @@ class Phases:
 class DeviceMemory:
     """Memory of one rank's CUDA device outside torch's peaks of the measured steps.
 
-    Attributes:
-        setup_allocated_bytes: the peak of torch's allocator before the measured steps: construction and warm-up, and
-            the batches that then lie ready.
-        setup_reserved_bytes: what that allocator had then taken from the device, at its peak.
-        batch_bytes: of these batches; they are part of the measured steps' peak too.
-        used_bytes: of the device after the measured steps, by whomever: torch's allocators of all its ranks, CUDA
-            itself, and NCCL's buffers, which torch's numbers leave out.
-        total_bytes: of the device.
+    Setup is construction and warm-up, and the batches that then lie ready (`batch_bytes`, in the measured steps' peak
+    too). `used_bytes` are used after the measured steps, by whomever: all its ranks, CUDA itself, and NCCL's buffers.
     """
 
     setup_allocated_bytes: Count
@@ -148,7 +140,7 @@ class Utilisation:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank's measurements.
+    """One rank's measurements; what is of CUDA is null on a CPU.
 
     Attributes:
         step_ms: of each measured step: forward, backward, clipping, optimizer step, zeroing; the batch is
@@ -156,16 +148,13 @@ class Rank:
         warmup_ms: the same of the steps before.
         build_ms: model and optimizer, from meta to the first broadcast.
         peak_host_bytes: resident memory of the process at its highest, construction included.
-        peak_allocated_bytes: by torch's CUDA allocator during the measured steps (construction included where there
-            is no `device_memory`, in records from before it was noted); null on a CPU.
-        peak_reserved_bytes: taken by that allocator from the device; null on a CPU.
+        peak_allocated_bytes: by torch's CUDA allocator during the measured steps.
+        peak_reserved_bytes: taken by that allocator from the device.
         memory_bytes: `ZeroOptimizer.memory()` at the end of backward, by kind, with `total`; null for other engines.
         predicted_memory_bytes: the same from the layout alone.
-        device_id: UUID of the device, by which ranks that share one are known; null on a CPU, and in records from
-            before it was noted.
-        device_memory: what the peaks leave out; null on a CPU.
+        device_id: UUID of the device, by which ranks that share one are known.
         window_ms: on CUDA, the measured steps together by the host's clock, from an idle device to an idle one, saving
-            apart: beside the sum of `step_ms`. Null on a CPU, whose steps are timed by that clock one by one.
+            apart: beside the sum of `step_ms`.
     """
 
     rank: Count
@@ -191,9 +180,7 @@ class Traffic:
     """Traffic that all ranks received in the last step: payload without padding, and control messages separately.
 
     `formula` says in words what `predicted_elements` is, with N ranks and Ψ parameters. `route` is how it travelled:
-    "nccl", "sockets"; between ranks of one node "memory" (they read each other's); with several such nodes "memory and
-    sockets". Older records also know "shared memory". Null for one rank, and in records from before it was
-    noted.
+    "nccl", "sockets", "memory" (ranks of one node read each other's), "memory and sockets"; null for one rank.
     """
 
     elements: Count
@@ -210,14 +197,9 @@ class Traffic:
 class Bandwidth:
     """One collective, timed after the training with nccl-tests' definitions.
 
-    Attributes:
-        operation: "all_reduce", "reduce_scatter", "all_gather" or "broadcast".
-        by: whose: "zerokit" (its own on this backend) or "torch".
-        size_bytes: of the whole buffer (all_gather and reduce_scatter: all ranks' parts together).
-        ms: median time, of the slowest rank.
-        algorithm_gb_per_s: size / time, 10^9 bytes.
-        bus_gb_per_s: that × 2(N−1)/N for all_reduce, (N−1)/N for reduce_scatter and all_gather, 1 for broadcast: what
-            the wire of the busiest rank carries in one direction.
+    It is that of `by`, "zerokit" or "torch", over a buffer of `size_bytes` (all ranks' parts together), in the median
+    time of the slowest rank. Bandwidth is size / time, in 10^9 bytes; that of the bus × 2(N−1)/N for all_reduce,
+    (N−1)/N for reduce_scatter and all_gather: what the wire of the busiest rank carries in one direction.
     """
 
     operation: str
@@ -272,12 +254,8 @@ class Samples:
 class Planned:
     """The plan for the same cell, computed from the model and settings (`zerokit plan`).
 
-    Attributes:
-        peak_bytes: of the rank that holds most, when it holds most, by kind; their sum is what torch holds at once.
-            Empty for a model that cannot be planned.
-        highest_bytes: the most of each kind, at whatever time.
-        step_ms: null where the speed of the device, or of a link, is not known.
-        reason: why something is missing.
+    `peak_bytes` are of the rank that holds most, when it holds most, by kind (empty for a model that cannot be
+    planned), `highest_bytes` the most of each kind at whatever time. `reason` says why something is missing.
     """
 
     peak_bytes: dict[str, Count]
@@ -306,11 +284,10 @@ class Results:
 
     `step` and `skew` (slowest minus fastest rank) are in milliseconds. `throughput` counts the model's unit a second at
     the median step. `communication_ms` is what communication costs: the median of what the cell's steps took longer
-    than the twin's beside them (in older records the median step minus the twin's). Null without a twin, and negative
-    at times where the noise is larger. `devices` counts the CUDA devices in use, which several ranks may share;
-    `throughput_per_device` and `utilisation` are of one of them. They are null on a CPU; devices of several kinds have
-    no utilisation; in records from before devices were noted it is of one rank. `loss_first` is the first warm-up
-    step's loss, before any update. Memory is the largest and the smallest over ranks.
+    than the twin's beside them; null without a twin, and negative at times where the noise is larger. `devices` counts
+    the CUDA devices in use, which several ranks may share; `utilisation` is of one of them, unless they are of several
+    kinds. `loss_first` is the first warm-up step's, before any update. Memory is the largest and the smallest over
+    ranks.
     """
 
     step: Summary

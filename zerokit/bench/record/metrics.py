@@ -31,9 +31,7 @@ class Metric:
 
     Attributes:
         name: as in MLflow, which takes letters, digits and `_ - . / :`.
-        title: of a column, without its unit.
         unit: "ms", "MiB", "tokens/s"; empty for counts and ratios.
-        better: which direction is an improvement.
         value: in that unit; None where the record does not have it.
         counted: whether it is known exactly, and comes out equal every time.
         additive: whether it is a difference, which may be around 0, and so has no ratios.

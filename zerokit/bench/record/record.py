@@ -54,13 +54,12 @@ class RecordError(ZerokitError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The record of one bench. What an unsuccessful bench did not reach is null or empty.
+    """The record of one bench. What an unsuccessful bench did not reach is null or empty, as is what an engine lacks.
 
     Attributes:
-        id: of this run, 32 hexadecimal digits; a repetition gets another.
+        id: of this run, 32 hexadecimal digits.
         sweep: the id that all cells of a sweep share; null for a single bench.
         cell: `Settings.key` of what was asked, before a rank filled in what was left open.
-        status: `reason` says more unless it is ok.
         created: when the measured steps ended, UTC, ISO 8601.
         loss: of every step, warm-up first, the mean over ranks and micro-batches. Of an elastic bench each step of the
             job once, as it was trained last.
@@ -68,17 +67,11 @@ class Record:
         skipped_steps: by fp16 overflow, warm-up included.
         parts: of an elastic bench, what was trained between restarts, from the job's first step on; each repeats the
             steps of the one before after the checkpoint that it began from. Everything else here that is measured or
-            counted, settings' nodes and ranks too, is of the last part alone, whose processes wrote it: no figure
-            mixes world sizes or contains a restart. Empty for a bench that is not elastic.
+            counted, settings' nodes and ranks too, is of the last part alone: no figure mixes world sizes or contains
+            a restart.
         ranks: in rank order.
-        traffic: of zerokit; null for other engines.
-        bandwidth: of single collectives, after the training.
-        timeline: of zerokit, memory in the course of a step; null for other engines.
-        planned: of zerokit; null for other engines.
         system: one a node.
-        checkpoints: what was saved and resumed, between the steps.
-        batches_repeat_after: steps after which batches came again, since not all lay ready on a CUDA device; null where
-            every step had its own.
+        batches_repeat_after: steps after which batches came again, since not all lay ready on a CUDA device.
     """
 
     id: str

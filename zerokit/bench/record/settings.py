@@ -39,8 +39,6 @@ class Option:
     """The option of a field of `Settings`: its help, check and display.
 
     Attributes:
-        help: one or two sentences of `zerokit bench --help`.
-        heading: of the help, where it stands.
         sweep: whether it may have several values, which make a sweep. "outer" options change last: the engines and
             stages of one workload run after each other, so that a machine that changes its pace in the course of an
             hour spoils no comparison between them.
