@@ -35,9 +35,6 @@ unknown because there is only one run of each.
 @click.command(epilog=_EPILOG)
 @click.argument("names", metavar="RUN…", nargs=-1)
 @click.option(
-    "--experiment", "experiments", multiple=True, metavar="NAME", help="Also compare this MLflow experiment."
-)
-@click.option(
     "--baseline",
     metavar="RUN|CELL",
     help="Baseline: a run, or a cell by its name in the table, such as 'FSDP2 3'.  [default: the first run; "
@@ -76,7 +73,6 @@ unknown because there is only one run of each.
 @tracking_uri_option
 def command(
     names: tuple[str, ...],
-    experiments: tuple[str, ...],
     baseline: str | None,
     metrics: tuple[str, ...],
     rules: tuple[str, ...],
@@ -92,17 +88,16 @@ def command(
     """
     from zerokit.bench.comparison.cells import make_cells
     from zerokit.bench.comparison.differences import Rule, disagreements, known_metric, regressions
-    from zerokit.bench.tracking.store import load_experiment, load_run
+    from zerokit.bench.tracking.store import load_run
     from zerokit.cli.tables import comparison_json, show
 
     parsed = [Rule.parse(rule) for rule in rules]
     shown = [known_metric(name) for name in metrics]
-    if not names and not experiments:
+    if not names:
         raise UsageError(
             "name at least one RUN: a record, a folder of records, or an MLflow run or experiment"
         )
     runs = [load_run(name, tracking_uri) for name in dict.fromkeys(names)]
-    runs += [load_experiment(name, tracking_uri) for name in dict.fromkeys(experiments)]
     by_label = baseline not in names and any(cell.label == baseline for cell in make_cells(runs))
     if baseline is not None and not by_label:
         first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)

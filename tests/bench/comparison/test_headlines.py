@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.bench.records import make_cell, make_sweep
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.comparison.differences import difference
-from zerokit.bench.comparison.tables import Headline, best_headlines, change_headlines
+from zerokit.bench.comparison.tables import Headline, best_headlines
 from zerokit.bench.record.record import Record, Run
 
 
@@ -66,19 +66,3 @@ def test_a_cost_that_is_not_above_its_error_is_no_headline() -> None:
         assert ("Cheapest communication" in found) == told, cost_ms
     alone = best(with_cost(make_cell(nodes=1), 5.0), other)
     assert alone["Communication"].who.startswith("DDP"), "one rank communicates with nobody"
-
-
-def test_changes_are_counted_by_what_is_known_of_them() -> None:
-    def changes(*costs: float, rounds: int = 1, ms: float = 700.0) -> dict[str, str]:
-        runs = [
-            Run(name, tuple(make_cell(step_ms=step + n, repeat=n, twin=False) for n in range(rounds)))
-            for name, step in (("old", 700.0), ("new", ms))
-        ]
-        if costs:
-            runs = [Run(str(cost), (with_cost(make_cell(), cost),)) for cost in costs]
-        return {one.title: one.who for one in change_headlines(make_cells(runs))}
-
-    name = "Step time against the baseline"
-    assert changes(ms=800.0)[name] == "1 not known: single runs"
-    assert changes(ms=800.0, rounds=3)[name] == "1 worse"
-    assert "Communication against the baseline" not in changes(0.1, -9.0)

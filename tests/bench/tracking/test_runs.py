@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.records import make_cell, make_sweep
 from zerokit.bench.record.record import Record, RecordError, write_record
-from zerokit.bench.tracking.store import TrackingError, connect, load_experiment, load_run
+from zerokit.bench.tracking.store import TrackingError, connect, load_run
 from zerokit.errors import UsageError
 
 
@@ -71,15 +71,9 @@ def test_runs_children_and_experiments_of_mlflow(tmp_path: Path) -> None:
         children.append(run_id)
     assert load_run(children[1], uri).records == (records[1],)
     assert set(ids(load_run(parent, uri).records)) == set(ids(records))
-    assert (
-        set(ids(load_run("bench", uri).records))
-        == set(ids(load_experiment("bench", uri).records))
-        == set(ids(records))
-    )
+    assert set(ids(load_run("bench", uri).records)) == set(ids(records))
     with pytest.raises(UsageError, match="not a run id or experiment"):
         load_run("benches", uri)
-    with pytest.raises(UsageError, match="'benches' is no experiment"):
-        load_experiment("benches", uri)
     with pytest.raises(TrackingError, match="cannot be used"):
         load_run("0" * 32, uri)
     empty = client.create_run(experiment).info.run_id

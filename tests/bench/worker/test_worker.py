@@ -46,25 +46,13 @@ def work(folder: Path, settings: Settings, before: str, **variables: str) -> sub
     )
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, None),
-        (
-            {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"},
-            r"started 8 ranks in all .* ask for 4 \(2 nodes × 2 ranks\)",
-        ),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, r"started 4 ranks on this node .* ask for 2"),
-        ({"LOCAL_WORLD_SIZE": "2"}, r"an unknown number of ranks in all \(WORLD_SIZE is not set\)"),
-    ],
-)
-def test_the_launchers_world_is_that_of_the_settings(variables: dict[str, str], message: str | None) -> None:
+@pytest.mark.parametrize("started", [("8", "2"), ("4", "4"), (None, "2")])
+def test_the_launchers_world_is_that_of_the_settings(started: tuple[str | None, str]) -> None:
     settings = replace(TINY, nodes=2, nproc_per_node=2)
-    if message is None:
-        require_ranks(settings, variables)
-        return
-    with pytest.raises(UsageError, match=message):
-        require_ranks(settings, variables)
+    require_ranks(settings, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    variables = dict(zip(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), started, strict=True))
+    with pytest.raises(UsageError, match=r"but the job's settings ask for 2 nodes × 2 ranks"):
+        require_ranks(settings, {name: value for name, value in variables.items() if value is not None})
 
 
 def test_with_checkpoints_it_is_missed_before_a_step_is_trained(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from zerokit.bench.workloads.inputs import (
     Corpus,
     DataError,
     load_corpus,
-    require_length,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -161,9 +160,9 @@ def test_an_unreadable_file_and_an_empty_folder_are_refused(
         load_corpus(str(tmp_path / "secret"))
 
 
-def test_text_shorter_than_a_sequence_is_refused() -> None:
-    corpus = Corpus("short", b"12345", files=1)
-    require_length(corpus, 4)
+def test_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"12345")
+    settings = Settings(model="gpt-tiny", seq_len=4, batch_size=2, data=str(tmp_path / "short"))
+    assert batches(settings)(0)[0].tolist() == [[49, 50, 51, 52]] * 2
     with pytest.raises(DataError, match=r"holds 5 bytes, but sequences of 5 tokens need at least 6"):
-        require_length(corpus, 5)
-    assert batch(corpus, seed=1, size=2, length=4)[0].tolist() == [[49, 50, 51, 52]] * 2
+        batches(replace(settings, seq_len=5))

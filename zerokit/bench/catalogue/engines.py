@@ -212,8 +212,12 @@ def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
 
 
 def this_machine() -> Machine:
-    """The memory available now; torch is not imported."""
-    return Machine(available_bytes(), _device_bytes())
+    """The memory available now; torch is not imported.
+
+    A device whose size is not known, such as a slice (MIG), is taken to be large: never to refuse wrongly.
+    """
+    most = max((gpu.memory_bytes for gpu in find_gpus() if gpu.memory_bytes is not None), default=2**63)
+    return Machine(available_bytes(), tuple(gpu.memory_bytes or most for gpu in visible_devices()))
 
 
 def available_bytes() -> int | None:
@@ -233,12 +237,3 @@ def available_bytes() -> int | None:
     except (OSError, ValueError, KeyError):  # no group, or one without a limit ("max")
         return available[0]
     return min(available[0], limit - used + int(cached))
-
-
-def _device_bytes() -> tuple[int, ...]:
-    """Memory of the CUDA devices that ranks here will see; empty where there are none.
-
-    Where a size is not known, as of a slice (MIG), it is taken to be large: never to refuse wrongly.
-    """
-    known = [gpu.memory_bytes for gpu in find_gpus() if gpu.memory_bytes is not None]
-    return tuple(gpu.memory_bytes or max(known, default=2**63) for gpu in visible_devices())

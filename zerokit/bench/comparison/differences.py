@@ -277,7 +277,9 @@ def disagreements(cells: Sequence[Cell], tolerance: float) -> list[str]:
     In half precision engines round differently: a tolerance below `ROUNDING` is for the cells of one engine there. The
     steps that both have are compared, warm-up included. Raises `ZerokitError` where no two runs train the same.
     """
-    groups = _alike(cells, lambda settings: tolerance < ROUNDING and _rounds(settings))
+    groups = _alike(
+        cells, lambda one: tolerance < ROUNDING and (one.precision != "fp32" or one.wire != "own")
+    )
     if not groups:
         raise ZerokitError("no losses to compare: no two runs trained the same model on the same batches")
     found = []
@@ -326,10 +328,6 @@ def _alike(cells: Sequence[Cell], apart: Callable[[Settings], bool]) -> list[lis
                 engine = settings.engine if apart(settings) else None
                 groups.setdefault((*key, local, engine), []).append((cell.label, record.loss))
     return [group for group in groups.values() if len(group) > 1]
-
-
-def _rounds(settings: Settings) -> bool:
-    return settings.precision != "fp32" or settings.wire != "own"
 
 
 def _largest(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[int, float]:

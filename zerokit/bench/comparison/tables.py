@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -261,42 +260,3 @@ def _contest(
     if any(len(cell.measured_records) == 1 for cell in unbeaten):
         also = "single runs do not decide: run several rounds (--repeats 3)"
     return Headline(superlative, "no clear winner", what, also)
-
-
-def change_headlines(cells: Sequence[Cell]) -> list[Headline]:
-    """How many cells changed against the first run, and the largest change."""
-    found = []
-    for title, name in (
-        ("Step time", "step/p50_ms"),
-        ("Memory", memory_metric(cells)[0]),
-        ("Communication", "comm/cost_ms"),
-    ):
-        changes = [
-            (change, cell)
-            for cell in cells
-            if (change := difference(cell, cell.baseline, name)) is not None and not _hidden(cell, name)
-        ]
-        if not changes:
-            continue
-        verdicts = Counter(change.verdict for change, _ in changes)
-        words = [f"{verdicts[verdict]} {word}" for verdict, word in _VERDICTS.items() if verdicts[verdict]]
-        change, cell = max(changes, key=lambda item: abs(item[0].relative))
-        most, also = percent(change), ""
-        if len(changes) > 1:
-            most, also = f"most: {most}", cell.label
-        found.append(Headline(f"{title} against the baseline", ", ".join(words), most, also))
-    return found
-
-
-_VERDICTS: Mapping[Verdict, str] = {
-    "worse": "worse",
-    "better": "better",
-    "within noise": "within the noise",
-    "noise unknown": "not known: single runs",
-}
-
-
-def _hidden(cell: Cell, name: str) -> bool:
-    """Whether either value lies within its own noise: a share of it says nothing."""
-    both = [one.measure(name) for one in (cell, cell.baseline) if one is not None]
-    return any(one is not None and within_noise(name, one) for one in both)

@@ -90,6 +90,9 @@ def plan(
     usual: tuple[str, ...] = ("bf16",) if on_cuda else ("fp32",)
     precisions: tuple[str, ...] = _several(precision) or usual
     efficiencies, reasons = _efficiencies(where, gpus, precisions, measured)
+    room = where.device.memory_bytes
+    if not room and not on_cuda and (available := available_bytes()) is not None:
+        room = available // where.ranks_per_node
     question = Question(
         where,
         gpus,
@@ -101,7 +104,7 @@ def plan(
         accumulate=_several(accumulate) or (1,),
         recompute=(False, True) if recompute is None else (recompute,),
         samples_per_step=samples_per_step,
-        room_bytes=where.device.memory_bytes or _room_of_host(where, on_cuda=on_cuda),
+        room_bytes=room,
         on_cuda=on_cuda,
         bucket_mb=bucket_mb,
     )
@@ -248,12 +251,6 @@ def _stages(inner: Sequence[int] | None, outer: Sequence[int] | None) -> tuple[t
             "every outer stage exceeds every inner one: choose an outer stage that is at most the inner one"
         )
     return tuple(dict.fromkeys((*pairs, *((two, two) for two in inner or () if outer is None))))
-
-
-def _room_of_host(cluster: Cluster, *, on_cuda: bool) -> int | None:
-    """What a rank of this machine may take: an equal share of what is available."""
-    available = None if on_cuda else available_bytes()
-    return None if available is None else available // cluster.ranks_per_node
 
 
 FORMAT = "zerokit.plan/1"

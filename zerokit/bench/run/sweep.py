@@ -183,7 +183,12 @@ def product(
         workload = WORKLOADS.get(given.get("model", _DEFAULTS.model))
         if "seq_len" not in given and workload is not None and workload.text is not None:
             given["seq_len"] = min(_DEFAULTS.seq_len, workload.text.positions)
-        once.append(_checked(Settings(**given)))
+        settings = Settings(**given)
+        try:
+            from_plain(Settings, asdict(settings))
+        except SchemaError as error:
+            raise UsageError(str(error)) from error
+        once.append(require_known(settings))
     once = list(dict.fromkeys(once))
     rounds = []
     for number in range(repeats):
@@ -191,14 +196,6 @@ def product(
         # What cannot run has one record.
         rounds += [replace(cell, repeat=number) for cell in cells if number == 0 or unsupported(cell) is None]
     return rounds
-
-
-def _checked(settings: Settings) -> Settings:
-    try:
-        from_plain(Settings, asdict(settings))
-    except SchemaError as error:
-        raise UsageError(str(error)) from error
-    return require_known(settings)
 
 
 def read_sweep(folder: SweepFolder) -> Sweep:

@@ -144,7 +144,8 @@ class Mirror:
         else:
             tags = {Tag.RECORD: record.id, Tag.STATUS: "running", **self._own}
             name = content.run_name(record.settings, self._varying.get(record.sweep or "", ()))
-            started = _started_ms(record)
+            steps_ms = sum(record.ranks[0].warmup_ms + record.ranks[0].step_ms) if record.ranks else 0.0
+            started = max(0, moment_ms(record) - round(steps_ms))
             run_id = self.store.create(name, tags, started or None)
         tags = content.run_tags(record)
         if record.sweep is not None:
@@ -157,12 +158,6 @@ class Mirror:
         self.store.status(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
         self.store.write(run_id, tags={Tag.COMPLETE: digest})
         return "new" if begun is None else "completed", run_id
-
-
-def _started_ms(record: Record) -> int:
-    """About when the first step began; of a record without steps when it was made, or 0 where it does not say."""
-    took = sum(record.ranks[0].warmup_ms + record.ranks[0].step_ms) if record.ranks else 0.0
-    return max(0, moment_ms(record) - round(took))
 
 
 def _user() -> dict[str, str]:

@@ -242,20 +242,17 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
         children = _search(client, experiment, f"tags.`mlflow.parentRunId` = '{name}'")
         records = [record for run in (name, *children) for record in _artifacts(client, run)]
     else:
-        return load_experiment(
-            name, tracking_uri, "is not a file or folder, and not a run id or experiment in"
-        )
-    return _found(name, records)
-
-
-def load_experiment(name: str, tracking_uri: str | None = None, unknown: str = "is no experiment in") -> Run:
-    """The records of an MLflow experiment; raises as `load_run` does, where it is `unknown` in these words."""
-    client = _known(name, tracking_uri)
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        raise UsageError(f"{name!r} {unknown} MLflow at {without_secrets(client.uri)}")
-    runs = _search(client, experiment.experiment_id, "")
-    return _found(name, [record for run in runs for record in _artifacts(client, run)])
+        client = _known(name, tracking_uri)
+        if (experiment := client.get_experiment_by_name(name)) is None:
+            raise UsageError(
+                f"{name!r} is not a file or folder, and not a run id or experiment in MLflow at "
+                f"{without_secrets(client.uri)}"
+            )
+        runs = _search(client, experiment.experiment_id, "")
+        records = [record for run in runs for record in _artifacts(client, run)]
+    if not records:
+        raise RecordError(f"{name} has no bench record ({FORMAT})")
+    return Run(name, tuple(unique(records)))
 
 
 def _known(name: str, tracking_uri: str | None) -> Client:
@@ -267,12 +264,6 @@ def _known(name: str, tracking_uri: str | None) -> Client:
             "give a record, a folder of records, or --tracking-uri"
         )
     return connect(uri)
-
-
-def _found(name: str, records: list[Record]) -> Run:
-    if not records:
-        raise RecordError(f"{name} has no bench record ({FORMAT})")
-    return Run(name, tuple(unique(records)))
 
 
 def _search(client: Client, experiment: str, wanted: str) -> Iterator[str]:

@@ -69,18 +69,12 @@ def require_ranks(settings: Settings, environment: Mapping[str, str]) -> None:
 
     Every rank checks, so that none waits for others, and none measures another world than its record says.
     """
-    for name, expected, what in (
-        ("WORLD_SIZE", settings.world, "ranks in all"),
-        ("LOCAL_WORLD_SIZE", settings.nproc_per_node, "ranks on this node"),
-    ):
-        started = environment.get(name)
-        if started != str(expected):
-            raise UsageError(
-                f"the launcher started {started or 'an unknown number of'} {what} ({name} is "
-                f"{started or 'not set'}), but the job's settings ask for {expected} ({settings.nodes} nodes × "
-                f"{settings.nproc_per_node} ranks); start it with torchrun --nnodes {settings.nodes} "
-                f"--nproc-per-node {settings.nproc_per_node}, or change nodes and nproc_per_node in the job"
-            )
+    started = [environment.get(name, "unknown") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    if started != [str(settings.world), str(settings.nproc_per_node)]:
+        raise UsageError(
+            f"the launcher started {started[0]} ranks, {started[1]} on this node, but the job's settings ask for "
+            f"{settings.nodes} nodes × {settings.nproc_per_node} ranks"
+        )
 
 
 _groups: list[object] = []

@@ -80,7 +80,10 @@ def measure_twin(trainer: Trainer, batches: Callable[[int], list[Batch]], loaded
             else:
                 own += map(sum, times)
         if len(own) >= FEWEST:
-            late, inexact = accelerator.maximum([time.monotonic() > until, _is_inexact(own, parts)])
+            # A busy machine needs more pairs than an idle one: the standard error of their mean ratio is larger.
+            ratios = [math.log(one / compute) for one, (compute, _) in zip(own, parts, strict=True)]
+            exact = stdev(ratios) <= _EXACT_ENOUGH * math.sqrt(len(ratios))
+            late, inexact = accelerator.maximum([time.monotonic() > until, not exact])
             if late or not inexact:
                 break
     by_rank = gather((own, [sum(part) for part in parts], [compute for compute, _ in parts]))
@@ -101,12 +104,6 @@ def _time(trainer: Trainer, steps: Sequence[list[Batch]]) -> list[Parts]:
         clock.end()
     times = clock.read()
     return list(zip(times[::2], times[1::2], strict=True))
-
-
-def _is_inexact(own: Sequence[float], parts: Sequence[Parts]) -> bool:
-    """Whether the standard error of their mean ratio is large: a busy machine needs more pairs than an idle one."""
-    ratios = [math.log(one / compute) for one, (compute, _) in zip(own, parts, strict=True)]
-    return stdev(ratios) > _EXACT_ENOUGH * math.sqrt(len(ratios))
 
 
 def _fits(settings: Settings, parameters: int, accelerator: Accelerator) -> bool:

@@ -85,15 +85,6 @@ def load_corpus(source: str, *, seed: int = 0, limit: int = LIMIT_BYTES) -> Corp
     return Corpus(source, b"".join(pieces), len(pieces))
 
 
-def require_length(corpus: Corpus, length: int) -> None:
-    """Raise `DataError` if the text is shorter than one sequence of `length` tokens and its targets."""
-    if len(corpus.content) < length + 1:
-        raise DataError(
-            f"data: {corpus.source} holds {len(corpus.content)} bytes, but sequences of {length} tokens need "
-            f"at least {length + 1}; give more text or a smaller --seq-len"
-        )
-
-
 def _walk(root: Path) -> Iterator[Path]:
     """The files below a folder, without hidden ones and those of third-party packages."""
 
@@ -122,7 +113,11 @@ def read_inputs(settings: Settings) -> Corpus | None:
     if workload.text is None:
         return None
     corpus = load_corpus(settings.data or workload.default_data, seed=settings.seed)
-    require_length(corpus, settings.seq_len)
+    if len(corpus.content) < settings.seq_len + 1:  # and its targets
+        raise DataError(
+            f"data: {corpus.source} holds {len(corpus.content)} bytes, but sequences of {settings.seq_len} tokens need "
+            f"at least {settings.seq_len + 1}; give more text or a smaller --seq-len"
+        )
     return corpus
 
 
