@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Batches
-from zerokit.bench.workloads.build import Loaded, load
+from zerokit.bench.workloads.build import load
 
 ROOT = Path(__file__).parents[3]
 # fp32 sums in another order differ by some 1e-7; a wrong average or a lost gradient by 1e-3 and more.
@@ -72,32 +74,27 @@ WITH_SMALL: dict[str, Workload] = {
 }
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(NamedTuple):
     """What one rank saw: its own losses, and the norms it knows."""
 
     losses: list[float]
     norms: list[float]
 
 
-def start(settings: Settings) -> tuple[Loaded, Trainer]:
-    """On a rank: a workload under an engine."""
+def start(settings: Settings) -> tuple[Trainer, Callable[[int], list[Batch]]]:
+    """On a rank: a workload under an engine, and the rank's micro-batches by step."""
     loaded = load(settings)
-    return loaded, make(loaded, settings, Accelerator(torch.device("cpu"), "gloo"))
-
-
-def batches_of(loaded: Loaded, settings: Settings, step: int) -> list[Batch]:
-    """On a rank: its micro-batches."""
-    return Batches(loaded, settings, torch.device("cpu"), ahead=False).of(step * settings.samples_per_step)
+    batches = Batches(loaded, settings, torch.device("cpu"), ahead=False)
+    trainer = make(loaded, settings, Accelerator(torch.device("cpu"), "gloo"))
+    return trainer, lambda step: batches.of(step * settings.samples_per_step)
 
 
 def train(settings: Settings) -> Curve:
     """On a rank: some steps."""
-    loaded, trainer = start(settings)
+    trainer, batches = start(settings)
     curve = Curve([], [])
     for step in range(STEPS):
-        batches = batches_of(loaded, settings, step)
-        losses, norm = trainer.step(batches)
+        losses, norm = trainer.step(batches(step))
         curve.losses.extend(float(loss) for loss in losses)
         if norm is not None:
             curve.norms.append(float(norm))
@@ -223,11 +220,11 @@ def moved(settings: list[Settings]) -> list[list[list[bool]]]:
     """On a rank: which elements of each parameter some steps have changed, for each of the settings."""
     found = []
     for one in settings:
-        loaded, trainer = start(one)
+        trainer, batches = start(one)
         assert isinstance(trainer, ComputeOnlyTrainer)
         before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
         for step in range(STEPS):
-            _, norm = trainer.step(batches_of(loaded, one, step))
+            _, norm = trainer.step(batches(step))
         assert norm is not None
         assert math.isfinite(norm)
         # The scale of the loss in fp16 starts too high on purpose.

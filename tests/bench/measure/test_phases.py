@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -19,7 +18,7 @@ from tests.bench.clocks import Device
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator
-from zerokit.bench.measure.clock import STEPS, Clock, Parts, Span, combine, exposed, measure_phases, on_device
+from zerokit.bench.measure.clock import STEPS, Parts, Span, combine, exposed, measure_phases, on_device
 from zerokit.bench.record.measured import Phases
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Loop
@@ -165,16 +164,3 @@ def test_a_device_is_waited_for_before_the_first_step_and_after_the_last(
         assert clock.window_ms == pytest.approx(46.0 * window)
         assert device.log == ["synchronize", "record", *["step", "record"] * 4, "synchronize"] * window
         device.work(400.0)  # a checkpoint
-
-
-def test_the_hosts_clock_times_each_step_alone() -> None:
-    clock = Clock()
-    for _ in range(2):
-        started = time.perf_counter()
-        clock.begin()
-        time.sleep(0.01)
-        clock.end()
-        time.sleep(0.2)  # the next batch is made
-        (step,) = clock.read()
-        assert 10.0 <= step <= (time.perf_counter() - started) * 1000.0 - 200.0
-    assert clock.window_ms is None

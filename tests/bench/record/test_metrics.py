@@ -61,17 +61,13 @@ def test_figures_of_a_known_record() -> None:
 
 def test_a_full_record_has_fewer_than_sixty_names_that_mlflow_takes() -> None:
     cell = make_cell(device="cuda", precision="bf16")
-    assert cell.results is not None
-    assert cell.results.utilisation is not None
     found = metrics_of(cell)
     assert {"mfu", "comm/cost_ms", "comm/exposed_ms", "phase/forward_ms", "bus/all_gather_gb_per_s"} <= set(
         found
     )
-    assert {"memory/peak_allocated_mib", "memory/peak_reserved_mib"} <= set(found)
-    assert {"step/wall_mean_ms", "memory/setup_allocated_mib", "memory/device_used_mib"} <= set(found)
+    assert {"memory/peak_allocated_mib", "memory/setup_allocated_mib", "memory/device_used_mib"} <= set(found)
     assert found["step/wall_mean_ms"] == pytest.approx(1.001 * found["step/mean_ms"], rel=0.02)
     assert found["throughput/tokens_per_s_per_device"] == found["throughput/tokens_per_s_per_rank"]
-    assert found["memory/device_used_mib"] > found["memory/peak_reserved_mib"]
     assert len(found) < len(METRICS) < 60
     assert all(re.fullmatch(r"[A-Za-z0-9_\-./: ]+", name) for name in METRICS)
     assert all(math.isfinite(value) for value in found.values())

@@ -10,7 +10,7 @@ from tests.bench.records import MIB, make_cell, make_failure, make_sweep
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.record import Record, Run
 from zerokit.bench.record.statistics import slowest
-from zerokit.bench.report.pictures import COLOURS, Picture, in_light, make_pictures
+from zerokit.bench.report.pictures import Picture, make_pictures
 
 
 def pictures_of(*records: Record) -> dict[str, Picture]:
@@ -117,28 +117,3 @@ def test_losses_say_how_far_apart_they_are(sweep: dict[str, Picture]) -> None:
     assert sweep["loss"].told == pytest.approx(
         max(max(step) - min(step) for step in zip(*(record.loss for record in WELL), strict=False))
     )
-
-
-def contrast(one: str, other: str) -> float:
-    """WCAG 2's contrast ratio."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_colours_can_be_told_from_their_ground(dark: bool) -> None:
-    ground = COLOURS["ground"][dark]
-    for role, colours in COLOURS.items():
-        if role in ("ground", "panel", "grid", "soft"):
-            continue
-        least = 4.5 if role in ("text", "muted", "better", "worse") else 3.0
-        assert contrast(colours[dark], ground) >= least, role
-        if role in ("text", "muted"):
-            assert contrast(colours[dark], COLOURS["panel"][dark]) >= 4.5, role
-    assert in_light("var(--zero-redundancy-optimizer)") == COLOURS["zero-redundancy-optimizer"][0]

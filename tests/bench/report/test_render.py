@@ -103,13 +103,8 @@ def test_every_picture_has_words_and_stands_still_without_scripts(page: str) -> 
     headings = [attributes for tag, attributes in elements.seen if tag == "th"]
     assert {attributes.get("scope") for attributes in headings} == {"col", "row"}
     data = "".join(elements.text)
-    pictures = json.loads(data[data.index('{"config"') : data.index("\n", data.index('{"config"'))])[
-        "pictures"
-    ]
-    assert len(pictures) == 6
-    assert {(picture["width"], picture["autosize"]["type"]) for picture in pictures.values()} == {
-        ("container", "fit-x")
-    }
+    specifications = data[data.index('{"config"') :].partition("\n")[0]
+    assert len(json.loads(specifications)["pictures"]) == 6
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -17,7 +17,6 @@ from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.run import session
 from zerokit.bench.run.session import remaining, run_cell
 from zerokit.bench.worker.twin import twin_settings
-from zerokit.errors import UsageError
 from zerokit.launch.failures import Failure, LaunchError, WorkerFailed
 
 
@@ -151,18 +150,10 @@ def test_other_ends_are_not_restarted(
     assert (record.status, worlds) == (status, [3])
 
 
-def test_settings_of_an_elastic_bench() -> None:
-    with pytest.raises(UsageError, match="give a run directory with --save"):
-        Settings(elastic=True)
-    assert Settings(elastic=True, save="run", steps=100).saves_every == 10
-    assert Settings(elastic=True, save="run", steps=5).saves_every == 1
-    assert Settings(elastic=True, save="run", save_every=7).saves_every == 7
-    assert Settings(save="run").saves_every is None
-    assert twin_settings(Settings(nodes=2)) is not None
-    for alone in (
-        Settings(),
-        Settings(nodes=2, twin=False),
-        Settings(nodes=2, engine="compute-only", stage=0),
-    ):
-        assert twin_settings(alone) is None  # nothing is communicated, or no twin asked for
-    assert twin_settings(Settings(nodes=2, elastic=True, save="run")) is None
+def test_checkpoints_and_twins_of_an_elastic_bench() -> None:
+    elastic = Settings(elastic=True, save="run", nodes=2)
+    for steps, save_every, saves_every in ((100, None, 10), (5, None, 1), (30, 7, 7)):
+        assert replace(elastic, steps=steps, save_every=save_every).saves_every == saves_every
+    assert twin_settings(replace(elastic, elastic=False)) is not None
+    for alone in (elastic, Settings(), Settings(nodes=2, twin=False)):
+        assert twin_settings(alone) is None  # its world may change, it has no peers, or none was asked for

@@ -120,6 +120,7 @@ def test_numbers_that_no_record_holds_are_refused(option: str, value: float, mes
         ({"outer_stage": 1}, "give --mesh"),
         ({"mesh": "2x2", "outer_stage": 3}, "it lies between 0 and the inner one"),
         ({"mesh": "2x2", "elastic": True, "save": "run"}, "leave --mesh out"),
+        ({"elastic": True}, "give a run directory with --save"),
         ({"fragments": 2}, "give --every too"),
         ({"every": 4, "delay": 4}, "must be under"),
         ({"every": 4, "nproc_per_node": 1}, "needs islands"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.bench.ranks import Ranks, Stopped, Watcher, host, record_of
+from tests.bench.ranks import Ranks, Stopped, Watcher, host
 from zerokit.bench.record.record import Record, write_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.run.sweep import Sweep, SweepFolder, prepare, product, run_sweep
@@ -94,12 +94,7 @@ def assert_mirrored(client: MlflowClient, tracking: Tracking, records: list[Reco
 def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
     folder: SweepFolder, tracking: Tracking, client: MlflowClient
 ) -> None:
-    options: dict[str, Sequence[object]] = {
-        "engine": ("zerokit", "ddp"),
-        "stage": (0, 1),
-        "batch_size": (1, 2, 3),
-    }
-    sweep = make(folder, **options)
+    sweep = make(folder, engine=("zerokit", "ddp"), stage=(0, 1), batch_size=(1, 2, 3))
     records, _, _ = run(sweep, folder, None)
     for cell in sweep.cells[10:]:
         folder.record(cell).unlink()
@@ -138,6 +133,10 @@ def test_what_a_bench_tracked_is_not_pushed_again(
     assert_mirrored(client, tracking, records)
     (parent,), _ = runs(client, tracking)
     assert parent.info.run_id == tracker.run_id
+    write_record(
+        replace(records[0], skipped_steps=3), folder.record(sweep.cells[0])
+    )  # a twin that ran later, say
+    assert pushed(tracking, folder.path) == {"completed": 1, "there": 1}
 
 
 class Breaking:
@@ -230,14 +229,3 @@ def test_a_single_record_of_a_sweep_gets_a_parent(
     assert parent.info.status == "FINISHED"
     assert pushed(tracking, folder.path, alone) == {"there": 1, "new": 1}
     assert_mirrored(client, tracking, records)
-
-
-def test_a_record_that_grew_is_written_again(tracking: Tracking, client: MlflowClient) -> None:
-    """A twin that ran later, say."""
-    both = Mirror(Store.open(tracking))
-    record = replace(record_of(Settings(), None), id="grown")
-    assert both.push(record, lambda record: {})[0] == "new"
-    assert both.push(record, lambda record: {})[0] == "there"
-    assert both.push(replace(record, skipped_steps=3), lambda record: {})[0] == "completed"
-    (run,) = runs(client, tracking)[1]
-    assert run.data.metrics["skipped_steps"] == 3

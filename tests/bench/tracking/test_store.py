@@ -134,22 +134,14 @@ def test_system_metrics_have_moments_and_leave_out_whole_nodes() -> None:
 
 
 def test_params_and_tags_tell_what_was_asked_and_where_it_ran() -> None:
-    record = replace(make_cell(nodes=2), reason=None)
+    record = make_cell(nodes=2)
     params = run_params(record)
-    assert (params["engine"], params["stage"], params["world"], params["backend"]) == (
-        "zerokit",
-        "2",
-        "2",
-        "gloo",
-    )
+    assert [params[name] for name in ("engine", "stage", "world", "backend")] == ["zerokit", "2", "2", "gloo"]
     assert "repeat" not in params
     assert record.environment is not None
     tags = run_tags(replace(record, environment=replace(record.environment, git_commit="abc-dirty")))
-    assert tags["zerokit.record_id"] == record.id
-    assert tags["zerokit.sweep_id"] == record.sweep
-    assert tags["zerokit.cell"] == record.cell
-    assert tags["zerokit.status"] == "ok"
-    assert tags["zerokit.environment"] == record.environment.digest
+    known = [tags[f"zerokit.{name}"] for name in ("record_id", "sweep_id", "cell", "status", "environment")]
+    assert known == [record.id, record.sweep, record.cell, "ok", record.environment.digest]
     assert (tags["zerokit.git_commit"], tags["mlflow.source.git.commit"]) == ("abc-dirty", "abc")
 
 
