@@ -1,17 +1,19 @@
-"""System metrics: what the kernel's files say, and a thread that stops when asked to."""
+"""System metrics while steps run, and what the record says of machine and software."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from zerokit.bench.measure import sampler
+from zerokit.bench.measure.environment import git_commit, measured_variables
 from zerokit.bench.measure.sampler import Sampler
 from zerokit.bench.record.measured import Samples
 from zerokit.bench.record.schema import from_plain, to_plain
@@ -84,10 +86,37 @@ def test_it_reads_at_its_interval_and_once_more_at_the_end() -> None:
     assert from_plain(Samples, json.loads(json.dumps(to_plain(samples)))) == samples
 
 
-def test_a_long_run_is_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_READINGS", 8)
-    samples = started(0.001, lambda one: one._interval_s >= 0.004).stop()
-    assert len(samples.seconds) <= 8
-    assert samples.interval_s >= 0.004
-    assert samples.seconds == sorted(samples.seconds)
-    assert {len(values) for values in samples.series.values()} == {len(samples.seconds)}
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_the_commit_of_a_repository_and_whether_it_was_changed(tmp_path: Path) -> None:
+    assert git_commit(tmp_path) is git_commit(tmp_path / "missing") is None
+    git(tmp_path, "init", "--quiet")
+    assert git_commit(tmp_path) is None  # nothing is committed yet
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "record.json").write_text("not tracked: no change")
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "file").write_text("two")
+    assert git_commit(tmp_path / ".") == f"{commit}-dirty"
+
+
+def test_only_variables_that_change_measurements_are_kept_without_their_secrets() -> None:
+    kept = {"GLOO_SOCKET_IFNAME": "lo", "LD_PRELOAD": "libjemalloc.so", "MALLOC_ARENA_MAX": "2"}
+    kept |= {
+        "NCCL_ALGO": "Ring",
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    kept |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    others = {"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "CUDA_HOME": "/usr/local/cuda", "PATH": "/bin"}
+    secret = {"NCCL_HTTP_TOKEN": "hunter2", "NCCL_PROXY": "http://bob:hunter2@proxy:1"}
+    hidden = {"NCCL_HTTP_TOKEN": "***", "NCCL_PROXY": "http://***@proxy:1"}
+    assert measured_variables(kept | others | secret) == kept | hidden
