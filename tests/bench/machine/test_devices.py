@@ -17,14 +17,7 @@ from tests.support.distributed import run_ranks
 from zerokit.bench.catalogue import engines
 from zerokit.bench.machine import host as devices
 from zerokit.bench.machine.accelerator import Accelerator, device_id
-from zerokit.bench.machine.host import (
-    Gpu,
-    find_gpus,
-    identify,
-    torch_uses_cuda,
-    visible,
-    visible_devices,
-)
+from zerokit.bench.machine.host import Gpu, find_gpus, identify, torch_uses_cuda, visible, visible_devices
 from zerokit.bench.measure.sampler import Sampler, _devices
 from zerokit.bench.worker.rank import node_sampler
 

@@ -13,12 +13,7 @@ from pydantic import TypeAdapter
 
 from tests.bench.records import make_cell, make_record, make_sweep
 from zerokit.bench.record.measured import Results
-from zerokit.bench.record.record import (
-    Record,
-    read_record,
-    summarise,
-    write_record,
-)
+from zerokit.bench.record.record import Record, read_record, summarise, write_record
 from zerokit.bench.record.status import Progress, read_progress, write_progress
 
 

@@ -12,13 +12,7 @@ import torch
 
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import MASK, Batch, draw_seed, load, open_source, sample_text
-from zerokit.bench.workloads.inputs import (
-    STANDARD_LIBRARY,
-    SYNTHETIC,
-    Corpus,
-    DataError,
-    load_corpus,
-)
+from zerokit.bench.workloads.inputs import STANDARD_LIBRARY, SYNTHETIC, Corpus, DataError, load_corpus
 
 ROOT = Path(__file__).parents[3]
 KINDS: list[tuple[Settings, tuple[int, ...]]] = [

@@ -280,11 +280,7 @@ class PlanBeside:
         else:
             passes_s, step_s = median(twin.pace_ms) / 1e3, median(twin.step_ms) / 1e3
             measured = MeasuredStep(
-                passes_s,
-                step_s - passes_s,
-                environment.threads,
-                record.settings.world,
-                fills_buckets=False,
+                passes_s, step_s - passes_s, environment.threads, record.settings.world, fills_buckets=False
             )
             stepped = replace(timed, placement=Placement.of(twin.stage, timed.placement.mesh))
             efficiency = replace(measured_efficiency(measured, stepped, "fp32"), page_s=_page_seconds())

@@ -235,9 +235,7 @@ class Settings:
     )
     save_every: Integer | None = _saved(None, "Also save every K steps.", minimum=1, metavar="K")
     background: bool = _saved(
-        False,
-        "Save in the background while the next steps run; their times include it.",
-        same_cell=False,
+        False, "Save in the background while the next steps run; their times include it.", same_cell=False
     )
     resume: bool = _saved(False, "Continue from the newest checkpoint in --save, if there is one.")
     elastic: bool = _saved(
