@@ -61,20 +61,6 @@ def test_sizes_are_the_published_ones(name: str, millions: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "unit", "data"),
-    [
-        ("gpt-tiny", "tokens", "standard-library"),
-        ("bert-base", "tokens", "standard-library"),
-        ("resnet50", "images", "synthetic"),
-        ("linear", "samples", "synthetic"),
-        ("mine.models:tiny", "samples", "synthetic"),
-    ],
-)
-def test_unit_and_default_data_follow_from_the_kind(name: str, unit: str, data: str) -> None:
-    assert (describe(name).unit, describe(name).default_data) == (unit, data)
-
-
-@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ("resnet-50", "model 'resnet-50' is unknown: did you mean resnet50"),

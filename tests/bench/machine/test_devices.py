@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -96,15 +96,15 @@ class NVMLError(Exception):
 
 @dataclass
 class Library:
-    """`pynvml` with devices in the driver's order; a slice tells its memory and no utilisation."""
+    """`pynvml` with some devices; a slice tells its memory and no utilisation."""
 
     uuids: tuple[str, ...] = ("GPU-a", "GPU-b", "GPU-c", "MIG-d")
-    started: bool = False
-    NVMLError: type[Exception] = NVMLError
     asked: list[str] = field(default_factory=list)
-
-    def nvmlInit(self) -> None:
-        self.started = True
+    nvmlInit: Mock = field(default_factory=Mock)
+    nvmlDeviceGetPowerUsage: Mock = field(
+        default_factory=lambda: Mock(side_effect=NVMLError("Not Supported"))
+    )
+    NVMLError: type[Exception] = NVMLError
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
         if uuid not in self.uuids:
@@ -120,9 +120,6 @@ class Library:
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
         return SimpleNamespace(used=(handle + 1) * 10**9, total=10 * 10**9)
 
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-        raise NVMLError("Not Supported")
-
 
 def test_only_the_devices_that_were_named_are_asked_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice tells what it can (torch calls it by a UUID, not by what it is of); unknown ones are left out."""
@@ -131,7 +128,7 @@ def test_only_the_devices_that_were_named_are_asked_in_their_order(monkeypatch: 
     without = Sampler(interval_s=3600.0)
     without.start()
     without.stop()
-    assert not library.started
+    assert not library.nvmlInit.called
     one = Sampler(interval_s=3600.0, devices=["GPU-c", "GPU-a", "GPU-x", "MIG-d", "GPU-d"])
     one.start()
     series = one.stop().series

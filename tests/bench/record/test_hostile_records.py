@@ -79,21 +79,16 @@ def test_what_cannot_be_is_refused_with_the_files_name(
 
 
 def test_deep_nesting_is_refused_at_any_depth(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
+    path, sweep = tmp_path / "record.json", tmp_path / "sweep" / "sweep.json"
     for depth in (70, 900, 10_000):
         path.write_text(FULL.to_json().replace('"config": {', f'"config": {{"deep": {nested(depth)}, ', 1))
-        with pytest.raises(
-            RecordError, match=r"not a bench record: (values are nested more than 64|maximum recursion)"
-        ):
-            read_record(path)
-        (tmp_path / "sweep.json").write_text(nested(depth))
         for name in ("compare", "push"):
             done = zerokit_inside(tmp_path, name, "record.json")
             assert done.returncode == 1
             assert "record.json: not a bench record" in done.stderr
     write_record(make_record(), tmp_path / "sweep" / "cells" / "000.json")
     for text in (nested(10_000), nested(900), '{"format": "zerokit.sweep/1", "options": ' + nested(30) + "}"):
-        (tmp_path / "sweep" / "sweep.json").write_text(text)
+        sweep.write_text(text)
         done = zerokit_inside(tmp_path, "push", "sweep")
         assert done.returncode == 1
         assert "sweep.json" in done.stderr

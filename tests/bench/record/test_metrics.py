@@ -16,16 +16,7 @@ from tests.bench.records import MIB, make_cell, make_record
 from zerokit.bench.record.measured import Bandwidth
 from zerokit.bench.record.metrics import METRICS, measure, metrics_of
 from zerokit.bench.record.record import Record, summarise
-from zerokit.bench.record.statistics import (
-    STEADY_LIMIT,
-    Summary,
-    drift,
-    median_interval,
-    quantile,
-    skew,
-    slowest,
-    steady,
-)
+from zerokit.bench.record.statistics import STEADY_LIMIT, Summary, drift, median_interval, quantile, steady
 
 P50 = METRICS["step/p50_ms"]
 
@@ -179,9 +170,3 @@ def test_quantiles_are_numpys(values: list[float], fraction: float) -> None:
     assert quantile(values, fraction) == pytest.approx(
         float(np.quantile(values, fraction)), rel=1e-9, abs=1e-6
     )
-
-
-def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    by_rank = [[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]]
-    assert slowest(by_rank) == [2.0, 5.0, 3.0]
-    assert skew(by_rank) == [1.0, 1.0, 0.0]

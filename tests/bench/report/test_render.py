@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.records import make_cell, make_failure, make_record, make_sweep, paced
+from tests.bench.records import make_cell, make_failure, make_record, make_sweep
 from zerokit.bench.plans.ask import plan
 from zerokit.bench.record.record import Run
 from zerokit.bench.report import render as drawing
@@ -107,14 +107,6 @@ def test_every_picture_has_words_and_stands_still_without_scripts(page: str) -> 
     assert len(json.loads(specifications)["pictures"]) == 6
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_drift_is_said_before_all_figures() -> None:
-    told = "The machine&#39;s speed changed between runs"
-    steady, drifting = (render([Run("", (paced(1.0), paced(pace, repeat=1)))]) for pace in (1.05, 1.33))
-    assert told not in steady
-    assert drifting.index(told) < drifting.index('<dl class="tiles">') < drifting.index('id="results"')
-
-
 EVIL = "</title><script>alert(1)</script><b onclick='x'>{{ 7*7 }} $\\frac{1}{0$ \N{RIGHT-TO-LEFT OVERRIDE}"
 
 
@@ -154,15 +146,9 @@ def test_a_page_of_one_plain_record_and_of_failures_only(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["none.html", "one.html"]
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages whose words alone are looked at."""
-    monkeypatch.setattr(drawing, "svg", lambda picture, width: "")
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_what_differs_is_told_of_cells_that_ran() -> None:
+def test_what_differs_is_told_of_cells_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     """Upright where cells outnumber settings; a cell that never ran has no environment that could differ."""
+    monkeypatch.setattr(drawing, "svg", lambda picture, width: "")
     cells = [make_cell("zerokit", stage) for stage in (0, 1, 2)]
     assert cells[2].environment is not None
     cells[2] = replace(cells[2], environment=replace(cells[2].environment, threads=2))

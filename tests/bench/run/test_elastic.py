@@ -65,7 +65,7 @@ def test_what_remains(shape: tuple[int, int], error: WorkerFailed, left: tuple[i
 @pytest.mark.parametrize(
     ("mesh", "error", "left"),
     [
-        (None, ended((1, 0, KILL)), (1, 3, 5, None)),
+        (None, ended((1, 0, KILL)), (1, 5, 5, None)),
         ("3x2", ended(lost=(1,)), (2, 2, 5, "2x2")),
         ("3x2", ended((1, 0, KILL), lost=(1,)), (1, 2, None, None)),
         ("3x2", ended((1, 0, KILL), (2, 1, KILL), (4, 2, KILL)), (3, 1, 5, "3x1")),
@@ -74,11 +74,8 @@ def test_what_remains(shape: tuple[int, int], error: WorkerFailed, left: tuple[i
 def test_islands_go_on_without_those_that_were_lost(
     mesh: str | None, error: WorkerFailed, left: tuple[int, int, int | None, str | None]
 ) -> None:
-    nodes, ranks = (3, 2) if mesh else (1, 4)
-    settings = Settings(
-        elastic=True, save="run", every=5, delay=2, mesh=mesh, nodes=nodes, nproc_per_node=ranks
-    )
-    found = remaining(settings, error)
+    settings = Settings(elastic=True, save="run", every=5, delay=2, nodes=3, nproc_per_node=2, mesh=mesh)
+    found = remaining(settings if mesh else replace(settings, nodes=1, nproc_per_node=6), error)
     assert found is not None
     assert (found.nodes, found.nproc_per_node, found.every, found.mesh) == left
 
