@@ -1,11 +1,11 @@
-"""Single collectives, timed after the training with nccl-tests' definitions of time and bandwidth.
+"""zerokit's collectives by themselves, at the size of its layout's largest unit, with nccl-tests' definitions.
 
-zerokit's own are measured at the size of its layout's largest unit, torch's at the size of a bucket of DDP's.
+They are timed after the training. What torch's reach on the same wire, `zerokit doctor` tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from zerokit.bench.record.measured import Bandwidth
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Trainer
-    from zerokit.runtime import ZeroOptimizer
 
 WARMUP = 2
 MOST, LEAST = 20, 3
@@ -26,20 +25,6 @@ BUDGET_S = 1.0
 """The most time of one collective: a slow wire gets fewer repetitions."""
 _CALLS_ON_A_DEVICE = 10
 """Between two events."""
-
-_TORCH_BUCKET_BYTES = 25 * 2**20
-"""DDP's default."""
-
-# What each peer's step consists of. The parameter server's messages are no collectives; compute-only has none.
-_OPERATIONS: Mapping[str, tuple[str, ...]] = {
-    "ddp": ("all_reduce",),
-    "post-local-sgd": ("all_reduce",),
-    "zero-redundancy-optimizer": ("all_reduce", "broadcast"),
-    "fsdp2": ("all_gather", "reduce_scatter"),
-    "deepspeed": ("all_reduce", "all_gather", "reduce_scatter"),
-}
-_Call = tuple[float, Callable[[], object]]
-"""Bytes of an element on the wire, and the collective."""
 
 
 def bus_factor(operation: str, world: int) -> float:
@@ -56,30 +41,11 @@ def bandwidth_of(operation: str, by: str, size_bytes: int, world: int, times_s: 
     return Bandwidth(operation, by, size_bytes, seconds * 1000.0, algorithm, bus)
 
 
-def measure_bandwidth(trainer: Trainer, parameters: int) -> list[Bandwidth]:
-    """Time the collectives that the engine's steps use; empty for one rank. Collective."""
-    world, settings, accelerator = dist.get_world_size(), trainer.settings, trainer.accelerator
-    if world == 1:
+def measure_bandwidth(trainer: Trainer) -> list[Bandwidth]:
+    """Time the collectives of zerokit's steps; empty for one rank and for other engines. Collective."""
+    world, zero, accelerator = dist.get_world_size(), trainer.zero, trainer.accelerator
+    if world == 1 or zero is None:
         return []
-    if trainer.zero is not None:
-        by, (numel, calls) = "zerokit", _zerokits(trainer.zero, world, accelerator)
-        operations = tuple(calls)
-    else:
-        numel = -(-min(_TORCH_BUCKET_BYTES // 4, parameters) // world) * world
-        by, operations = "torch", _OPERATIONS.get(settings.engine, ())
-        if not operations:
-            return []
-        dtype = torch.bfloat16 if settings.wire == "bf16" else torch.float32
-        calls = _torchs(numel, world, dtype, accelerator)
-    return [
-        bandwidth_of(operation, by, round(numel * element_bytes), world, _time(call, accelerator))
-        for operation in operations
-        for element_bytes, call in [calls[operation]]
-    ]
-
-
-def _zerokits(zero: ZeroOptimizer, world: int, accelerator: Accelerator) -> tuple[int, dict[str, _Call]]:
-    """The elements of the largest unit, and zerokit's collectives over it."""
     from zerokit.runtime.collectives import Wire
     from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
 
@@ -101,25 +67,14 @@ def _zerokits(zero: ZeroOptimizer, world: int, accelerator: Accelerator) -> tupl
     def reduce() -> None:
         collectives.reduce_scatter(unit, bucket, own, add=False, wire=wire).wait()
 
-    return unit.numel, {
+    calls = {
         "all_gather": (whole.dtype.itemsize, gather),
         "reduce_scatter": (wire.nbytes(unit) / unit.payload_numel, reduce),
     }
-
-
-def _torchs(numel: int, world: int, dtype: torch.dtype, accelerator: Accelerator) -> dict[str, _Call]:
-    """Torch's collectives over a buffer of `numel` elements, a multiple of `world`."""
-    whole = torch.zeros(numel, dtype=dtype, device=accelerator.device)
-    own = torch.zeros(numel // world, dtype=dtype, device=accelerator.device)
-    # torch 2.13 renamed both and warns about the old names.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    return {
-        "all_reduce": (dtype.itemsize, lambda: dist.all_reduce(whole)),
-        "all_gather": (dtype.itemsize, lambda: gather(whole, own)),
-        "reduce_scatter": (dtype.itemsize, lambda: scatter(own, whole)),
-        "broadcast": (dtype.itemsize, lambda: dist.broadcast(whole, 0)),
-    }
+    return [
+        bandwidth_of(operation, "zerokit", round(unit.numel * bytes_each), world, _time(call, accelerator))
+        for operation, (bytes_each, call) in calls.items()
+    ]
 
 
 def _time(call: Callable[[], object], accelerator: Accelerator) -> list[float]:

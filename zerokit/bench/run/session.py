@@ -274,9 +274,10 @@ def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Re
     except WorkerFailed as error:
         if settings.elastic or not written.exists():
             raise
-        # The measured steps are written, and with `bandwidth` all but the twin.
+        # The measured steps are written, and with zerokit's `bandwidth` all but the twin.
         record = read_record(written)
-        what = _NO_TWIN if record.bandwidth else f"{_NO_TWIN}, or collectives by themselves before it,"
+        before = settings.engine == "zerokit" and not record.bandwidth
+        what = _NO_TWIN if not before else f"{_NO_TWIN}, or collectives by themselves before it,"
         why = str(error).partition("\n")[0]
         host.watch.warn(f"{what} failed: {why}")
         return record

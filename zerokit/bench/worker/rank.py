@@ -161,7 +161,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
         if first and trainer.zero is not None:
             name = torch.cuda.get_device_name(accelerator.device) if accelerator.is_cuda else None
             plan = PlanBeside(settings, loaded, trainer.zero.runtime.placement, trainer.zero.precision, name)
-        bandwidth = measure_bandwidth(trainer, loaded.model.parameters)
+        bandwidth = measure_bandwidth(trainer)
         if first:
             record = replace(
                 record, bandwidth=bandwidth, timeline=timeline, planned=None if plan is None else plan.planned
