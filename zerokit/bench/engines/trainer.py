@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from zerokit.runtime import ZeroOptimizer
 
 Batch = tuple[Tensor, ...]
-
-
-def unmarked(part: str) -> None:
-    """Ignore the start of a part of a step."""
+Mark = Callable[[str], None]
+"""Called with the part of a step that begins: "forward", "backward", "optimizer"."""
 
 
 class Trainer:
@@ -104,7 +102,7 @@ class Trainer:
         """Scale the gradients down to a norm of `largest`; returns their norm before."""
         return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
 
-    def differentiate(self, batches: Sequence[Batch], mark: Callable[[str], None] = unmarked) -> list[Tensor]:
+    def differentiate(self, batches: Sequence[Batch], mark: Mark = lambda part: None) -> list[Tensor]:
         """Forward and backward over the micro-batches of a step: their losses, detached. `mark` is called with each."""
         losses = []
         for number, batch in enumerate(batches):
@@ -117,7 +115,7 @@ class Trainer:
         return losses
 
     def step(
-        self, batches: Sequence[Batch], mark: Callable[[str], None] = unmarked
+        self, batches: Sequence[Batch], mark: Mark = lambda part: None
     ) -> tuple[list[Tensor], Tensor | None]:
         """One optimizer step over micro-batches: their losses, detached, and what `update` returned.
 

@@ -110,10 +110,6 @@ def having(cells: Sequence[Cell], *names: str) -> list[Cell]:
     return [cell for cell in cells if all(cell.value(name) is not None for name in names)]
 
 
-def _values(cell: Cell, *names: str) -> list[float]:
-    return [cell.value(name) or 0.0 for name in names]
-
-
 def _said(title: str, rows: Iterable[tuple[str, str]]) -> str:
     """What a picture shows, as a sentence."""
     return f"{title}: {'; '.join(f'{label} {said}' for label, said in rows)}"
@@ -311,7 +307,8 @@ def _communication(cells: Sequence[Cell]) -> Picture | None:
     scale = Scale.of("ms", [cell.value("step/p50_ms") for cell in shown])
     rows = []
     for cell in shown:
-        (step, cost), measured = _values(cell, "step/p50_ms", name), cell.measure(name)
+        step, cost = cell.value("step/p50_ms") or 0.0, cell.value(name) or 0.0
+        measured = cell.measure(name)
         if measured is None or within_noise(name, measured):
             cost, text = 0.0, f"{scale.text(step)}, within noise"
         else:

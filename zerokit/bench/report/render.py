@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ def specification(picture: Picture) -> dict[str, Any]:
 
 def svg(picture: Picture, width: int) -> str:
     """A static SVG for a page whose styles define the roles' colours."""
-    text = vl_convert.vegalite_to_svg(_still(specification(picture), width), _VERSION, config=CONFIG)
+    text = vl_convert.vegalite_to_svg(_still(picture, width), _VERSION, config=CONFIG)
     # Names of clipping paths are their drawing's own; in a page there are several drawings.
     return re.sub(r'(id="|url\(#)(?=clip)', rf"\g<1>{picture.name}-{width}-", text)
 
@@ -172,14 +172,15 @@ def svg(picture: Picture, width: int) -> str:
 def png(picture: Picture) -> bytes:
     """A static PNG in light colours, with its title."""
     config = CONFIG | {"background": colour("ground"), "padding": 12}
-    drawing = _still(specification(picture) | {"title": {"text": picture.title}, "config": config}, WIDE)
+    drawing = _still(picture, WIDE) | {"title": {"text": picture.title}, "config": config}
     return bytes(vl_convert.vegalite_to_png(in_light(json.dumps(drawing)), _VERSION, scale=2))
 
 
-def _still(plot: Mapping[str, Any], width: int) -> dict[str, Any]:
+def _still(picture: Picture, width: int) -> dict[str, Any]:
     """`width` pixels wide as a whole."""
+    plot = specification(picture)
     fit = plot["autosize"] | {"resize": True}  # a legend may take a second row once the width is known
-    return dict(plot) | {"width": width, "autosize": fit}
+    return plot | {"width": width, "autosize": fit}
 
 
 @cache

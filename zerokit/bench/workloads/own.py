@@ -1,14 +1,4 @@
-"""A user's own workload: `--model package.module:factory`.
-
-The factory takes nothing and returns an `Own`. For example, in `mine.py`:
-
-    from zerokit.bench.workloads.own import Own
-
-    def tiny() -> Own:
-        return Own(build=Net, batch=lambda generator, size: (torch.randn(size, 8, generator=generator),))
-
-and `zerokit bench --model mine:tiny`, in the folder of `mine.py` or wherever it can be imported.
-"""
+"""A user's own workload, `--model package.module:factory`: the factory takes nothing and returns an `Own`."""
 
 from __future__ import annotations
 
