@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 from tests.bench.records import make_record
 from zerokit.bench.record.record import Record, write_record
@@ -33,23 +35,13 @@ class Ranks:
     asked: list[Settings] = field(default_factory=list)
 
     def __call__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        nodes: int,
-        nproc_per_node: int,
-        log_dir: Path,
-        poll: Callable[[], None],
+        self, module: str, arguments: Sequence[str], *, poll: Callable[[], None], **more: Any
     ) -> None:
         job = Path(arguments[0])
         content = json.loads(job.read_text())
         settings = from_plain(Settings, content["settings"])
-        assert (module, log_dir, nodes * nproc_per_node) == (
-            "zerokit.bench.worker",
-            job.parent,
-            settings.world,
-        )
+        asked = {"nodes": settings.nodes, "nproc_per_node": settings.nproc_per_node, "log_dir": job.parent}
+        assert (module, more) == ("zerokit.bench.worker", asked)
         self.asked.append(settings)
         self.act(settings, job)
         poll()
@@ -74,9 +66,8 @@ class Watcher:
     warnings: list[str] = field(default_factory=list)
     shown: list[Progress] = field(default_factory=list)
     lines: list[tuple[int, str, bool]] = field(default_factory=list)
-
-    def phase(self, text: str) -> None:
-        """Nothing to remember."""
+    phase: Mock = field(default_factory=Mock)
+    began: Mock = field(default_factory=Mock)
 
     def show(self, progress: Progress) -> None:
         """A step."""
@@ -85,9 +76,6 @@ class Watcher:
     def warn(self, text: str) -> None:
         """A warning."""
         self.warnings.append(text)
-
-    def began(self, number: int, label: str) -> None:
-        """Nothing to remember."""
 
     def ended(self, number: int, label: str, record: Record, *, before: bool) -> None:
         """The number of the cell, its status, whether it was there already."""

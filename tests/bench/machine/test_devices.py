@@ -35,17 +35,13 @@ FOUR = [Gpu(f"GPU-{letter}1-{letter}2", 80 * 2**30) for letter in "abcd"]
         ("GPU-c1-c2,GPU-a", [2, 0]),
         ("GPU-", []),  # of four: ambiguous
         ("1,GPU-x", [1]),
+        ("MIG-1-2,MIG-3-4", [Gpu("MIG-1-2", None)]),  # of slices CUDA shows one
     ],
 )
-def test_cuda_visible_devices_is_read_as_cuda_reads_it(listed: str | None, expected: list[int]) -> None:
+def test_cuda_visible_devices_is_read_as_cuda_reads_it(listed: str | None, expected: list[int | Gpu]) -> None:
     environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert visible(FOUR, environment) == [FOUR[index] for index in expected]
-
-
-def test_of_slices_cuda_shows_one() -> None:
-    listed = {"CUDA_VISIBLE_DEVICES": "MIG-1-2,MIG-3-4"}
-    assert visible(FOUR, listed) == [Gpu("MIG-1-2", None)]
-    assert visible([], listed) == []
+    assert visible(FOUR, environment) == [FOUR[one] if isinstance(one, int) else one for one in expected]
+    assert visible([], environment) == []
 
 
 def test_nvidia_smi_is_asked_first_and_else_the_drivers_files_are_read(tmp_path: Path) -> None:

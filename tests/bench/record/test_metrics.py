@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.bench.records import MIB, make_cell, make_record
-from zerokit.bench.record.measured import Bandwidth
+from tests.bench.records import make_cell, make_record
 from zerokit.bench.record.metrics import METRICS, measure, metrics_of
 from zerokit.bench.record.record import Record, summarise
 from zerokit.bench.record.statistics import STEADY_LIMIT, Summary, drift, median_interval, quantile, steady
@@ -66,14 +65,6 @@ def test_a_full_record_has_fewer_than_sixty_names_that_mlflow_takes() -> None:
     images = metrics_of(replace(cell, model=replace(cell.model, unit="images")))
     assert "throughput/images_per_s" in images
     assert "throughput/tokens_per_s" not in images
-
-
-def test_a_collective_is_told_by_the_engine_s_own_at_its_largest_size() -> None:
-    sizes = [("torch", 64 * MIB, 9.0), ("zerokit", MIB, 1.0), ("zerokit", 8 * MIB, 2.0)]
-    record = replace(
-        make_record(), bandwidth=[Bandwidth("all_gather", by, size, 1.0, 1.0, bus) for by, size, bus in sizes]
-    )
-    assert metrics_of(record)["bus/all_gather_gb_per_s"] == 2.0
 
 
 def with_steps(step_ms: list[float]) -> Record:

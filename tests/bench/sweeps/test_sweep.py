@@ -48,11 +48,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
     return SweepFolder(tmp_path / "sweep")
 
 
-def at_stage(stage: int, error: Exception | None, outcome: Outcome | None = None) -> Ranks:
-    """Ranks that fail at one stage; None succeeds."""
+def at_stage(stage: int, error: Exception, outcome: Outcome | None = None) -> Ranks:
+    """Ranks that fail at one stage."""
 
     def act(settings: Settings, job: Path) -> None:
-        if settings.stage == stage and error is not None:
+        if settings.stage == stage:
             if outcome is not None:
                 write_outcome(job, outcome)
             raise error

@@ -1,4 +1,4 @@
-"""One MLflow store for all tests of a process: making one takes seconds, and each test has its own experiment."""
+"""One MLflow store for all tests of a module: making one takes seconds, and each test has its own experiment."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 
-@pytest.fixture(scope="session")
-def store_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("mlflow")
-
-
 @pytest.fixture(scope="module")
-def place(store_folder: Path) -> Iterator[Path]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory meanwhile: MLflow puts artifacts there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(store_folder)
-        yield store_folder
+        patch.chdir(folder := tmp_path_factory.mktemp("mlflow"))
+        yield folder
 
 
 @pytest.fixture

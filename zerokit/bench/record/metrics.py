@@ -158,14 +158,9 @@ def _largest(sizes: Iterable[int | None]) -> float | None:
 
 
 def _bandwidth(operation: str) -> Read:
-    """Bandwidth of the engine's own collective, if it has one, at the largest size."""
-
-    def value(record: Record) -> float | None:
-        measured = [one for one in record.bandwidth if one.operation == operation]
-        best = max(measured, key=lambda one: (one.by == "zerokit", one.size_bytes), default=None)
-        return None if best is None else best.bus_gb_per_s
-
-    return value
+    return lambda record: next(
+        (one.bus_gb_per_s for one in record.bandwidth if one.operation == operation), None
+    )
 
 
 def _paced(record: Record) -> float | None:
