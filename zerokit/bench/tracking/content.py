@@ -27,7 +27,7 @@ TAG_LENGTH = 8000
 
 
 class Tag:
-    """The names of tags; runs are found by the first four."""
+    """The names of tags; runs are found by the first two."""
 
     RECORD = "zerokit.record_id"
     SWEEP = "zerokit.sweep_id"
