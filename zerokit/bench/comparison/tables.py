@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -186,7 +186,7 @@ def _change(change: Difference | None) -> tuple[str, str]:
 
 def memory_metric(cells: Sequence[Cell]) -> tuple[str, str]:
     """The metric that limits the model's size here, and its display name."""
-    if any(cell.value("memory/peak_allocated_mib") is not None for cell in cells):
+    if having(cells, "memory/peak_allocated_mib"):
         return "memory/peak_allocated_mib", "peak CUDA memory"
     return "memory/peak_host_mib", "peak host memory"
 
@@ -216,9 +216,7 @@ def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
     and no competitor.
     """
     cells = [cell for cell in cells if cell.settings["engine"] != ALONE] or cells
-    rates = [
-        name for unit in UNITS for name in [f"throughput/{unit}_per_s"] if any(map(_having(name), cells))
-    ]
+    rates = [name for name in (f"throughput/{unit}_per_s" for unit in UNITS) if having(cells, name)]
     if len(rates) != 1 or len({cell.settings["model"] for cell in cells}) > 1:
         return []
     memory, called = memory_metric(cells)
@@ -232,15 +230,16 @@ def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
     return [headline for headline in found if headline is not None]
 
 
-def _having(name: str) -> Callable[[Cell], bool]:
-    return lambda cell: cell.value(name) is not None
+def having(cells: Sequence[Cell], *names: str) -> list[Cell]:
+    """The cells that have all of these metrics."""
+    return [cell for cell in cells if all(cell.value(name) is not None for name in names)]
 
 
 def _contest(
     superlative: str, plain: str, cells: Sequence[Cell], name: str, behind: str = ""
 ) -> Headline | None:
     """The tile of one metric: the winner, or that the noise leaves several; `behind` follows the unit."""
-    cells = list(filter(_having(name), cells))
+    cells = having(cells, name)
     sign = 1.0 if METRICS[name].better == "lower" else -1.0
     best = min(cells, key=lambda cell: sign * (cell.value(name) or 0.0), default=None)
     measured = None if best is None else best.measure(name)

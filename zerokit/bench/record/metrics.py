@@ -107,17 +107,16 @@ def values_of(metric: Metric, records: Sequence[Record]) -> list[float]:
     return [float(value) for value in found if value is not None and math.isfinite(value)]
 
 
-def _at(record: Record, path: str) -> Any:
-    """What is at a path in the record, "results.step.p50"; None where a part of it is."""
-    part: Any = record
-    for name in path.split("."):
-        part = None if part is None else getattr(part, name)
-    return part
-
-
 def _read(path: str, factor: float = 1.0) -> Read:
-    """A number by its path in the record, times `factor`."""
-    return lambda record: None if (part := _at(record, path)) is None else float(part) * factor
+    """A number by its path in the record, "results.step.p50", times `factor`."""
+
+    def value(record: Record) -> float | None:
+        part: Any = record
+        for name in path.split("."):
+            part = None if part is None else getattr(part, name)
+        return None if part is None else float(part) * factor
+
+    return value
 
 
 def _in_mib(path: str) -> Read:
@@ -140,9 +139,9 @@ def _peak_in_a_step(record: Record) -> float | None:
     return _largest(map(sum, readings))
 
 
-def _total(path: str) -> Read:
-    """MiB of all kinds together, of a mapping in the record by its path."""
-    return lambda record: _largest([sum(sizes.values())]) if (sizes := _at(record, path)) else None
+def _planned_peak(record: Record) -> float | None:
+    """MiB of all tensors on the rank that holds most."""
+    return _largest([sum(record.planned.peak_bytes.values()) or None]) if record.planned else None
 
 
 def _device(name: str) -> Read:
@@ -253,7 +252,7 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
         ("setup_allocated", "peak CUDA, setup", _device("setup_allocated_bytes")),
         ("device_used", "device used", _device("used_bytes")),
         ("step_peak", "peak in a step", _peak_in_a_step),
-        ("planned_peak", "peak, planned", _total("planned.peak_bytes")),
+        ("planned_peak", "peak, planned", _planned_peak),
         ("state", "state", _state("memory_bytes")),
         ("state_predicted", "state, formula", _state("predicted_memory_bytes")),
     ):

@@ -22,7 +22,7 @@ import altair as alt
 
 from zerokit.bench.comparison.cells import Cell, name_of, varying
 from zerokit.bench.comparison.differences import difference
-from zerokit.bench.comparison.tables import Scale, memory_metric, percent, within_noise
+from zerokit.bench.comparison.tables import Scale, having, memory_metric, percent, within_noise
 from zerokit.bench.record.metrics import METRICS, MIB, UNITS
 from zerokit.bench.record.settings import DIMENSIONS, OPTIONS
 from zerokit.bench.record.statistics import quantile, slowest
@@ -103,11 +103,6 @@ def make_pictures(cells: Sequence[Cell]) -> list[Picture]:
         found.append(_ranked(cells, metric, called, "memory"))
     found += [_state(cells), _steps(cells), _communication(cells), _loss(cells)]
     return [picture for picture in found if picture is not None]
-
-
-def having(cells: Sequence[Cell], *names: str) -> list[Cell]:
-    """The cells that have all of these metrics."""
-    return [cell for cell in cells if all(cell.value(name) is not None for name in names)]
 
 
 def _said(title: str, rows: Iterable[tuple[str, str]]) -> str:

@@ -35,22 +35,14 @@ from zerokit.bench.comparison.tables import (
     OF_A_PAGE,
     best_headlines,
     columns_of,
+    having,
     in_order,
     listed,
     usual_metrics,
 )
 from zerokit.bench.record.metrics import METRICS
 from zerokit.bench.record.record import FORMAT, Record, Run, write_text
-from zerokit.bench.report.pictures import (
-    COLOURS,
-    CONFIG,
-    NARROW,
-    Picture,
-    colour,
-    having,
-    in_light,
-    make_pictures,
-)
+from zerokit.bench.report.pictures import COLOURS, CONFIG, NARROW, Picture, colour, in_light, make_pictures
 from zerokit.errors import ZerokitError
 
 
