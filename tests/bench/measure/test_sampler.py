@@ -86,6 +86,13 @@ def test_it_reads_at_its_interval_and_once_more_at_the_end() -> None:
     assert from_plain(Samples, json.loads(json.dumps(to_plain(samples)))) == samples
 
 
+def test_a_long_run_is_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerokit.bench.measure.sampler._READINGS", 8)
+    samples = started(0.001, lambda one: one._interval_s >= 0.004).stop()
+    assert (len(samples.seconds) <= 8, samples.interval_s >= 0.004) == (True, True)
+    assert samples.seconds == sorted(samples.seconds)
+
+
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false")
     done = subprocess.run(

@@ -76,4 +76,6 @@ def device_id(accelerator: Accelerator) -> str | None:
     """The identity of this rank's device (`host.identify`); None for a CPU."""
     if not accelerator.is_cuda:
         return None
-    return identify(str(torch.cuda.get_device_properties(accelerator.device).uuid), os.environ)
+    properties = torch.cuda.get_device_properties(accelerator.device)
+    # Some builds of torch for ROCm tell no UUID.
+    return identify(str(getattr(properties, "uuid", accelerator.device.index)), os.environ)

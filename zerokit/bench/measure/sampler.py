@@ -18,6 +18,8 @@ from zerokit.bench.record.measured import Samples
 
 INTERVAL_S = 1.0
 _MEGABYTE = 1e6
+_READINGS = 4096
+"""Where there would be more, every second one is dropped and the interval doubled: a record stays a small file."""
 Figures = Iterable[tuple[str, float | None]]
 
 
@@ -131,6 +133,9 @@ class Sampler:
                     for name, value in read():
                         row[name] = value
             self._rows.append(row)
+            if len(self._rows) >= _READINGS:
+                self._seconds, self._rows = self._seconds[::2], self._rows[::2]
+                self._interval_s *= 2
             self._cost_s = time.thread_time()
             if self._ended.is_set():
                 return
