@@ -180,10 +180,6 @@ def test_a_node_has_a_rank_for_each_of_its_devices(
         (["--data", "short.txt"], "data: short.txt holds 5 bytes, but sequences of 128 tokens need"),
         (["--data", "empty.txt"], "data: empty.txt has no text"),
         (["--output", "short.txt/records"], "the record cannot be written to short.txt/records"),
-        (
-            ["--model", "mlp-mnist", "--data", "nowhere"],
-            "nowhere is not a folder; image models take a folder",
-        ),
     ],
 )
 def test_a_failure_ends_with_one_and_plain_words(tmp_path: Path, arguments: list[str], message: str) -> None:

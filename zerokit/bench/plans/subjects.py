@@ -24,8 +24,7 @@ from zerokit.bench.record.measured import Bandwidth, Planned
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.build import Loaded, generator, load
-from zerokit.bench.workloads.own import resolve
+from zerokit.bench.workloads.build import Loaded, load
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh, Placement
 from zerokit.planning.efficiency import SHARES, Efficiency, of_device
@@ -54,8 +53,8 @@ def subject_named(name: str, *, seq_len: int | None = None) -> Subject:
     if name.endswith(".json"):
         return _from_config(Path(name), seq_len)
     workload = describe(name)
-    if workload.config is None:
-        return _own(name, seq_len)
+    if workload.config is None and seq_len is not None:
+        raise UsageError(f"{name} makes its own batches: omit --seq-len {seq_len}, and set the length there")
     if workload.text is None:
         return subject_in(Settings(model=name))
     length = seq_len or min(USUAL_TOKENS, workload.text.positions)
@@ -82,29 +81,12 @@ def subject_of(loaded: Loaded) -> Subject:
             return loaded.batch(0)
         return load(replace(settings, batch_size=samples)).batch(0)
 
-    return Subject(
-        settings.model,
-        replace(loaded, settings=settings).build,
-        batch,
-        model.unit,
-        model.units_per_sample,
-        model.flops_per_unit,
-        model.flops_convention or "not counted",
-        ("--model", settings.model),
-    )
-
-
-def _own(name: str, seq_len: int | None) -> Subject:
-    if seq_len is not None:
-        raise UsageError(f"{name} makes its own batches: omit --seq-len {seq_len}, and set the length there")
-    own = resolve(name)
-    return Subject(
-        name,
-        own.build,
-        lambda samples: tuple(own.batch(generator(0), samples)),
-        own.unit,
-        own.units_per_sample,
-        bench_options=("--model", name),
+    build, options = replace(loaded, settings=settings).build, ("--model", settings.model)
+    subject = Subject(settings.model, build, batch, model.unit, model.units_per_sample, bench_options=options)
+    if model.flops_per_unit is None:  # then they are those of the traced step
+        return subject
+    return replace(
+        subject, flops_per_unit=model.flops_per_unit, flops_convention=model.flops_convention or ""
     )
 
 
