@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from zerokit.bench.record.measured import Data
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import MASK, Batch, draw_seed, load, open_source, sample_text
-from zerokit.bench.workloads.inputs import STANDARD_LIBRARY, SYNTHETIC, Corpus, DataError, load_corpus
+from zerokit.bench.workloads.inputs import STANDARD_LIBRARY, SYNTHETIC, DataError, load_text
 
 ROOT = Path(__file__).parents[3]
 KINDS: list[tuple[Settings, tuple[int, ...]]] = [
@@ -90,35 +91,35 @@ def test_what_the_record_says_of_a_model() -> None:
     assert images.flops_per_unit == 2 * (2 * 784 * 256 + 3 * 256 * 10)
 
 
-def batch(corpus: Corpus, *, seed: int, size: int = 4, length: int = 16) -> tuple[torch.Tensor, ...]:
-    sample = sample_text(corpus, length)
+def batch(text: bytes, *, seed: int, size: int = 4, length: int = 16) -> tuple[torch.Tensor, ...]:
+    sample = sample_text(text, length)
     samples = [sample(draw_seed(seed=seed, sample=number)) for number in range(size)]
     return tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
 
 
 @pytest.fixture(scope="module")
-def library() -> Corpus:
-    return load_corpus(STANDARD_LIBRARY, limit=2**20)
+def library() -> tuple[bytes, Data]:
+    return load_text(STANDARD_LIBRARY, limit=2**20)
 
 
-def test_the_default_text_is_the_same_every_time(library: Corpus) -> None:
-    again = load_corpus(STANDARD_LIBRARY, limit=2**20)
-    assert (library.data.digest, library.files, library.truncated) == (again.data.digest, again.files, True)
-    assert len(library.content) == 2**20
-    assert b"import" in library.content
-    made, same, other = (load_corpus(SYNTHETIC, seed=seed).content for seed in (5, 5, 6))
+def test_the_default_text_is_the_same_every_time(library: tuple[bytes, Data]) -> None:
+    again = load_text(STANDARD_LIBRARY, limit=2**20)
+    assert library == again
+    assert (len(library[0]), library[1].truncated) == (2**20, True)
+    assert b"import" in library[0]
+    made, same, other = (load_text(SYNTHETIC, seed=seed)[0] for seed in (5, 5, 6))
     assert made == same != other
 
 
-def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: Corpus) -> None:
-    tokens, targets = batch(library, seed=1)
+def test_targets_are_the_next_tokens_and_tokens_are_bytes_of_the_text(library: tuple[bytes, Data]) -> None:
+    tokens, targets = batch(library[0], seed=1)
     assert tokens.dtype is targets.dtype is torch.int64
     assert tokens.shape == targets.shape == (4, 16)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     for row, last in zip(tokens.tolist(), targets[:, -1].tolist(), strict=True):
-        assert bytes([*row, last]) in library.content
+        assert bytes([*row, last]) in library[0]
     # Figures of different versions can only be compared while a batch stays what it was.
-    tokens, _ = batch(Corpus("numbers", bytes(range(256)), files=1), seed=0, size=3, length=4)
+    tokens, _ = batch(bytes(range(256)), seed=0, size=3, length=4)
     assert tokens[:, 0].tolist() == [107, 11, 99]
 
 
@@ -127,11 +128,11 @@ def test_a_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_pat
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    corpus = load_corpus(str(tmp_path))
-    assert (corpus.content, corpus.files, corpus.truncated) == (b"1345", 4, False)
+    text, data = load_text(str(tmp_path))
+    assert (text, data.files, data.truncated) == (b"1345", 4, False)
     for limit, whole in ((3, b"134"), (4, b"1345")):
-        stopped = load_corpus(str(tmp_path), limit=limit)
-        assert (stopped.content, stopped.truncated) == (whole, limit < 4)
+        text, data = load_text(str(tmp_path), limit=limit)
+        assert (text, data.truncated) == (whole, limit < 4)
 
 
 def test_an_unreadable_file_and_an_empty_folder_are_refused(
@@ -139,7 +140,7 @@ def test_an_unreadable_file_and_an_empty_folder_are_refused(
 ) -> None:
     """A permission that is missing is feigned: root, as whom containers run tests, may read everything."""
     with pytest.raises(DataError, match="no text"):
-        load_corpus(str(tmp_path))
+        load_text(str(tmp_path))
     (tmp_path / "secret").write_text("text")
 
     def refuse(self: Path, mode: str) -> None:
@@ -147,7 +148,7 @@ def test_an_unreadable_file_and_an_empty_folder_are_refused(
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=r"cannot read .*secret: Permission denied"):
-        load_corpus(str(tmp_path / "secret"))
+        load_text(str(tmp_path / "secret"))
 
 
 def test_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ FINISHED = "finished"
 UNKNOWN = "its processes ended without a report: they were killed, or their machine is gone"
 _FOLDER = "elastic"
 _JOB = "job.json"
-_PART = re.compile(r"part-(\d{4,})\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +191,7 @@ class Journal:
             self._folder.rename(self._folder.with_name(f"{_FOLDER}-{identity[:8]}"))
 
     def _files(self) -> list[Path]:
-        found = (path for path in self._folder.glob("*") if _PART.fullmatch(path.name))
+        found = self._folder.glob("part-*.jsonl")
         return sorted(found, key=lambda path: int(path.stem.removeprefix("part-")))
 
 

@@ -27,7 +27,7 @@ from zerokit.bench.catalogue.workloads import (
 )
 from zerokit.bench.record.measured import Data, Model
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.inputs import SYNTHETIC, Corpus, digest, read_inputs
+from zerokit.bench.workloads.inputs import SYNTHETIC, digest, read_inputs
 from zerokit.bench.workloads.models import MODELS, init_module, materialise, name_modules
 from zerokit.bench.workloads.own import Own, resolve
 from zerokit.errors import UsageError
@@ -51,10 +51,11 @@ def open_source(settings: Settings) -> tuple[Data, Batch]:
 
     Raises `DataError` where they are missing, unreadable or too few.
     """
-    config, corpus = describe(settings.model).config, read_inputs(settings)
-    if corpus is not None:
+    config, data = describe(settings.model).config, made_up(settings)
+    if (found := read_inputs(settings)) is not None:
+        text, data = found
         make = sample_masked_text if isinstance(config, BertConfig) else sample_text
-        sample = make(corpus, settings.seq_len)
+        sample = make(text, settings.seq_len)
     elif isinstance(config, ImageConfig):
         sample = sample_images(config, settings.image_size or config.image_size, settings.seed)
     else:
@@ -66,7 +67,7 @@ def open_source(settings: Settings) -> tuple[Data, Batch]:
         samples = [sample(draw_seed(seed=settings.seed, sample=number)) for number in numbers]
         return tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
 
-    return made_up(settings) if corpus is None else corpus.data, batch
+    return data, batch
 
 
 def made_up(settings: Settings) -> Data:
@@ -85,25 +86,24 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed % 2**63)
 
 
-def sample_text(corpus: Corpus, length: int) -> Sample:
+def sample_text(text: bytes, length: int) -> Sample:
     """Tokens and next tokens, each int64 (length,), from a random place in the text."""
-    content = corpus.content
 
     def sample(seed: int) -> tuple[Tensor, ...]:
-        start = random.Random(seed).randrange(len(content) - length)
-        stretch = bytearray(content[start : start + length + 1])
+        start = random.Random(seed).randrange(len(text) - length)
+        stretch = bytearray(text[start : start + length + 1])
         row = torch.frombuffer(stretch, dtype=torch.uint8).long()
         return row[:-1], row[1:]
 
     return sample
 
 
-def sample_masked_text(corpus: Corpus, length: int) -> Sample:
+def sample_masked_text(text: bytes, length: int) -> Sample:
     """Tokens with some masked, and the masked tokens' originals, each int64 (length,); −100 elsewhere.
 
     As many of every sequence, so that the mean over ranks is the mean over all guesses.
     """
-    whole, count = sample_text(corpus, length), max(1, round(_GUESSED * length))
+    whole, count = sample_text(text, length), max(1, round(_GUESSED * length))
 
     def sample(seed: int) -> tuple[Tensor, ...]:
         tokens, _ = whole(seed)

@@ -9,8 +9,7 @@ import hashlib
 import os
 import random
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from zerokit.bench.catalogue.workloads import describe
@@ -32,57 +31,41 @@ class DataError(ZerokitError):
     """The training data cannot be read, or is too small."""
 
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """Training text; `source` is a path, `STANDARD_LIBRARY` or `SYNTHETIC`, `truncated` if there was more."""
-
-    source: str
-    content: bytes
-    files: int
-    truncated: bool = False
-
-    @property
-    def data(self) -> Data:
-        """The record entry of the text."""
-        return Data(self.source, len(self.content), self.files, self.truncated, digest(self.content))
-
-
 def digest(content: bytes) -> str:
     """BLAKE2b, 16 bytes in hexadecimal: equal digests mean equal data."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def load_corpus(source: str, *, seed: int = 0, limit: int = LIMIT_BYTES) -> Corpus:
-    """Read the training text.
+def load_text(source: str, *, seed: int = 0, limit: int = LIMIT_BYTES) -> tuple[bytes, Data]:
+    """Read the training text; also returns its record entry. Raises `DataError` for none, or one that is unreadable.
 
     Args:
         source: a file, a folder (read recursively in the order of its sorted paths, without hidden files),
             `STANDARD_LIBRARY` (the .py files of the running Python) or `SYNTHETIC` (bytes drawn from `seed`:
             there is nothing to learn in them, the loss stays near ln 256).
+        seed: for synthetic text.
         limit: bytes at which reading stops.
-
-    Raises `DataError` where a path is missing, unreadable or empty.
     """
+    content, files, root = bytearray(), 0, Path(source)
+    paths: Iterable[Path] = ()
     if source == SYNTHETIC:
-        return Corpus(source, random.Random(seed).randbytes(min(SYNTHETIC_BYTES, limit)), files=0)
-    if source == STANDARD_LIBRARY:
+        content += random.Random(seed).randbytes(min(SYNTHETIC_BYTES, limit))
+    elif source == STANDARD_LIBRARY:
         library = _walk(Path(sysconfig.get_path("stdlib")))
         paths = (path for path in library if path.suffix == ".py")
+    elif root.exists():
+        paths = _walk(root) if root.is_dir() else [root]
     else:
-        root = Path(source)
-        if not root.exists():
-            raise DataError(f"data: {root} does not exist; give a text file, a folder, or 'synthetic'")
-        paths = (path for path in (_walk(root) if root.is_dir() else [root]))
-    pieces: list[bytes] = []
-    size = 0
+        raise DataError(f"data: {root} does not exist; give a text file, a folder, or 'synthetic'")
     for path in paths:
-        pieces.append(_read(path, limit - size + 1))
-        size += len(pieces[-1])
-        if size > limit:
-            return Corpus(source, b"".join(pieces)[:limit], len(pieces), truncated=True)
-    if size == 0:
+        content += _read(path, limit - len(content) + 1)
+        files += 1
+        if len(content) > limit:
+            break
+    if not content:
         raise DataError(f"data: {source} has no text; give a text file or a folder of them")
-    return Corpus(source, b"".join(pieces), len(pieces))
+    text = bytes(content[:limit])
+    return text, Data(source, len(text), files, len(content) > limit, digest(text))
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -107,18 +90,18 @@ def _read(path: Path, most: int) -> bytes:
         raise DataError(f"data: cannot read {path}: {error.strerror}") from error
 
 
-def read_inputs(settings: Settings) -> Corpus | None:
+def read_inputs(settings: Settings) -> tuple[bytes, Data] | None:
     """The text of a language model; None for other models. Raises `DataError` for bad data."""
     workload = describe(settings.model)
     if workload.text is None:
         return None
-    corpus = load_corpus(settings.data or workload.default_data, seed=settings.seed)
-    if len(corpus.content) < settings.seq_len + 1:  # and its targets
+    text, data = load_text(settings.data or workload.default_data, seed=settings.seed)
+    if len(text) < settings.seq_len + 1:  # and its targets
         raise DataError(
-            f"data: {corpus.source} holds {len(corpus.content)} bytes, but sequences of {settings.seq_len} tokens need "
+            f"data: {data.source} holds {len(text)} bytes, but sequences of {settings.seq_len} tokens need "
             f"at least {settings.seq_len + 1}; give more text or a smaller --seq-len"
         )
-    return corpus
+    return text, data
 
 
 def check_inputs(settings: Settings) -> None:
