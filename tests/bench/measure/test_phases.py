@@ -119,7 +119,7 @@ def measure_each(engines: list[tuple[str, int]]) -> tuple[Phases, list[str], lis
 
 
 def test_parts_are_those_of_the_slowest_rank_and_engines_that_can_be_asked_tell_how_long_they_wait() -> None:
-    engines = [("zerokit", 3), ("parameter-server", 0), ("compute-only", 0), ("ddp", 0)]
+    engines = [("zerokit", 3), ("ddp", 0)]
     first, second = run_ranks(2, measure_each, engines)
     assert first == second
     own, calls, by_engine = first
@@ -129,9 +129,9 @@ def test_parts_are_those_of_the_slowest_rank_and_engines_that_can_be_asked_tell_
     for phases in by_engine:
         assert (phases.steps, phases.source) == (STEPS, "clock")
         assert min(phases.forward_ms, phases.backward_ms, phases.optimizer_ms) > 0.0
-    *waiting, alone, ddp = (phases.exposed_communication_ms for phases in by_engine)
-    assert all(waited is not None and waited > 0.0 for waited in waiting)
-    assert (alone, ddp) == (0.0, None)
+    waited, unknown = (phases.exposed_communication_ms for phases in by_engine)
+    assert waited is not None
+    assert (waited > 0.0, unknown) == (True, None)
 
 
 def test_parts_of_ranks_and_traces_are_combined() -> None:

@@ -39,10 +39,6 @@ class ComputeOnlyTrainer(Trainer):
     def skipped_steps(self) -> int:
         return self._skipped
 
-    @property
-    def waited_s(self) -> float:
-        return 0.0
-
     def backward(self, loss: Tensor) -> None:
         super().backward(self._scaler.scale(loss))
 

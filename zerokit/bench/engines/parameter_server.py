@@ -8,10 +8,6 @@ collectives spread over all ranks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +26,6 @@ class ParameterServerTrainer(Trainer):
 
     def make_optimizer(self) -> Optimizer:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self._waited_s = 0.0
         parameters = trainable(self.model.parameters())
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = nn.Parameter(torch.empty(sum(sizes), device=self.accelerator.device))
@@ -45,11 +40,6 @@ class ParameterServerTrainer(Trainer):
         self._arriving = torch.empty_like(self._gradients) if self._rank == SERVER < self._world - 1 else None
         self._pull()
         return adamw([self._flat], self.settings)
-
-    @property
-    def waited_s(self) -> float | None:
-        # On CUDA the host does not wait for a message, the stream does.
-        return None if self.accelerator.device.type == "cuda" else self._waited_s
 
     def clip_to(self, largest: float) -> Tensor:
         return nn.utils.clip_grad_norm_([self._flat], largest)
@@ -67,27 +57,18 @@ class ParameterServerTrainer(Trainer):
 
     def _push(self) -> None:
         if self._rank != SERVER:
-            with self._waiting():
-                dist.send(self._gradients, SERVER)
+            dist.send(self._gradients, SERVER)
         elif self._arriving is not None:
             for peer in range(1, self._world):
-                with self._waiting():
-                    dist.recv(self._arriving, peer)
+                dist.recv(self._arriving, peer)
                 self._gradients.add_(self._arriving)
             self._gradients.div_(self._world)
 
     def _pull(self) -> None:
         flat = self._flat.detach()
-        with self._waiting():
-            if self._rank != SERVER:
-                dist.recv(flat, SERVER)
-                return
-            for work in [dist.isend(flat, peer) for peer in range(1, self._world)]:
-                if work is not None:
-                    work.wait()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._waited_s += time.perf_counter() - started
+        if self._rank != SERVER:
+            dist.recv(flat, SERVER)
+            return
+        for work in [dist.isend(flat, peer) for peer in range(1, self._world)]:
+            if work is not None:
+                work.wait()
