@@ -141,7 +141,7 @@ def test_rounds_have_winners_and_single_runs_have_none() -> None:
     assert {one.also for one in single.values()} == {
         "single runs do not decide: run several rounds (--repeats 3)"
     }
-    assert list(best(make_cell())) == ["Throughput", "Memory", "Communication"]
+    assert list(best(make_cell())) == ["Throughput", "Peak host", "Communication"]
 
 
 def test_ranks_that_train_alone_win_nothing_and_their_losses_are_their_own() -> None:

@@ -222,10 +222,10 @@ def best_headlines(cells: Sequence[Cell]) -> list[Headline]:
     memory, called = memory_metric(cells)
     several = [cell for cell in cells if cell.first.settings.world > 1]
     found = [
-        _contest("Fastest", "Throughput", cells, rates[0]),
-        _contest("Least memory", "Memory", cells, memory, f" a rank ({called.removesuffix(' memory')})"),
-        _contest("Cheapest communication", "Communication", several, "comm/cost_ms", " a step"),
-        _contest("Highest MFU", "Model FLOPs utilisation", cells, "mfu"),
+        _contest("Fastest", cells, rates[0]),
+        _contest("Least memory", cells, memory, f" a rank ({called.removesuffix(' memory')})"),
+        _contest("Cheapest communication", several, "comm/cost_ms", " a step"),
+        _contest("Highest MFU", cells, "mfu"),
     ]
     return [headline for headline in found if headline is not None]
 
@@ -235,9 +235,7 @@ def having(cells: Sequence[Cell], *names: str) -> list[Cell]:
     return [cell for cell in cells if all(cell.value(name) is not None for name in names)]
 
 
-def _contest(
-    superlative: str, plain: str, cells: Sequence[Cell], name: str, behind: str = ""
-) -> Headline | None:
+def _contest(superlative: str, cells: Sequence[Cell], name: str, behind: str = "") -> Headline | None:
     """The tile of one metric: the winner, or that the noise leaves several; `behind` follows the unit."""
     cells = having(cells, name)
     sign = 1.0 if METRICS[name].better == "lower" else -1.0
@@ -254,7 +252,8 @@ def _contest(
     ends = dict.fromkeys(scale.text(value) for value in (min(values), max(values)))
     what = f"{' to '.join(ends)} {scale.unit}{behind}"
     if len(unbeaten) == 1:
-        return Headline(superlative if len(cells) > 1 else plain, best.label, what)
+        title = METRICS[name].title
+        return Headline(superlative if len(cells) > 1 else title[0].upper() + title[1:], best.label, what)
     also = f"within the noise: {listed([cell.label for cell in unbeaten])}"
     if any(len(cell.measured_records) == 1 for cell in unbeaten):
         also = "single runs do not decide: run several rounds (--repeats 3)"

@@ -10,21 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import Trainer
-from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 from zerokit.formulas import BLOCK_FORMATS
 from zerokit.placement import StageArgument, stage_of
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.training import LocalSteps
-
-
-def _stage_of(settings: Settings) -> StageArgument:
-    if settings.every is not None:
-        return "local", stage_of(settings.stage)
-    if settings.mesh is None:
-        return stage_of(settings.stage)
-    outer, inner = settings.stages
-    return stage_of(outer), stage_of(inner)
 
 
 class ZerokitTrainer(Trainer):
@@ -51,10 +41,14 @@ class ZerokitTrainer(Trainer):
         if wire is not None and not between_islands:
             precision = replace(precision, wire=wire, wire_updates=settings.wire_updates)
         options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
+        outer, inner = map(stage_of, settings.stages)
+        stage: StageArgument = inner if settings.mesh is None else (outer, inner)
+        if settings.every is not None:
+            stage = "local", inner
         self.zero = ZeroOptimizer(
             self.model,
             torch.optim.AdamW,
-            stage=_stage_of(settings),
+            stage=stage,
             mesh=settings.shape if settings.every is None else settings.islands,
             precision=precision,
             init_fn=self._init_fn,
