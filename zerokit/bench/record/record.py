@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -202,11 +202,6 @@ class Run:
 
     name: str
     records: tuple[Record, ...]
-
-
-def unique(records: Iterable[Record]) -> list[Record]:
-    """The records without repetitions: one may lie in several places, such as a sweep's folder and a copy."""
-    return list({record.id: record for record in records}.values())
 
 
 def json_below(folder: Path) -> list[Path]:

@@ -17,16 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokit.bench.record.record import (
-    FORMAT,
-    Record,
-    RecordError,
-    Run,
-    in_folder,
-    is_record,
-    read_record,
-    unique,
-)
+from zerokit.bench.record.record import FORMAT, Record, RecordError, Run, in_folder, is_record, read_record
 from zerokit.bench.tracking.content import Point, Status
 from zerokit.errors import UsageError, ZerokitError
 from zerokit.text import without_secrets
@@ -252,7 +243,8 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
         records = [record for run in runs for record in _artifacts(client, run)]
     if not records:
         raise RecordError(f"{name} has no bench record ({FORMAT})")
-    return Run(name, tuple(unique(records)))
+    # One may lie in several places, such as a sweep's folder and a copy.
+    return Run(name, tuple({record.id: record for record in records}.values()))
 
 
 def _known(name: str, tracking_uri: str | None) -> Client:
