@@ -69,7 +69,10 @@ def test_json_holds_values_errors_and_verdicts(folder: Path) -> None:
     assert content["regressions"][0]["metric"] == "step/p50_ms"
     assert (content["not_known"], content["losses_differ"]) == ([], [])
     other = json.loads(compare(folder / "old.json", folder / "new.json", "--json").stdout)
-    assert [cell["label"] for cell in other["cells"]] == ["zerokit 2 · bucket 25 MiB", "zerokit 2 · bucket 50 MiB"]
+    assert [cell["label"] for cell in other["cells"]] == [
+        "zerokit 2 · bucket 25 MiB",
+        "zerokit 2 · bucket 50 MiB",
+    ]
 
 
 def test_the_gate(folder: Path) -> None:
