@@ -1,4 +1,4 @@
-"""Kills of what scripts/crash-rounds does not train itself: conversions with `--resume`, and elastic benches.
+"""Kills of what scripts/crash-rounds does not train itself: conversions, and elastic benches.
 
 A conversion is killed at random moments until one comes to its end: its output must be that of one nobody killed. An
 elastic bench's launcher is killed in one of its phases: the same command must then bring the job to its end.
@@ -79,7 +79,7 @@ def play_conversions(report: Findings, folder: Path, *, rounds: int, seed: int) 
     for number in range(rounds):
         output = folder / f"out-{number}"
         for _ in range(draw.randint(1, 3)):
-            pid = forked(lambda output=output: zerokit.reshard(source, 3, output, resume=True))  # type: ignore[misc]
+            pid = forked(lambda output=output: zerokit.reshard(source, 3, output))  # type: ignore[misc]
             time.sleep(draw.uniform(0.0, 1.5 * took))
             os.kill(pid, signal.SIGKILL)
             report.kills_of_all += ended(pid) == -signal.SIGKILL
@@ -87,7 +87,7 @@ def play_conversions(report: Findings, folder: Path, *, rounds: int, seed: int) 
                 break
         if not output.exists():
             report.resumes += any(left.target == output.name for left in leftovers(folder))
-            if ended(forked(lambda output=output: zerokit.reshard(source, 3, output, resume=True))):  # type: ignore[misc]
+            if ended(forked(lambda output=output: zerokit.reshard(source, 3, output))):  # type: ignore[misc]
                 report.blocked_resumes += 1
                 report.notes.append(f"conversion {number} did not come to its end after a kill")
                 continue

@@ -38,10 +38,6 @@ class System:
         """Create a file; returns its descriptor for reading and writing."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
-    def reopen(self, path: Path) -> int:
-        """The descriptor of a file that is there and no link, for reading and writing."""
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Write bytes; returns how many were written, which may be fewer than given."""
         return os.pwritev(fd, buffers, offset)

@@ -111,8 +111,6 @@ def test_files_are_no_links_and_obey_the_umask(tmp_path: Path) -> None:
         os.umask(mask)
     assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o750
     assert stat.S_IMODE((tmp_path / "out" / "a").stat().st_mode) == 0o640
-    disk.write_file(tmp_path / "out" / "a", b"")  # over what an interrupted conversion has left
-    assert (tmp_path / "out" / "a").read_bytes() == b""
     (tmp_path / "out" / "link").symlink_to("a")
     for name in ("a", "link"):
         with (
@@ -120,5 +118,3 @@ def test_files_are_no_links_and_obey_the_umask(tmp_path: Path) -> None:
             disk.new_file(tmp_path / "out" / name, 1),
         ):
             pass
-    with pytest.raises(CheckpointError, match="link: cannot be created: Too many levels of symbolic links"):
-        disk.write_file(tmp_path / "out" / "link", b"y")

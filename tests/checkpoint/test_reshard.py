@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,21 @@ def test_the_command_says_what_it_wrote(tmp_path: Path, step: Path) -> None:
         f"{tmp_path}/run.to-2: step 100 of 3 ranks cut for 2, {size}, verified and synced; zerokit.load and bench "
         "--resume read any number of ranks without resharding\n"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_removes_what_was_written(tmp_path: Path, step: Path, number: signal.Signals) -> None:
+    code = (
+        "import os, signal; from tests.support.crashes import Counting\n"
+        "from zerokit import files; from zerokit.cli import main\n"
+        f"class Signalled(Counting):\n  def instead(self): os.kill(os.getpid(), {number:d})\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it\n"
+        "with files.replaced(Signalled(25)): main()"
+    )
+    done = run_python(tmp_path, "-c", code, "reshard", "run", "--to", "5")
+    assert (done.returncode, done.stdout) == (128 + number, "")
+    assert done.stderr == f"zerokit: interrupted by {number.name}\n"
+    assert [path.name for path in tmp_path.glob("*run*")] == ["run"]
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ Tree = dict[str, bytes | None]
 """What is in a directory: paths relative to it, parents before children; None for a directory."""
 
 CALLS = (
-    *("mkdir", "create", "write", "allocate", "truncate", "reopen", "sync", "sync_directory"),
+    *("mkdir", "create", "write", "allocate", "truncate", "sync", "sync_directory"),
     *("rename", "rename_new", "exchange", "unlink", "rmdir"),
 )
 SPACE = CALLS[:5]
@@ -190,7 +190,7 @@ class Recording(Observed):
             str((path.absolute().parent.resolve() / path.name).relative_to(self._root)) for path in arguments
         )
         inode = 0
-        if name in ("create", "reopen") and isinstance(result, int):
+        if name == "create" and isinstance(result, int):
             inode = os.fstat(result).st_ino
         return Call(name, paths, inode)
 
@@ -303,11 +303,6 @@ class _Disk:
                 one.entries[first] = _Folder()
             case "create":
                 one.entries[first] = self._inodes[call.inode] = _File()
-            case "reopen":
-                found = one.entries[first]
-                assert isinstance(found, _File), call
-                self._inodes[call.inode] = found
-                return
             case "rename" | "rename_new":
                 other.entries[second] = one.entries.pop(first)
             case "exchange":

@@ -115,11 +115,8 @@ class Copier:
             self._abandon(error)
 
     def target(self, path: Path, size: int) -> OpenFile:
-        """Make a new file of `size` bytes to copy to, or take one that an interrupted conversion has made."""
-        again = os.path.lexists(path)
-        file = self._add(path, new_file(path, size, again=again), size)
-        file.again = again
-        return file
+        """Make a new file of `size` bytes to copy to."""
+        return self._add(path, new_file(path, size), size)
 
     def copy(self, source: Source, requests: Iterable[Request]) -> None:
         """Submit requests with this copier's targets, one source file after the other."""

@@ -179,19 +179,14 @@ def check_size(fd: int, size: int, path: Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path, size: int, *, again: bool = False) -> Iterator[int]:
+def new_file(path: Path, size: int) -> Iterator[int]:
     """Create a file of `size` bytes; it is synced to disk after a successful body.
 
-    `again`: it is there already, and keeps its contents up to that size. Raises `CheckpointError` if the file exists
-    otherwise or cannot be made.
+    Raises `CheckpointError` if the file exists or cannot be made.
     """
-    calls = files.system()
     with explained(path, "created"):
-        fd = calls.reopen(path) if again else calls.create(path)
+        fd = files.system().create(path)
     try:
-        with explained(path, "cut"):
-            if os.fstat(fd).st_size > size:
-                calls.truncate(fd, size)
         lay_out(fd, size, path)
         yield fd
         sync_file(fd, size, path)
@@ -206,16 +201,15 @@ def sync_file(fd: int, size: int, path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a small file whole, and sync it; one that is there is written over."""
-    with new_file(path, len(content), again=os.path.lexists(path)) as fd:
+    """Write a small new file whole, and sync it."""
+    with new_file(path, len(content)) as fd:
         write_exactly(fd, [content], 0, path)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that need not be new, in one that is."""
-    if not path.is_dir():
-        with explained(path, "created"):
-            files.system().mkdir(path)
+    """Make a new directory in one that is there."""
+    with explained(path, "created"):
+        files.system().mkdir(path)
 
 
 def sync_directory(path: Path) -> None:

@@ -5,7 +5,6 @@ Copying and loading differ only in where bytes go: into another file, or into me
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from zerokit.checkpoint.checksum import Key, Part, Pieces, crc32
-from zerokit.checkpoint.disk import explained, opened, read_exactly, write_exactly
+from zerokit.checkpoint.disk import opened, read_exactly, write_exactly
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
@@ -29,16 +28,12 @@ _VECTOR_BYTES = 64 << 20
 
 @dataclass(eq=False, slots=True)
 class OpenFile:
-    """An open file; for a target, also its size in bytes and the copied parts.
-
-    `again`: it was there already, and is written only where it differs.
-    """
+    """An open file; for a target, also its size in bytes and the copied parts."""
 
     fd: int
     path: Path
     closing: ExitStack
     size: int | None = None
-    again: bool = False
     pieces: Pieces = field(default_factory=Pieces)
     unflushed: int = 0
     """Bytes written since the disk was last asked to take what there is."""
@@ -177,8 +172,7 @@ def move(fd: int, path: Path, run: Sequence[Request], scratch: memoryview) -> It
             yield request, crc32(whole[start : start + request.size])
             start += request.size
         content = whole if first.conversion is None else first.conversion.convert(whole)
-        if not (first.target.again and _is_there(first.target, content, first.at)):
-            write_exactly(first.target.fd, [content], first.at, first.target.path)
+        write_exactly(first.target.fd, [content], first.at, first.target.path)
         return
     places = [(request, request.target, _buffer(request)) for request in run]
     read_exactly(fd, [buffer for _, _, buffer in places], first.offset, path)
@@ -186,12 +180,6 @@ def move(fd: int, path: Path, run: Sequence[Request], scratch: memoryview) -> It
         yield request, crc32(buffer)
         if isinstance(target, Memory):
             target.take(request.at, buffer)
-
-
-def _is_there(file: OpenFile, content: ReadableBuffer, at: int) -> bool:
-    with explained(file.path, "read"):
-        wanted = bytes(content)
-        return os.pread(file.fd, len(wanted), at) == wanted
 
 
 def _buffer(request: Request) -> memoryview:

@@ -25,9 +25,6 @@ Foreign = Callable[[Path], str]
 IDLE_SECONDS = 3600.0
 """A writer that cannot be checked (on another host) counts as gone when nothing was written for so long."""
 
-ORDER_NAME = ".order"
-"""In the work directory of a conversion: what it writes (see `conversion`)."""
-
 _ASIDE = ".{}.replaced"
 _PATIENCE_SECONDS = 2.0
 
@@ -204,15 +201,14 @@ def leftovers(folder: Path) -> list[Leftover]:
 
 
 def remove_gone(folder: Path, *names: str) -> None:
-    """Remove leftovers of killed writers, but not interrupted conversions, which may be resumed.
+    """Remove leftovers of killed writers; of `names` also those whose writer cannot be checked.
 
-    Leftovers of `names` are removed even where their writer cannot be checked: the targets are there now.
+    Their targets are there now.
     """
     targets = {files.stem(name) for name in names}
     for left in leftovers(folder):
-        if left.alive:
-            continue  # two optimizers, say, that are saved into one run
-        if left.target in targets or (left.gone and not (left.path / ORDER_NAME).is_file()):
+        # Two optimizers, say, may be saved into one run: what a living one writes stays.
+        if not left.alive and (left.gone or left.target in targets):
             remove(left)
 
 

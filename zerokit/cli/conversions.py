@@ -25,7 +25,6 @@ _EPILOG = "The output is synced to disk and appears whole or not at all."
 _writing = options(
     click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
     click.option("--force", is_flag=True, help="Replace an existing output."),
-    click.option("--resume", is_flag=True, help="Continue an interrupted run to the same output."),
     json_option("Print the result on stdout as JSON."),
 )
 

@@ -46,7 +46,6 @@ def convert(
     like: str | os.PathLike[str] | None = None,
     jobs: int | None = None,
     force: bool = False,
-    resume: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
     """Write the checkpoint `source`, of any format, in another one or for another number of ranks.
@@ -63,14 +62,12 @@ def convert(
         dtype, stream, max_shard_size, like: of "huggingface"; see `consolidate`.
         jobs: threads that copy; up to four by default.
         force: replace an existing output of zerokit's; a run only if it holds no more than one step.
-        resume: take over what a killed one of the same output, source and arguments has written. Without it such a one
-            stays where it is, and a `ZerokitWarning` names it, until a conversion to the same output succeeds.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
     Returns what was written. Raises `UsageError` for impossible arguments, and `CheckpointError` if the source is
     damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
     """
-    checkpoint, options = open_source(source), Options(jobs, force, resume, progress)
+    checkpoint, options = open_source(source), Options(jobs, force, progress)
     kind = format or (checkpoint.format if checkpoint.format != "huggingface" else "zerokit")
     if kind not in FORMATS:
         raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
@@ -110,7 +107,6 @@ def reshard(
     *,
     jobs: int | None = None,
     force: bool = False,
-    resume: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
@@ -121,11 +117,11 @@ def reshard(
     Args:
         source: the directory of a step, or of a run, whose newest step is taken.
         world: number of ranks, at least 1.
-        output, jobs, force, resume, progress: see `convert`.
+        output, jobs, force, progress: see `convert`.
 
     Returns the step's directory: the output, or in it. Raises as `convert` does.
     """
-    done = convert(source, output, world=world, jobs=jobs, force=force, resume=resume, progress=progress)
+    done = convert(source, output, world=world, jobs=jobs, force=force, progress=progress)
     return done.path
 
 
@@ -138,7 +134,6 @@ def consolidate(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     like: str | os.PathLike[str] | None = None,
     force: bool = False,
-    resume: bool = False,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -157,7 +152,7 @@ def consolidate(
         like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
             tokenizer and similar files are copied, so that `from_pretrained(output)` works. Where it has weights
             or their index, names and shapes must be those of `source`.
-        force, resume, jobs, progress: see `convert`.
+        force, jobs, progress: see `convert`.
 
     Returns the output. Raises as `convert` does, `UsageError` for an unknown dtype or size or a stream that is not
     there, and `CheckpointError` if `like` is of another model or a value does not fit the dtype.
@@ -172,6 +167,5 @@ def consolidate(
         like=like,
         jobs=jobs,
         force=force,
-        resume=resume,
         progress=progress,
     ).output

@@ -123,7 +123,7 @@ def _new(name: str, state: dict[str, Any]) -> Record:
 
 def write_dcp(source: Source, world: int, target: Path, options: Options) -> None:
     """Write `source` for `world` ranks as the directory `target`. Raises as `convert` does."""
-    with converting(source, target, {"format": "dcp", "world": world}, options, _foreign) as work:
+    with converting(source, target, options, _foreign) as work:
         _write(source, world, work, options)
 
 

@@ -48,9 +48,10 @@ def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, options
     Raises as `convert` does.
     """
     writer = _Writer(source, source.described.details, world)
-    with converting(source, target, {"format": "deepspeed", "world": world}, options, _foreign) as work:
-        folder = work / source.path.name if source.run is not None else work
-        make_directory(folder)
+    with converting(source, target, options, _foreign) as work:
+        folder = work
+        if source.run is not None:
+            make_directory(folder := work / source.path.name)
         with options.copier(source.data_size) as copier:
             for name, file in writer.files():
                 to = copier.target(folder / name, file.size)

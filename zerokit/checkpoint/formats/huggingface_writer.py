@@ -85,14 +85,7 @@ def write_weights(
         aliases = {alias: p.name for p in source.layout.parameters for alias in p.aliases}
         check_like(model, {tensor.name: tensor.shape for tensor in tensors}, aliases)
         renewed = copied_names(model)
-    wanted = {
-        "format": "huggingface",
-        "dtype": dtype,
-        "stream": stream,
-        "max_shard_size": limit,
-        "like": None if model is None else str(model.resolve()),
-    }
-    with converting(source, target, wanted, options, partial(_foreign, renewed=renewed)) as work:
+    with converting(source, target, options, partial(_foreign, renewed=renewed)) as work:
         if model is not None:
             copy_like(model, work)
         _write(source, list(_shards(tensors, limit)), work, options)

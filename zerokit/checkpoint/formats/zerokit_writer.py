@@ -30,9 +30,7 @@ def write_cut(source: Source, world: int, target: Path, options: Options) -> Pat
     Returns the step's directory. Raises as `convert` does.
     """
     layout = source.layout.for_world(world)
-    with converting(
-        source, target, {"format": "zerokit", "world": world}, options, foreign_to_checkpoint
-    ) as work:
+    with converting(source, target, options, foreign_to_checkpoint) as work:
         if source.run is None:
             _write(source, layout, work, options)
             return target
