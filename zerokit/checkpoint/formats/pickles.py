@@ -1,13 +1,14 @@
 """A pickle as plain data, and back: no class is imported and no function is called, whatever the pickle asks for.
 
 What a pickle builds from a class or a function becomes an inert `Record`, which names it and holds what it was given.
-Readers take the records that they know apart; all others are only carried. The stack machine is our own, because
-the library's imports what it is asked for and allocates what a few bytes claim. See PEP 307 and PEP 3154; opcodes of
+Readers take the records that they know apart; all others are only carried. See PEP 307 and PEP 3154; opcodes of
 protocols 2 to 5 only.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 import sys
 from collections.abc import Callable
@@ -27,6 +28,11 @@ _MAX_KEY_PARTS = 64
 _MAX_LARGE_KEYS = 1 << 13
 _MAX_COPIED = 8
 """What is copied out of arguments, in sizes of the pickle: shared ones could be copied without end."""
+
+_UNREADABLE = (
+    *(pickle.UnpicklingError, ValueError, IndexError, TypeError, AttributeError, EOFError),
+    *(struct.error, RecursionError),
+)
 
 ORDERED = "collections.OrderedDict"
 SIZE = "torch.Size"
@@ -75,6 +81,14 @@ class Record:
     pairs: dict[Any, Any] = field(default_factory=dict)
     new: bool = False
 
+    def append(self, value: Any) -> None:
+        """Note an element, as a list would."""
+        self.items.append(value)
+
+    def extend(self, values: list[Any]) -> None:
+        """Note elements."""
+        self.items.extend(values)
+
     @property
     def fields(self) -> dict[str, Any]:
         """The object's attributes; empty if it was not restored from a mapping."""
@@ -98,102 +112,59 @@ def parse_pickle(content: bytes | memoryview, where: str) -> Any:
             f"{where}: a pickle of {len(content)} bytes, more than the {MAX_PICKLE_BYTES} that are read"
         )
     try:
-        return _Machine(bytes(content)).run()
-    except (ValueError, IndexError, KeyError, TypeError, struct.error, RecursionError) as error:
+        return _Machine(bytes(content)).load()
+    except _UNREADABLE as error:
         raise CheckpointError(f"{where}: not a pickle that zerokit reads: {error}") from None
 
 
-class _Machine:
-    """The stack, the memo and the position in the bytes."""
+class _Machine(pickle._Unpickler):
+    """Python's own machine; what would look up, call, compare or attach only notes it instead.
+
+    Not its twin in C, which allocates what a few bytes claim.
+    """
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, content: bytes) -> None:
-        self._content, self._position = content, 0
-        self._stack: list[Any] = []
-        self._below: list[list[Any]] = []
-        """A stack for each mark: what lies below it."""
-        self._memo: dict[int, Any] = {}
+        super().__init__(io.BytesIO(content))
+        self._most_copied = _MAX_COPIED * len(content)
         self._containers = self._copied = self._large_keys = 0
 
-    def run(self) -> Any:
-        while True:
-            code = self._take(1)[0]
-            if code == 0x2E:  # STOP
-                return self._stack.pop()
-            operation = _OPERATIONS.get(code)
-            if operation is None:
-                raise ValueError(f"opcode {code:#04x} at byte {self._position - 1} is unknown")
-            operation(self)
-
-    def _take(self, size: int) -> bytes:
-        start, self._position = self._position, self._position + size
-        if self._position > len(self._content):
-            raise ValueError(f"truncated: {size} bytes expected at byte {start} of {len(self._content)}")
-        return self._content[start : self._position]
-
-    def _number(self, form: str) -> Any:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
-
-    def _text(self, form: str) -> str:
-        return self._take(self._number(form)).decode("utf-8", "surrogatepass")
-
-    def _line(self) -> str:
-        end = self._content.index(b"\n", self._position)
-        return self._take(end - self._position + 1)[:-1].decode()
-
-    def _mark(self) -> None:
-        self._below.append(self._stack)
-        self._stack = []
-
-    def _since_mark(self) -> list[Any]:
-        if not self._below:
-            raise ValueError("a mark is missing")
-        taken, self._stack = self._stack, self._below.pop()
-        return taken
-
-    def _pop(self) -> None:
-        if self._stack:
-            self._stack.pop()
-        else:
-            self._since_mark()
-
-    def _push_tuple(self, count: int) -> None:
-        taken = tuple(self._stack[len(self._stack) - count :])
-        if len(taken) != count:
-            raise ValueError("the stack is empty")
-        del self._stack[-count:]
-        self._make(taken)
-
-    def _make(self, value: Any) -> None:
-        """Push a new container."""
+    def count(self) -> None:
+        """Count a container."""
         self._containers += 1
         if self._containers > _MAX_CONTAINERS:
             raise ValueError(f"more than {_MAX_CONTAINERS} containers")
-        self._stack.append(value)
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Name(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return Persistent(pid)
 
     def _call(self, name: Any, args: Any, *, new: bool = False) -> None:
         if not isinstance(name, Name) or not isinstance(args, tuple):
             raise ValueError(f"{type(name).__name__} is called with {type(args).__name__}")
         if args and (name.text in (SIZE, "builtins.tuple", BYTES) or name.text in _BUILTINS):
             self._copied += len(_typed(args[0], (list, tuple, str)))
-            if self._copied > _MAX_COPIED * len(self._content):
+            if self._copied > self._most_copied:
                 raise ValueError("shared parts are copied again and again")
+        made: Any
         if name.text in (SIZE, "builtins.tuple"):
             kind = Size if name.text == SIZE else tuple
-            self._make(kind(_typed(args[0], (list, tuple)) if args else ()))
-        elif name.text in _BUILTINS and not args:
-            self._make(_BUILTINS[name.text]())
-        elif name.text in _BUILTINS and len(args) == 1:
-            given = _typed(args[0], (list, tuple))
-            made = _BUILTINS[name.text]()
+            made = kind(_typed(args[0], (list, tuple)) if args else ())
+        elif name.text in _BUILTINS and len(args) < 2:
+            made, given = _BUILTINS[name.text](), _typed(args[0] if args else (), (list, tuple))
             if isinstance(made, list):
                 made.extend(given)
-            else:
+            elif args:
                 _typed(made, dict).update((self._key(key), value) for key, value in given)
-            self._make(made)
         elif name.text == BYTES and len(args) == 2 and isinstance(args[0], str):
-            self._stack.append(args[0].encode("latin-1"))
+            made = args[0].encode("latin-1")
         else:
-            self._make(Record(name.text, args, new=new))
+            made = Record(name.text, args, new=new)
+        self.stack.append(made)
 
     def _key(self, key: Any) -> Any:
         """A key of a mapping. Nested and long tuples, and many numbers that may have one hash, would take for ever."""
@@ -208,73 +179,42 @@ class _Machine:
             raise ValueError(f"more than {_MAX_LARGE_KEYS} numbers of over 60 bits are used as keys")
         return key
 
-    # One method an opcode or family of opcodes, in the order of the table below.
-
-    def _skip_protocol(self) -> None:
-        protocol = self._take(1)[0]
-        if not 2 <= protocol <= 5:
-            raise ValueError(f"protocol {protocol} is unknown")
-
-    def _append(self, values: list[Any]) -> None:
-        target = self._stack[-1]
-        if isinstance(target, list):
-            target.extend(values)
-        elif isinstance(target, Record):
-            target.items.extend(values)
-        else:
-            raise ValueError(f"elements are added to {type(target).__name__}")
-
     def _set(self, values: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         pairs = target.pairs if isinstance(target, Record) else _typed(target, dict)
         for key, value in zip(values[::2], values[1::2], strict=True):
             pairs[self._key(key)] = value
 
-    def _set_one(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
         self._set([key, value])
 
-    def _append_one(self) -> None:
-        value = self._stack.pop()
-        self._append([value])
+    def load_setitems(self) -> None:
+        self._set(self.pop_mark())
 
-    def _build(self) -> None:
-        state = self._stack.pop()
-        target = self._stack[-1]
+    def load_dict(self) -> None:
+        values = self.pop_mark()
+        self.stack.append({})
+        self._set(values)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
         if isinstance(target, Record):
             target.state = state
         # An OrderedDict's attributes, as torch's state_dict has them, are not carried.
 
-    def _global(self) -> None:
-        module, name = self._line(), self._line()
-        self._stack.append(Name(f"{module}.{name}"))
-
-    def _stack_global(self) -> None:
-        name, module = _typed(self._stack.pop(), str), _typed(self._stack.pop(), str)
-        self._stack.append(Name(f"{module}.{name}"))
-
-    def _reduce(self) -> None:
-        args, name = self._stack.pop(), self._stack.pop()
+    def load_reduce(self) -> None:
+        args, name = self.stack.pop(), self.stack.pop()
         self._call(name, args)
 
-    def _new(self) -> None:
-        args, name = self._stack.pop(), self._stack.pop()
+    def load_newobj(self) -> None:
+        args, name = self.stack.pop(), self.stack.pop()
         self._call(name, args, new=True)
 
-    def _new_with_keywords(self) -> None:
-        keywords, args, name = self._stack.pop(), self._stack.pop(), self._stack.pop()
+    def load_newobj_ex(self) -> None:
+        keywords, args, name = self.stack.pop(), self.stack.pop(), self.stack.pop()
         self._call(name, (*_typed(args, tuple), *_typed(keywords, dict).values()))
-
-    def _remember(self, index: int) -> None:
-        self._memo[index] = self._stack[-1]
-
-    def _dict(self) -> None:
-        values = self._since_mark()
-        self._make({})
-        self._set(values)
-
-    def _push(self, value: Any) -> None:
-        self._stack.append(value)
 
 
 def _typed(value: Any, kind: Any) -> Any:
@@ -283,57 +223,33 @@ def _typed(value: Any, kind: Any) -> Any:
     return value
 
 
-_OPERATIONS: dict[int, Callable[[_Machine], Any]] = {
-    0x80: lambda m: m._skip_protocol(),
-    0x95: lambda m: m._number("<Q"),  # FRAME
-    ord("("): lambda m: m._mark(),
-    ord("0"): lambda m: m._pop(),
-    ord("1"): lambda m: m._since_mark(),
-    ord("2"): lambda m: m._push(m._stack[-1]),
-    ord("N"): lambda m: m._push(None),
-    0x88: lambda m: m._push(True),
-    0x89: lambda m: m._push(False),
-    ord("J"): lambda m: m._push(m._number("<i")),
-    ord("K"): lambda m: m._push(m._number("<B")),
-    ord("M"): lambda m: m._push(m._number("<H")),
-    0x8A: lambda m: m._push(int.from_bytes(m._take(m._number("<B")), "little", signed=True)),
-    ord("G"): lambda m: m._push(m._number(">d")),
-    ord("X"): lambda m: m._push(m._text("<I")),
-    0x8C: lambda m: m._push(m._text("<B")),
-    0x8D: lambda m: m._push(m._text("<Q")),
-    ord("B"): lambda m: m._push(m._take(m._number("<I"))),
-    ord("C"): lambda m: m._push(m._take(m._number("<B"))),
-    0x8E: lambda m: m._push(m._take(m._number("<Q"))),
-    0x96: lambda m: m._push(m._take(m._number("<Q"))),
-    ord("]"): lambda m: m._make([]),
-    ord("}"): lambda m: m._make({}),
-    ord(")"): lambda m: m._push(()),
-    0x8F: lambda m: m._make([]),  # EMPTY_SET
-    ord("a"): lambda m: m._append_one(),
-    ord("e"): lambda m: m._append(m._since_mark()),
-    0x90: lambda m: m._append(m._since_mark()),  # ADDITEMS
-    ord("s"): lambda m: m._set_one(),
-    ord("u"): lambda m: m._set(m._since_mark()),
-    ord("t"): lambda m: m._make(tuple(m._since_mark())),
-    0x91: lambda m: m._make(tuple(m._since_mark())),  # FROZENSET
-    0x85: lambda m: m._push_tuple(1),
-    0x86: lambda m: m._push_tuple(2),
-    0x87: lambda m: m._push_tuple(3),
-    ord("l"): lambda m: m._make(m._since_mark()),
-    ord("d"): lambda m: m._dict(),
-    ord("q"): lambda m: m._remember(m._number("<B")),
-    ord("r"): lambda m: m._remember(m._number("<I")),
-    0x94: lambda m: m._remember(len(m._memo)),
-    ord("h"): lambda m: m._push(m._memo[m._number("<B")]),
-    ord("j"): lambda m: m._push(m._memo[m._number("<I")]),
-    ord("c"): lambda m: m._global(),
-    0x93: lambda m: m._stack_global(),
-    ord("R"): lambda m: m._reduce(),
-    0x81: lambda m: m._new(),
-    0x92: lambda m: m._new_with_keywords(),
-    ord("b"): lambda m: m._build(),
-    ord("Q"): lambda m: m._make(Persistent(m._stack.pop())),
-}
+class _Operations(dict[int, Any]):
+    """What each opcode does; those that are not listed are refused."""
+
+    def __missing__(self, code: int) -> Any:
+        raise ValueError(f"opcode {code:#04x} is unknown")
+
+
+def _counted(load: Callable[[_Machine], None]) -> Callable[[_Machine], None]:
+    def counted(machine: _Machine) -> None:
+        machine.count()
+        load(machine)
+
+    return counted
+
+
+def _operation(code: int) -> Any:
+    return getattr(_Machine, pickle._Unpickler.dispatch[code].__name__)
+
+
+# Those of protocols 2 to 5, by their codes in Python's pickle.py; the second line makes containers.
+_Machine.dispatch = _Operations(
+    {code: _operation(code) for code in b"\x80\x95.(012N\x88\x89JKM\x8aGX\x8c\x8dBC\x8e)aesuqr\x94hjc\x93b"}
+    | {code: _counted(_operation(code)) for code in b"]}ldt\x85\x86\x87R\x81\x92Q"}
+)
+# Sets become lists or tuples, whose elements are not hashed.
+for _code, _like in zip(b"\x8f\x90\x91\x96", b"]et\x8e", strict=True):
+    _Machine.dispatch[_code] = _Machine.dispatch[_like]
 
 
 def mapped(root: Any, change: Callable[[Any], Any]) -> Any:
