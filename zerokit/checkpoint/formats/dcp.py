@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
 from zerokit.checkpoint.formats.description import (
     LARGEST_BUFFER,
@@ -31,6 +30,7 @@ from zerokit.checkpoint.formats.description import (
     reading,
 )
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.formats.torchfile import Blob, content_of
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import StoredBuffer
 from zerokit.errors import CheckpointError
@@ -219,15 +219,9 @@ class _Reader:
                 "states of their parameter's shape, and small ones in one piece"
             )
         (place,) = item.stretches
-        content = bytearray(item.numel * ELEMENT_BYTES[item.dtype])
-        path = self.files[place.file]
+        path, size = self.files[place.file], item.numel * ELEMENT_BYTES[item.dtype]
         with opened(path) as fd:
-            read_exactly(fd, [content], place.offset, path)
-        if crc32(content) != item.crcs[0]:
-            raise CheckpointError(
-                f"{path}: damaged (CRC-32 {crc32(content):08x}, expected {item.crcs[0]:08x})"
-            )
-        return bytes(content)
+            return content_of(path, fd, Blob(place.offset, size, item.crcs[0]))
 
     def _model_prefix(self, optimizer: str | None, trained: Mapping[str, int]) -> str:
         """What the model's keys begin with, such as "model."."""

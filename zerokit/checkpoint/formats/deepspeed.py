@@ -9,13 +9,14 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import deepspeed_cut
-from zerokit.checkpoint.formats.deepspeed_cut import Group, SubGroup
+from zerokit.checkpoint.formats.deepspeed_cut import Cut
 from zerokit.checkpoint.formats.deepspeed_files import (
     KNOWN,
     LATEST,
@@ -42,7 +43,7 @@ from zerokit.checkpoint.formats.description import (
 )
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Record
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, content_of
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import StoredBuffer, Stretch
 from zerokit.errors import CheckpointError
@@ -209,25 +210,26 @@ class Reader:
         whole = {name: shape for shapes in self.shapes for name, shape in shapes.items()}
         groups: list[Shapes] = [{} for _ in self.options(0)]
         for cut in self.cuts:
-            assert isinstance(cut, SubGroup)
             groups[cut.group].update({name: whole[name] for name in cut.members})
         return groups
 
     @cached_property
-    def cuts(self) -> Sequence[Group | SubGroup]:
+    def cuts(self) -> Sequence[Cut]:
         """The groups of stages 1 and 2, the sub-groups of stage 3."""
         if self.stage < 3:
-            paddings = self.optimizers[0].get("param_alignment_paddings")
-            return [
-                deepspeed_cut.lay_out(shapes, self.world, paddings[number] if paddings else None)
-                for number, shapes in enumerate(self.shapes)
-            ]
+            return self.groups_for(self.world)
         sizes = [tensor.numel for tensor in self.masters(0)]
         group_of = {n: group for group, options in enumerate(self.options(0)) for n in options["params"]}
         try:
             return deepspeed_cut.saved_sub_groups(self.shapes, self.world, sizes, group_of)
         except ValueError as error:
             raise CheckpointError(f"{self.files.optimizers[0]}: {error}") from error
+
+    def groups_for(self, world: int) -> list[Cut]:
+        """The groups of stages 1 and 2, cut for so many ranks."""
+        paddings = self.optimizers[0].get("param_alignment_paddings") or [None] * len(self.groups)
+        groups = zip(self.groups, paddings, strict=True)
+        return [deepspeed_cut.group_of(n, shapes, world, after) for n, (shapes, after) in enumerate(groups)]
 
     def state(self, rank: int) -> dict[int, dict[str, Any]]:
         """The optimizer's states of a rank, by group (stages 1 and 2) or sub-group."""
@@ -273,17 +275,22 @@ class Reader:
             name: {MASTER: []} for shapes in self.shapes for name in shapes
         }
         for number, cut in enumerate(self.cuts):
-            held = [self.kinds(rank, number) for rank in range(self.world)]
-            self._check_masters(number, cut, [kinds[MASTER] for kinds in held])
-            for piece in cut.pieces():
-                for kind, tensor in held[piece.rank].items():
-                    if piece.start + piece.interval.numel > tensor.numel or not tensor.contiguous:
+            for rank, path in enumerate(self.files.optimizers):
+                held = self.kinds(rank, number)
+                if held[MASTER].numel not in (cut.unpadded[rank], cut.partition):
+                    raise CheckpointError(
+                        f"{path}: group {number} has {held[MASTER].numel} elements, expected {cut.unpadded[rank]}: a "
+                        "file of another save, or states that were offloaded to NVMe"
+                    )
+                for piece, (kind, tensor) in product(cut.pieces[rank], held.items()):
+                    end = piece.start + piece.interval.numel
+                    if end > tensor.numel or not tensor.contiguous:
                         raise CheckpointError(
-                            f"{self.files.optimizers[piece.rank]}: {kind} of group {number} has {tensor.numel} "
-                            f"elements, {piece.name} is expected up to {piece.start + piece.interval.numel}"
+                            f"{path}: {kind} of group {number} has {tensor.numel} elements, {piece.name} is expected "
+                            f"up to {end}"
                         )
                     offset = tensor.offset + piece.start * tensor.element_bytes
-                    stretch = Stretch(self._number(piece.rank), piece.interval, offset)
+                    stretch = Stretch(self._number(rank), piece.interval, offset)
                     found[piece.name].setdefault(kind, []).append((tensor.dtype, stretch))
         return {
             name: {kind: self._stream(f"{kind} of {name}", parts) for kind, parts in kinds.items()}
@@ -295,16 +302,6 @@ class Reader:
         if len(dtypes) > 1:
             raise CheckpointError(f"{self.files.folder}: {what} has dtypes {dtypes}")
         return StoredStream(dtypes[0], tuple(stretch for _, stretch in parts))
-
-    def _check_masters(self, number: int, cut: Group | SubGroup, masters: Sequence[StoredTensor]) -> None:
-        """Raises `CheckpointError` unless every rank's piece of a group has as many elements as it is cut into."""
-        for rank, master in enumerate(masters):
-            least = cut.unpadded(rank) if isinstance(cut, Group) else cut.partition
-            if master.numel not in (least, cut.partition):
-                raise CheckpointError(
-                    f"{self.files.optimizers[rank]}: group {number} has {master.numel} elements, expected {least}: "
-                    "a file of another save, or states that were offloaded to NVMe"
-                )
 
     def _scalars(self) -> dict[str, dict[str, StoredScalar]]:
         """States of another shape, such as step counts: equal on all ranks, and for all parameters of a group."""
@@ -325,11 +322,8 @@ class Reader:
         scalars = {}
         state = dict(self.state(rank).get(number, {}))
         if state and "step" not in state:  # FusedAdam counts for the group
-            cut = self.cuts[number]
-            group = cut.group if isinstance(cut, SubGroup) else number
-            step = self.optimizers[rank].get(
-                "base_optimizer_state_step", self.options(rank)[group].get("step")
-            )
+            options = self.options(rank)[self.cuts[number].group]
+            step = self.optimizers[rank].get("base_optimizer_state_step", options.get("step"))
             if step is not None:
                 state["step"] = step
         for kind, value in state.items():
@@ -350,14 +344,9 @@ class Reader:
             raise CheckpointError(
                 f"{path}: a state of shape {list(tensor.shape)}, which is not a state of ZeRO"
             )
-        content = bytearray(tensor.numel * tensor.element_bytes)
         with opened(path) as fd:
-            read_exactly(fd, [content], tensor.offset, path)
-        if tensor.blob.size == len(content) and crc32(content) != tensor.blob.crc:
-            raise CheckpointError(
-                f"{path}: damaged (CRC-32 {crc32(content):08x}, expected {tensor.blob.crc:08x})"
-            )
-        return bytes(content)
+            content, start = content_of(path, fd, tensor.blob), tensor.start * tensor.element_bytes
+        return content[start : start + tensor.numel * tensor.element_bytes]
 
     def _frozen(self, name: str, shape: tuple[int, ...], tensor: StoredTensor) -> StoredStream:
         if self.stage < 3:

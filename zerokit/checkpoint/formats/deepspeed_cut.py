@@ -23,74 +23,54 @@ class Piece:
     """Elements `interval` of the flattened parameter `name`, from element `start` of a rank's piece of a group on."""
 
     name: str
-    rank: int
     interval: Interval
     start: int
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """An optimizer group at stages 1 and 2 for `world` ranks: the places of its parameters, in elements.
+class Cut:
+    """A group (stages 1 and 2) or a sub-group (stage 3) of optimizer group `group`, cut for ranks.
 
-    `payload` elements come before the padding at the end.
+    Each rank has `partition` elements, of which `unpadded` (by rank) come before the padding at the end, and `pieces`
+    (by rank) of parameters in them.
     """
 
-    world: int
-    members: Mapping[str, Interval]
-    payload: int
-
-    @property
-    def partition(self) -> int:
-        """Elements of each rank's piece, padding included."""
-        multiple = ALIGNMENT * self.world
-        return -(-self.payload // multiple) * ALIGNMENT
-
-    def unpadded(self, rank: int) -> int:
-        """Elements of a rank's piece without padding."""
-        return min(self.partition, max(0, self.payload - rank * self.partition))
-
-    def pieces(self) -> Iterator[Piece]:
-        """Every parameter's pieces, in the order of its elements."""
-        size = self.partition
-        for name, place in self.members.items():
-            for rank in range(place.start // max(size, 1), self.world):
-                part = place.intersection(Interval(rank * size, (rank + 1) * size))
-                if not part.numel:
-                    break
-                yield Piece(name, rank, part.shifted(-place.start), part.start - rank * size)
-
-
-@dataclass(frozen=True, slots=True)
-class SubGroup:
-    """A sub-group of stage 3 for `world` ranks: parameters of group `group` with their elements."""
-
-    world: int
     group: int
-    members: Mapping[str, int]
-
-    @property
-    def partition(self) -> int:
-        """Elements of each rank's piece, padding included."""
-        return sum(part_size(numel, self.world) for numel in self.members.values())
-
-    def pieces(self) -> Iterator[Piece]:
-        """Every parameter's pieces, in the order of its elements."""
-        start = 0
-        for name, numel in self.members.items():
-            for rank, part in parts(numel, self.world):
-                yield Piece(name, rank, part, start)
-            start += part_size(numel, self.world)
+    members: tuple[str, ...]
+    partition: int
+    unpadded: tuple[int, ...]
+    pieces: tuple[list[Piece], ...]
 
 
-def lay_out(shapes: Mapping[str, Sequence[int]], world: int, paddings: Sequence[int] | None = None) -> Group:
-    """Place a group's parameters for `world` ranks; `paddings` are elements that follow each of them."""
-    members: dict[str, Interval] = {}
+def group_of(
+    number: int, shapes: Mapping[str, Sequence[int]], world: int, paddings: Sequence[int] | None = None
+) -> Cut:
+    """A group of stages 1 and 2; `paddings` are elements that follow each of its parameters."""
+    places: dict[str, Interval] = {}
     end = 0
-    for number, (name, shape) in enumerate(shapes.items()):
-        numel = math.prod(shape)
-        members[name] = Interval(end, end + numel)
-        end += numel + (paddings[number] if paddings else 0)
-    return Group(world, members, end)
+    for index, (name, shape) in enumerate(shapes.items()):
+        places[name] = Interval(end, end + math.prod(shape))
+        end = places[name].stop + (paddings[index] if paddings else 0)
+    size = -(-end // (ALIGNMENT * world)) * ALIGNMENT
+    pieces: tuple[list[Piece], ...] = tuple([] for _ in range(world))
+    for name, place in places.items():
+        for rank in range(place.start // max(size, 1), world):
+            part = place.intersection(Interval(rank * size, (rank + 1) * size))
+            if not part.numel:
+                break
+            pieces[rank].append(Piece(name, part.shifted(-place.start), part.start - rank * size))
+    unpadded = tuple(min(size, max(0, end - rank * size)) for rank in range(world))
+    return Cut(number, tuple(places), size, unpadded, pieces)
+
+
+def _sub_group(group: int, numels: Mapping[str, int], world: int) -> Cut:
+    pieces: tuple[list[Piece], ...] = tuple([] for _ in range(world))
+    size = 0
+    for name, numel in numels.items():
+        for rank, part in parts(numel, world):
+            pieces[rank].append(Piece(name, part, size))
+        size += part_size(numel, world)
+    return Cut(group, tuple(numels), size, (size,) * world, pieces)
 
 
 def part_size(numel: int, world: int) -> int:
@@ -107,7 +87,7 @@ def parts(numel: int, world: int) -> Iterator[tuple[int, Interval]]:
             yield rank, part
 
 
-def sub_groups(groups: Sequence[Mapping[str, Sequence[int]]], world: int, limit: int) -> Iterator[SubGroup]:
+def sub_groups(groups: Sequence[Mapping[str, Sequence[int]]], world: int, limit: int) -> Iterator[Cut]:
     """Sub-groups as DeepSpeed makes them: each ends with the parameter that fills `limit` elements a rank."""
     for number, shapes in enumerate(groups):
         members: dict[str, int] = {}
@@ -116,23 +96,23 @@ def sub_groups(groups: Sequence[Mapping[str, Sequence[int]]], world: int, limit:
             members[name] = math.prod(shape)
             filled += part_size(members[name], world)
             if filled >= limit:
-                yield SubGroup(world, number, members)
+                yield _sub_group(number, members, world)
                 members, filled = {}, 0
         if members:
-            yield SubGroup(world, number, members)
+            yield _sub_group(number, members, world)
 
 
 def saved_sub_groups(
     groups: Sequence[Mapping[str, Sequence[int]]],
     world: int,
     sizes: Sequence[int],
-    group_of: Mapping[int, int],
-) -> list[SubGroup]:
-    """The sub-groups of a checkpoint: of `sizes` elements a rank, each of the group that `group_of` says.
+    groups_of: Mapping[int, int],
+) -> list[Cut]:
+    """The sub-groups of a checkpoint: of `sizes` elements a rank, each of the group that `groups_of` says.
 
     Raises `ValueError` where they do not end between parameters.
     """
-    found: list[SubGroup] = []
+    found: list[Cut] = []
     members: dict[str, int] = {}
     filled = 0
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
@@ -145,7 +125,7 @@ def saved_sub_groups(
                 "does not read states that were offloaded to NVMe"
             )
         if filled == sizes[number]:
-            found.append(SubGroup(world, group_of[number], members))
+            found.append(_sub_group(groups_of[number], members, world))
             filled, members = 0, {}
     if len(found) != len(sizes) or members:
         raise ValueError(f"{len(sizes)} sub-groups, but parameters fill {len(found)}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from zerokit.checkpoint.conversion import Options, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_file
 from zerokit.checkpoint.formats import deepspeed_cut
 from zerokit.checkpoint.formats.deepspeed import Reader
-from zerokit.checkpoint.formats.deepspeed_cut import Group, Piece, SubGroup
+from zerokit.checkpoint.formats.deepspeed_cut import Cut, Piece
 from zerokit.checkpoint.formats.deepspeed_files import LATEST
 from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
@@ -87,7 +87,6 @@ class _Writer:
             for position in stream.parameters
         }
         self.cuts = self._cuts()
-        self.held = [self._by_rank(cut.pieces()) for cut in self.cuts]
 
     def files(self) -> Iterator[tuple[str, TorchFile]]:
         """Every file's name and contents."""
@@ -141,24 +140,14 @@ class _Writer:
             **_as_it_was(whole, first, storages),
         }
 
-    def _cuts(self) -> Sequence[Group | SubGroup]:
+    def _cuts(self) -> Sequence[Cut]:
         """The groups of stages 1 and 2, the sub-groups of stage 3, cut as DeepSpeed will cut them for the new world."""
         reader = self.reader
         if reader.stage < 3:
-            paddings = reader.optimizers[0].get("param_alignment_paddings")
-            return [
-                deepspeed_cut.lay_out(shapes, self.world, paddings[number] if paddings else None)
-                for number, shapes in enumerate(reader.groups)
-            ]
+            return reader.groups_for(self.world)
         config = reader.optimizer_files[0].get("ds_config") or {}
         limit = int(config.get("zero_optimization", {}).get("sub_group_size", _SUB_GROUP_NUMEL))
         return list(deepspeed_cut.sub_groups(reader.groups, self.world, limit))
-
-    def _by_rank(self, pieces: Iterable[Piece]) -> list[list[Piece]]:
-        held: list[list[Piece]] = [[] for _ in range(self.world)]
-        for piece in pieces:
-            held[piece.rank].append(piece)
-        return held
 
     def _groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
         """Stages 1 and 2."""
@@ -166,8 +155,7 @@ class _Writer:
         elastic = not isinstance(base, dict)
         masters, states, paddings, mappings = [], {}, [], []
         for number, cut in enumerate(self.cuts):
-            assert isinstance(cut, Group)
-            held, unpadded = self.held[number][rank], cut.unpadded(rank)
+            held, unpadded = cut.pieces[rank], cut.unpadded[rank]
             masters.append(self._flat(MASTER, number, held, unpadded))
             states[number] = self._state(number, held, unpadded if elastic else cut.partition)
             paddings.append(cut.partition - unpadded)
@@ -187,13 +175,11 @@ class _Writer:
         # The state of a group's sub-groups differs in tensors alone, so the group's first one is the template.
         first_of: dict[int, int] = {}
         for number, cut in enumerate(self.reader.cuts):
-            assert isinstance(cut, SubGroup)
             first_of.setdefault(cut.group, number)
         masters, states = [], {}
         numbers: dict[int, list[int]] = {}
         for number, cut in enumerate(self.cuts):
-            assert isinstance(cut, SubGroup)
-            held, first = self.held[number][rank], first_of[cut.group]
+            held, first = cut.pieces[rank], first_of[cut.group]
             numbers.setdefault(cut.group, []).append(number)
             masters.append(self._flat(MASTER, first, held, cut.partition))
             states[number] = self._state(first, held, cut.partition)

@@ -119,9 +119,9 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
             f"{path}: not a file of torch.save: {len(pickles)} entries called data.pkl, expected 1"
         )
     prefix = pickles[0].removesuffix("data.pkl")
-    content = _content(path, fd, entries[pickles[0]])
+    content = content_of(path, fd, entries[pickles[0]])
     order = entries.get(f"{prefix}byteorder")
-    if order is not None and _content(path, fd, order) != b"little":
+    if order is not None and content_of(path, fd, order) != b"little":
         raise CheckpointError(f"{path}: its numbers are big-endian: save it on a little-endian machine")
     return _resolved(parse_pickle(content, f"{path}: data.pkl"), entries, prefix, path)
 
@@ -171,11 +171,11 @@ def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
         raise CheckpointError(f"{path}: not a file of torch.save, or truncated: {error}") from None
 
 
-def _content(path: Path, fd: int, blob: Blob) -> bytes:
-    """A small entry's bytes, verified."""
+def content_of(path: Path, fd: int, blob: Blob) -> bytes:
+    """A small entry's bytes, verified. Raises `CheckpointError`."""
     if blob.size > MAX_PICKLE_BYTES:
         raise CheckpointError(
-            f"{path}: a pickle of {blob.size} bytes, more than the {MAX_PICKLE_BYTES} that are read"
+            f"{path}: an entry of {blob.size} bytes, more than the {MAX_PICKLE_BYTES} that are read whole"
         )
     content = bytearray(blob.size)
     read_exactly(fd, [content], blob.offset, path)
