@@ -142,7 +142,7 @@ class Checkpoint(Source):
             crc = file_checksum(fd, stated.size, path)
             if crc != stated.crc:
                 raise _damaged(path, crc, stated.crc)
-            return read_header(fd, stated.size, path)
+        return read_header(path)
 
     def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
         element = self.streams[stream].element_bytes

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.disk import read_exactly
+from zerokit.checkpoint.disk import opened, read_exactly
 from zerokit.checkpoint.strict import member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 
@@ -150,12 +151,14 @@ def _check_tiling(tensors: list[Tensor], base: int, file_size: int) -> None:
         raise ValueError(f"tensors end at byte {end}, the file has {file_size}")
 
 
-def read_header(fd: int, size: int, path: Path) -> Header:
-    """The header of an open file of `size` bytes. Raises `CheckpointError`."""
-    first = bytearray(min(LENGTH_BYTES, size))
-    read_exactly(fd, [first], 0, path)
-    content = bytearray(header_size(bytes(first), size, str(path)))
-    read_exactly(fd, [content], 0, path)
+def read_header(path: Path) -> Header:
+    """The header of the file at `path`. Raises `CheckpointError`."""
+    with opened(path) as fd:
+        size = os.fstat(fd).st_size
+        first = bytearray(min(LENGTH_BYTES, size))
+        read_exactly(fd, [first], 0, path)
+        content = bytearray(header_size(bytes(first), size, str(path)))
+        read_exactly(fd, [content], 0, path)
     return parse_header(bytes(content), size, str(path))
 
 

@@ -25,6 +25,7 @@ from zerokit.checkpoint.formats.description import (
     StoredParameter,
     StoredScalar,
     StoredStream,
+    as_buffer,
     beside,
     plain_value,
     reading,
@@ -32,7 +33,6 @@ from zerokit.checkpoint.formats.description import (
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.torchfile import Blob, content_of
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
-from zerokit.checkpoint.source import StoredBuffer
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter
 
@@ -100,23 +100,12 @@ class _Reader:
             if name in tied:
                 continue
             if name not in trained and len(item.stretches) == 1 and _is_buffer(name, item, divided=divided):
-                place = item.stretches[0]
-                size = item.numel * ELEMENT_BYTES[item.dtype]
-                buffers[name] = StoredBuffer(
-                    item.dtype, item.shape, self.files[place.file], place.offset, size
-                )
+                buffers[name] = as_buffer(item.stream, item.shape, self.files)
                 continue
-            kind = MASTER if name in trained else PARAM
             streams, scalars = states.get(name, ({}, {}))
-            streams = {kind: StoredStream(item.dtype, item.stretches), **streams}
-            parameter = Parameter(
-                name,
-                item.shape,
-                item.dtype,
-                trained.get(name, 0),
-                name in trained,
-                tuple(aliases.get(name, ())),
-            )
+            streams = {MASTER if name in trained else PARAM: item.stream, **streams}
+            others, group = tuple(aliases.get(name, ())), trained.get(name, 0)
+            parameter = Parameter(name, item.shape, item.dtype, group, name in trained, others)
             parameters.append(StoredParameter(parameter, streams, scalars))
         user, step = self._user(model, optimizer, states)
         return Description(
@@ -203,7 +192,7 @@ class _Reader:
                 raise CheckpointError(f"{self.path}: {key} is of a parameter that is in no group{hint}")
             streams, scalars = states.setdefault(name, ({}, {}))
             if item.shape == weights[name].shape and kind != "step":
-                streams[kind] = StoredStream(item.dtype, item.stretches)
+                streams[kind] = item.stream
             else:
                 scalars[kind] = StoredScalar(item.dtype, item.shape, self._content(item))
         for key, (_, value) in self.values.items():

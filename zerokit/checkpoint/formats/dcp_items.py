@@ -17,6 +17,7 @@ from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened, read_whole
+from zerokit.checkpoint.formats.description import StoredStream
 from zerokit.checkpoint.formats.pickles import Name, Record, parse_pickle
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
@@ -43,6 +44,10 @@ class StoredItem:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def stream(self) -> StoredStream:
+        return StoredStream(self.dtype, self.stretches)
 
 
 class Items:

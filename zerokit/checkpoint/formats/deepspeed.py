@@ -36,6 +36,7 @@ from zerokit.checkpoint.formats.description import (
     StoredParameter,
     StoredScalar,
     StoredStream,
+    as_buffer,
     beside,
     plain_value,
     reading,
@@ -44,8 +45,7 @@ from zerokit.checkpoint.formats.description import (
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Record
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, content_of
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES
-from zerokit.checkpoint.source import StoredBuffer, Stretch
+from zerokit.checkpoint.source import Stretch
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter
 
@@ -145,7 +145,8 @@ class Reader:
             if name in tied:
                 continue
             if name in buffer_names:
-                buffers[name] = self._buffer(name, tensor)
+                stream = stretches_of(tensor, 0, f"{path}: buffer {name}")
+                buffers[name] = as_buffer(stream, tensor.shape, self.paths)
                 continue
             if name in group_of:
                 shape, held = groups[group_of[name]][name], streams[name]
@@ -364,12 +365,6 @@ class Reader:
                 )
             stretches.append(Stretch(rank, part, fragment.offset))
         return StoredStream(tensor.dtype, tuple(stretches))
-
-    def _buffer(self, name: str, tensor: StoredTensor) -> StoredBuffer:
-        if not tensor.contiguous:
-            raise CheckpointError(f"{self.files.models[0]}: buffer {name} is not contiguous: save it so")
-        size = tensor.numel * ELEMENT_BYTES[tensor.dtype]
-        return StoredBuffer(tensor.dtype, tensor.shape, self.files.models[0], tensor.offset, size)
 
     def _scaler(self) -> dict[str, Any] | None:
         scaler = self.optimizers[0].get("loss_scaler")

@@ -10,12 +10,11 @@ The format has no checksums: what is read cannot be verified.
 from __future__ import annotations
 
 import math
-import os
 import re
 from pathlib import Path
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.disk import opened, read_whole
+from zerokit.checkpoint.disk import read_whole
 from zerokit.checkpoint.formats.dcp_items import rows
 from zerokit.checkpoint.formats.description import (
     LARGEST_BUFFER,
@@ -23,6 +22,7 @@ from zerokit.checkpoint.formats.description import (
     Description,
     StoredParameter,
     StoredStream,
+    as_buffer,
     beside,
     reading,
     whole,
@@ -30,8 +30,8 @@ from zerokit.checkpoint.formats.description import (
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Header, Tensor, read_header
-from zerokit.checkpoint.source import StoredBuffer, Stretch
-from zerokit.checkpoint.strict import parse_json, typed
+from zerokit.checkpoint.source import Stretch
+from zerokit.checkpoint.strict import member, parse_json, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter
 
@@ -65,7 +65,13 @@ def _files(path: Path) -> list[Path]:
     if (path / SINGLE).is_file():
         return [path / SINGLE]
     if (path / INDEX).is_file():
-        return [path / name for name in sorted(set(_weight_map(path).values()))]
+        names = sorted(set(weight_map(path / INDEX).values()))
+        for name in names:
+            if "/" in name or not name.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{path / INDEX}: names {name[:200]!r}, expected a safetensors file beside it"
+                )
+        return [path / name for name in names]
     return _shards(path)
 
 
@@ -73,22 +79,20 @@ def _shards(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if _SHARD.fullmatch(entry.name))
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, by the index."""
-    named = typed(parse_json(read_whole(path / INDEX)), dict, INDEX).get("weight_map")
-    if not isinstance(named, dict) or not named:
-        raise CheckpointError(f"{path / INDEX}: has no weight_map")
-    for name in named.values():
-        if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path / INDEX}: names {str(name)[:200]!r}, expected a safetensors file beside it"
-            )
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index. Raises `CheckpointError`."""
+    try:
+        named = member(typed(parse_json(read_whole(index)), dict, "it"), "weight_map", dict)
+        if not named or not all(isinstance(name, str) for name in named.values()):
+            raise ValueError("its weight_map names no files")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index}: not an index of weights: {error}") from None
     return named
 
 
 def _check_index(path: Path, files: list[Path], headers: list[Header]) -> None:
     """Raises `CheckpointError` unless every tensor is where the index says, and there is no other."""
-    named = _weight_map(path)
+    named = weight_map(path / INDEX)
     found = {name: file.name for file, header in zip(files, headers, strict=True) for name in header.tensors}
     for name in sorted(named.keys() | found.keys()):
         if named.get(name) != found.get(name):
@@ -105,7 +109,7 @@ def read(path: Path) -> ForeignCheckpoint:
         unread = [name for name in _UNREAD if (path / name).is_file()]
         if not files and unread:
             raise CheckpointError(f"{path}: only {unread[0]}, {_UNREAD[unread[0]]}")
-        headers = [_header(file) for file in files]
+        headers = [read_header(file) for file in files]
         if not (path.is_file() or (path / SINGLE).is_file()) and (path / INDEX).is_file():
             _check_index(path, files, headers)
         sharded = any(_SHARDING in header.metadata for header in headers)
@@ -113,13 +117,13 @@ def read(path: Path) -> ForeignCheckpoint:
     parameters, buffers = [], {}
     for name, (dtype, shape, stretches) in stored.items():
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
+        stream = StoredStream(dtype, stretches)
         # A buffer lies in one place.
         if dtype.startswith(("float", "bfloat")) or len(stretches) != 1 or size > LARGEST_BUFFER:
             parameter = Parameter(name, shape, dtype, trainable=False)
-            parameters.append(StoredParameter(parameter, {PARAM: StoredStream(dtype, stretches)}))
+            parameters.append(StoredParameter(parameter, {PARAM: stream}))
         else:
-            place = stretches[0]
-            buffers[name] = StoredBuffer(dtype, shape, files[place.file], place.offset, size)
+            buffers[name] = as_buffer(stream, shape, files)
     identity = 0
     for file, header in zip(files, headers, strict=True):
         identity = crc32(repr((file.name, header)).encode(), identity)
@@ -137,11 +141,6 @@ def read(path: Path) -> ForeignCheckpoint:
             dropped=beside(path) if path.is_dir() else [],
         )
     )
-
-
-def _header(file: Path) -> Header:
-    with opened(file) as fd:
-        return read_header(fd, os.fstat(fd).st_size, file)
 
 
 _Stored = tuple[str, tuple[int, ...], tuple[Stretch, ...]]

@@ -7,13 +7,13 @@ files are copied, and its weights' names and shapes, where it has any, must be t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from zerokit.checkpoint.disk import explained, make_directory, opened, read_whole, sync_directory, write_file
+from zerokit.checkpoint.disk import explained, make_directory, read_whole, sync_directory, write_file
+from zerokit.checkpoint.formats.huggingface import INDEX, SINGLE, weight_map
 from zerokit.checkpoint.safetensors import read_header
-from zerokit.checkpoint.strict import parse_json
 from zerokit.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -134,35 +134,22 @@ def _copied(name: str) -> bool:
 
 def _weights(model: Path) -> dict[str, Shape | None] | None:
     """Names, and shapes as far as files of safetensors have them; None where there is neither weights nor an index."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+    for index in (INDEX, "pytorch_model.bin.index.json"):
         path = model / index
         if path.is_file():
-            held = _weight_map(path)
+            held = weight_map(path)
             shapes: dict[str, Shape | None] = dict.fromkeys(held)
             for file in sorted(set(held.values())):
                 # A file of another folder is none of the model's.
                 if Path(file).name == file and file.endswith(".safetensors") and (model / file).is_file():
-                    shapes |= {name: shape for name, shape in _shapes(model / file) if name in held}
+                    shapes |= {name: shape for name, shape in _shapes(model / file).items() if name in held}
             return shapes
-    path = model / "model.safetensors"
+    path = model / SINGLE
     return dict(_shapes(path)) if path.is_file() else None
 
 
-def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        files = parse_json(read_whole(path))["weight_map"]
-        if not all(isinstance(file, str) for file in files.values()):
-            raise ValueError("weight_map has a file name that is not text")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not an index of weights: {error}") from None
-    return dict(files)
-
-
-def _shapes(path: Path) -> Iterator[tuple[str, Shape]]:
-    with opened(path) as fd, explained(path, "read"):
-        tensors = read_header(fd, path.stat().st_size, path).tensors
-    for name, tensor in tensors.items():
-        yield name, tensor.shape
+def _shapes(path: Path) -> dict[str, Shape]:
+    return {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
 
 
 def _prefixes(ours: Mapping[str, Shape], theirs: Mapping[str, Shape | None]) -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zerokit.checkpoint.conversion import Options, converting
 from zerokit.checkpoint.copying import Copier
-from zerokit.checkpoint.disk import opened, write_exactly, write_file
+from zerokit.checkpoint.disk import write_exactly, write_file
 from zerokit.checkpoint.formats.huggingface import INDEX
 from zerokit.checkpoint.formats.huggingface_model import check_like, copied_names, copy_like, require_like
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
@@ -241,7 +241,6 @@ def _foreign(folder: Path, renewed: Collection[str]) -> str:
 
 def _consolidated(path: Path) -> bool:
     try:
-        with opened(path) as fd:
-            return read_header(fd, os.fstat(fd).st_size, path).metadata.get("producer") == _PRODUCER
+        return read_header(path).metadata.get("producer") == _PRODUCER
     except CheckpointError:
         return False
