@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats.torchfile import StoredTensor, read_torch_file
-from zerokit.checkpoint.formats.torchwriter import NewStorage, NewTensor, plan_torch_file, row_major
+from zerokit.checkpoint.formats.torchwriter import NewTensor, plan_torch_file, whole
 from zerokit.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -137,9 +137,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _new(tensor: torch.Tensor) -> NewTensor:
-    content = _raw(tensor)
-    storage = NewStorage(str(tensor.dtype)[6:], len(content), content=content)
-    return NewTensor(storage, tuple(tensor.shape), row_major(tensor.shape))
+    return whole(str(tensor.dtype)[6:], tuple(tensor.shape), _raw(tensor))
 
 
 def test_torch_reads_what_is_written(tmp_path: Path) -> None:

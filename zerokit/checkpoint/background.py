@@ -6,14 +6,15 @@ import atexit
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
 
-_UNREAD: dict[threading.Event, str] = {}
-"""Errors of failed saves that this rank has not raised yet, by the event of their end."""
+_UNREAD: dict[Saving, str] = {}
+"""Errors of failed saves that this rank has not raised yet."""
 
 
 @atexit.register
@@ -27,15 +28,11 @@ class Saving:
     """A save started by `zerokit.save(..., blocking=False)`; it succeeds or fails on all ranks together."""
 
     def __init__(self, work: Callable[[], Path]) -> None:
-        self._work = work
-        self._path: Path | None = None
-        self._error: Exception | None = None
+        self._result: Future[Path] = Future()
         self.seen = False
         """Whether this rank has been given the error."""
-        # Not `Thread.join`: interrupted by Control-C, it makes Python take the thread for ended.
-        self._ended = threading.Event()
-        # No daemon: a program that ends lets it finish.
-        threading.Thread(target=self._run, name="zerokit-save").start()
+        # No daemon, and no executor's thread: a program that ends lets it finish.
+        threading.Thread(target=self._run, args=(work,), name="zerokit-save").start()
 
     def wait(self, timeout: float | None = None) -> Path:
         """The step's directory, once it is committed.
@@ -43,33 +40,29 @@ class Saving:
         Raises `CheckpointError` if the save failed, `ScheduleError` if a rank did not come, and `TimeoutError` after
         `timeout` seconds.
         """
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
-        assert self._path is not None
-        return self._path
+        self.exception(timeout)
+        return self._result.result()
 
-    def exception(self, timeout: float | None = None) -> Exception | None:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the exception that `wait` would raise; None after a success. Raises `TimeoutError`."""
-        if not self._ended.wait(timeout):
+        if not self.done() and wait([self._result], timeout).not_done:
             raise TimeoutError(f"the save has not ended after {timeout:g} s")
         self.seen = True
-        _UNREAD.pop(self._ended, None)
-        return self._error
+        _UNREAD.pop(self, None)
+        return self._result.exception()
 
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
-        return self._ended.is_set()
+        return self._result.done()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], Path]) -> None:
         try:
-            self._path = self._work()
-        except Exception as error:
-            self._error = error
-            _UNREAD[self._ended] = str(error)
-        finally:
-            del self._work
-            self._ended.set()
+            path = work()
+        except BaseException as error:
+            _UNREAD[self] = str(error)
+            self._result.set_exception(error)
+        else:
+            self._result.set_result(path)
 
 
 _SAVINGS: WeakKeyDictionary[ZeroOptimizer, Saving] = WeakKeyDictionary()

@@ -133,8 +133,6 @@ def save(
     retention = Retention(keep_last, keep_every, keep)
     if not weights_only:
         optimizer.settle(step)
-    part: list[Part] = []
-    cause: list[Exception] = []
     local = optimizer.local_steps
     islands = optimizer.islands
     if islands is not None and local is None:
@@ -142,24 +140,20 @@ def save(
             "save() of an island without local steps: create zerokit.LocalSteps(optimizer) first"
         )
     outer = {} if local is None or weights_only else local.streams()
+    part: Part | Exception
     try:
-        whole = Path(os.path.abspath(run_directory))
-        run = str(whole if islands is None else island_run(whole, islands.index))
-        arguments = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
-        part.append(take(optimizer, arguments, extra, outer, copied=not blocking))
-    except Exception as error:  # raised on every rank, below
-        cause.append(error)
-
-    def own() -> Part:
-        if cause:
-            raise cause[0]
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise UsageError(f"step={step!r}: expected an integer from 0 to {MAX_STEP}")
         retention.check()
-        return part[0]
+        whole = Path(os.path.abspath(run_directory))
+        run = str(whole if islands is None else island_run(whole, islands.index))
+        arguments = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
+        part = take(optimizer, arguments, extra, outer, copied=not blocking)
+    except Exception as error:  # raised on every rank, below
+        part = error
 
     def work() -> Path:
-        _commit(together, own, retention, None if local is None else partial(local.committed, step))
+        _commit(together, part, retention, None if local is None else partial(local.committed, step))
         run = Path(run_directory)
         if islands is None:
             return run / step_name(step)
@@ -171,14 +165,14 @@ def save(
 
 
 def _commit(
-    together: Together, own: Callable[[], Part], retention: Retention, others: Callable[[], None] | None
+    together: Together, part: Part | Exception, retention: Retention, others: Callable[[], None] | None
 ) -> None:
     """Write what all ranks have taken; `others` returns when other islands have, too."""
-    cards = together.do(lambda: own().card)
+    together.raise_any(part if isinstance(part, Exception) else None)
+    assert isinstance(part, Part)
+    cards = together.exchange(part.card)
     require_agreement(cards)
-    part = own()
-    arguments, layout, rank = part.card.arguments, part.layout, together.rank
-    step = int(str(arguments.step))
+    arguments, layout, rank, step = part.card.arguments, part.layout, together.rank, part.card.arguments.step
     target = Path(arguments.run) / step_name(step)
     streams, scalars, values = merge(layout, [card.description for card in cards])
     with ExitStack() as stack:

@@ -42,7 +42,7 @@ class Arguments:
     """The arguments of a save; they must be equal on all ranks."""
 
     run: str
-    step: object
+    step: int
     overwrite: bool
     weights_only: bool
     keep_last: object

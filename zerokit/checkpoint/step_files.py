@@ -83,8 +83,8 @@ def contents_of(
     rest: Rest,
 ) -> Contents:
     """What rank 0 is to write. Raises `CheckpointError` for what `load` would refuse."""
-    step, target = int(str(arguments.step)), Path(arguments.run)
-    where = f"{target / step_name(step)} cannot be saved"
+    step = arguments.step
+    where = f"{Path(arguments.run) / step_name(step)} cannot be saved"
     common = save_tensors(dict(rest.tensors), {"format": "zerokit"})
     extra = json.dumps(rest.members, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     manifest = Manifest(

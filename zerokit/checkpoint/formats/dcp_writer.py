@@ -31,6 +31,7 @@ from zerokit.checkpoint.formats.torchwriter import (
     TorchFile,
     plan_torch_file,
     row_major,
+    whole,
 )
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.prune import foreign_to
@@ -230,8 +231,7 @@ def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Ite
 
 def _small(names: Mapping[str, tuple[Any, ...]], dtype: str, shape: tuple[int, ...], content: bytes) -> _Item:
     """A tensor that rank 0 has whole."""
-    tensor = NewTensor(NewStorage(dtype, len(content), content=content), shape, row_major(shape))
-    return _Item(names, dtype, shape, ((0, _Chunk((0,) * len(shape), tensor)),))
+    return _Item(names, dtype, shape, ((0, _Chunk((0,) * len(shape), whole(dtype, shape, content))),))
 
 
 def _chunks(

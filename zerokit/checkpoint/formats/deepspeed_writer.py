@@ -30,7 +30,7 @@ from zerokit.checkpoint.formats.torchwriter import (
     copied,
     flat,
     plan_torch_file,
-    row_major,
+    whole,
 )
 from zerokit.checkpoint.prune import entries_of, foreign_to
 from zerokit.checkpoint.requests import check_read
@@ -201,9 +201,7 @@ class _Writer:
             if kind in wide:
                 state[kind] = self._flat(kind, template, held, numel)
             elif isinstance(value, StoredTensor):
-                content = reader.content(0, value)
-                storage = NewStorage(value.dtype, len(content), content=content)
-                state[kind] = NewTensor(storage, value.shape, row_major(value.shape))
+                state[kind] = whole(value.dtype, value.shape, reader.content(0, value))
             else:
                 state[kind] = value
         return state

@@ -57,14 +57,8 @@ class ForeignCheckpoint(Source):
             *([f"{described.path}: not carried over: {dropped}"] if dropped else ()),
         )
         self._check()
-        weights_only = described.groups is None
-        layout = build_layout(
-            _segments([stored.parameter for stored in described.parameters]),
-            world=described.world,
-            bucket_bytes=default_bucket_bytes(
-                _segments([stored.parameter for stored in described.parameters])
-            ),
-        )
+        segments = _segments([stored.parameter for stored in described.parameters])
+        layout = build_layout(segments, world=described.world, bucket_bytes=default_bucket_bytes(segments))
         by_name = {stored.parameter.name: stored for stored in described.parameters}
         line = [by_name[parameter.name] for parameter in layout.parameters]
         held: dict[tuple[str, str], list[int]] = {}
@@ -99,10 +93,8 @@ class ForeignCheckpoint(Source):
             )
             for scalar in described_scalars
         }
-        members, tensors = _rest(described, weights_only=weights_only)
-        self._small |= tensors
-        self.extra_bytes = json.dumps(
-            members, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        self._extra = json.dumps(
+            _members(described), separators=(",", ":"), ensure_ascii=False, allow_nan=False
         ).encode()
         self.manifest = Manifest(
             described.step,
@@ -112,8 +104,8 @@ class ForeignCheckpoint(Source):
             tuple(() for _ in streams),
             (),
             File(COMMON_NAME, 0, 0, 0),
-            File(EXTRA_NAME, len(self.extra_bytes), 0, crc32(self.extra_bytes)),
-            weights_only,
+            File(EXTRA_NAME, len(self._extra), 0, crc32(self._extra)),
+            weights_only=described.groups is None,
         )
 
     def fitted(self, model: ModelNames, rename: Rename | None = None) -> ForeignCheckpoint:
@@ -167,18 +159,22 @@ class ForeignCheckpoint(Source):
         return opened(self.described.files[file])
 
     def check_files(self) -> None:
-        """Do nothing: every file was checked when it was described."""
+        """Nothing: every file was checked when it was described."""
 
     def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
         """Compare the bytes read with the format's checksums; gaps are read now."""
         everything = Pieces.joined(by_rank)
-        read: dict[tuple[int, Blob], dict[int, set[Piece]]] = {}
+        read: dict[tuple[int, Blob], dict[int, Piece]] = {}
         for stream, position in everything.parameters():
             for start, piece in everything.parts(stream, position):
                 place = next(self.locate(stream, position, Interval(start, start + 1)))
                 blob = self._blob(place.file, place.offset)
-                if blob is not None:
-                    read.setdefault((place.file, blob), {}).setdefault(place.offset, set()).add(piece)
+                if blob is None:
+                    continue
+                pieces = read.setdefault((place.file, blob), {})
+                if pieces.setdefault(place.offset, piece) != piece:
+                    # Two readings of the same bytes that differ cannot both be right.
+                    pieces[place.offset] = Piece(~piece.crc & 0xFFFFFFFF, piece.size)
         faults = []
         for (file, blob), pieces in sorted(read.items(), key=lambda item: (item[0][0], item[0][1].offset)):
             crc = self._whole_crc(file, blob, pieces)
@@ -218,19 +214,16 @@ class ForeignCheckpoint(Source):
             file: sorted(blobs, key=lambda blob: blob.offset) for file, blobs in self.described.blobs.items()
         }
 
-    def _whole_crc(self, file: int, blob: Blob, pieces: Mapping[int, set[Piece]]) -> int:
+    def _whole_crc(self, file: int, blob: Blob, pieces: Mapping[int, Piece]) -> int:
         """The CRC-32 of a blob of which some was read: padding, and what no one wanted, is read here."""
         parts, end = [], blob.offset
         with self.open_file(file) as fd:
-            for offset in sorted(pieces):
-                seen = pieces[offset]
-                piece = next(iter(seen))
+            for offset, piece in sorted(pieces.items()):
                 if offset > end:
                     parts.append(_piece(fd, end, offset, self.file_path(file)))
                 elif offset < end:
                     continue  # shared storage: the bytes are counted already
-                # Two readings of the same bytes that differ cannot both be right.
-                parts.append(piece if len(seen) == 1 else Piece(~piece.crc & 0xFFFFFFFF, piece.size))
+                parts.append(piece)
                 end = offset + piece.size
             parts.append(_piece(fd, end, blob.offset + blob.size, self.file_path(file)))
         return combine(parts).crc
@@ -279,12 +272,10 @@ class ForeignCheckpoint(Source):
         return self.path.parent if self.path.is_file() else self.path
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
+        width = self.streams[stream].element_bytes
         for position in self.streams[stream].parameters:
-            name = self.layout.parameters[position].name
-            yield (
-                name,
-                self._read_checksum(self._stretches[stream, position], self.streams[stream].element_bytes),
-            )
+            piece = self._read_checksum(self._stretches[stream, position], width)
+            yield self.layout.parameters[position].name, piece
 
     def _read_checksum(self, stretches: Sequence[Stretch], element_bytes: int) -> Piece:
         pieces = []
@@ -297,7 +288,7 @@ class ForeignCheckpoint(Source):
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         common = self._common_bytes()
         yield File(COMMON_NAME, len(common), 0, crc32(common)), common
-        yield self.manifest.extra, self.extra_bytes
+        yield self.manifest.extra, self._extra
 
     def _common_bytes(self) -> bytes:
         """`common.safetensors`, whole: buffers and scalars."""
@@ -307,7 +298,7 @@ class ForeignCheckpoint(Source):
         return header + b"".join(bytes(tensors[name][2]) for name in ordered)
 
     def extra_plain(self) -> dict[str, Any]:
-        plain: dict[str, Any] = json.loads(self.extra_bytes)
+        plain: dict[str, Any] = json.loads(self._extra)
         return plain
 
 
@@ -332,12 +323,10 @@ def _segments(parameters: Sequence[Parameter]) -> list[Segment]:
     return [Segment(scope, tuple(members)) for scope, members in groupby(parameters, key=block)]
 
 
-def _rest(described: Description, *, weights_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The members of `extra.json`, and the tensors that they name."""
-    user, tensors = encode(described.user, "extra")
-    members: dict[str, Any] = {"step": described.step, "user": user}
-    if not weights_only:
-        assert described.groups is not None
+def _members(described: Description) -> dict[str, Any]:
+    """The members of `extra.json`."""
+    members: dict[str, Any] = {"step": described.step, "user": encode(described.user, "extra")[0]}
+    if described.groups is not None:
         members["groups"] = [
             encode(dict(group), f"groups/{n}")[0] for n, group in enumerate(described.groups)
         ]
@@ -345,5 +334,4 @@ def _rest(described: Description, *, weights_only: bool) -> tuple[dict[str, Any]
         members["scaler"] = described.scaler
         # No generator's state is there: every rank derives its own, of any number of ranks.
         members["rng"] = {"world": 1, "seed": 0, "step": described.step}
-    assert not tensors
-    return members, {}
+    return members

@@ -73,11 +73,13 @@ class NewTensor:
 @dataclass(slots=True)
 class _Entry:
     name: str
-    size: int
-    storage: NewStorage | None = None
-    content: bytes = b""
+    storage: NewStorage
     header_offset: int = 0
     data_offset: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.storage.size
 
 
 @dataclass(slots=True)
@@ -93,9 +95,7 @@ class TorchFile:
         requests: list[Request] = []
         for entry in self.entries:
             storage, at = entry.storage, entry.data_offset
-            if storage is None:
-                write_exactly(target.fd, [entry.content], at, target.path)
-            elif storage.content is not None:
+            if storage.content is not None:
                 write_exactly(target.fd, [storage.content], at, target.path)
             elif storage.blob is not None:
                 number, blob = storage.blob
@@ -146,11 +146,11 @@ def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = Fals
 
     pickle = to_pickle(mapped(value, stored))
     entries = [
-        _Entry(f"{name}/data.pkl", len(pickle), content=pickle),
-        _Entry(f"{name}/byteorder", 6, content=b"little"),
-        *(_Entry(f"{name}/data/{key}", storage.size, storage) for key, storage in storages.values()),
-        _Entry(f"{name}/version", 2, content=b"3\n"),
-        *([_Entry(f"{name}/{PRODUCER}", 7, content=b"zerokit")] if marked else []),
+        _Entry(f"{name}/data.pkl", held("uint8", pickle)),
+        _Entry(f"{name}/byteorder", held("uint8", b"little")),
+        *(_Entry(f"{name}/data/{key}", storage) for key, storage in storages.values()),
+        _Entry(f"{name}/version", held("uint8", b"3\n")),
+        *([_Entry(f"{name}/{PRODUCER}", held("uint8", b"zerokit"))] if marked else []),
     ]
     position = base
     for entry in entries:
@@ -171,6 +171,16 @@ def copied(tensor: StoredTensor, file: int, storages: dict[tuple[int, Blob], New
         (file, tensor.blob), NewStorage(tensor.dtype, tensor.blob.size, blob=(file, tensor.blob))
     )
     return NewTensor(storage, tensor.shape, tensor.stride, tensor.start)
+
+
+def held(dtype: str, content: bytes) -> NewStorage:
+    """A storage of bytes in memory."""
+    return NewStorage(dtype, len(content), content=content)
+
+
+def whole(dtype: str, shape: tuple[int, ...], content: bytes) -> NewTensor:
+    """A contiguous tensor of bytes in memory."""
+    return NewTensor(held(dtype, content), shape, row_major(shape))
 
 
 def flat(dtype: str, numel: int, parts: Sequence[Part]) -> NewTensor:
@@ -194,8 +204,6 @@ def _key(number: int, blob: Blob) -> str:
 
 def _crc(entry: _Entry, source: Source, target: OpenFile) -> int:
     storage = entry.storage
-    if storage is None:
-        return crc32(entry.content)
     if storage.content is not None:
         return crc32(storage.content)
     if storage.blob is not None:
@@ -246,31 +254,13 @@ def _headers(entry: _Entry, crc: int, base: int) -> tuple[bytes, bytes]:
     room = entry.data_offset - entry.header_offset - _LOCAL.size - len(name) - len(extra)
     padding = b"FB" + struct.pack("<H", room - 4) + b"Z" * (room - 4)  # as torch pads to an alignment
     version = 45 if large else 20
-    local = _LOCAL.pack(
-        b"PK\x03\x04", version, 0, 0, 0, 0x21, crc, size, size, len(name), len(extra) + len(padding)
-    )
+    common = (version, 0, 0, 0, 0x21, crc, size, size, len(name))
+    local = _LOCAL.pack(b"PK\x03\x04", *common, len(extra) + len(padding))
     far = offset >= _MOST_32
     numbers = ([entry.size, entry.size] if large else []) + ([offset] if far else [])
     wide = struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
-    central = _CENTRAL.pack(
-        b"PK\x01\x02",
-        version,
-        version,
-        0,
-        0,
-        0,
-        0x21,
-        crc,
-        size,
-        size,
-        len(name),
-        len(wide),
-        0,
-        0,
-        0,
-        0,
-        _MOST_32 if far else offset,
-    )
+    near = _MOST_32 if far else offset
+    central = _CENTRAL.pack(b"PK\x01\x02", version, *common, len(wide), 0, 0, 0, 0, near)
     return local + name + extra + padding, central + name + wide
 
 
