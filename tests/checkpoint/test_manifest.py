@@ -18,8 +18,7 @@ from tests.cli.commands import run_python
 from tests.support.checkpoints import example_content, example_layout, sealed, write_checkpoint
 from tests.support.mutations import mutated, put
 from zerokit.checkpoint.extents import file_name, rank_file
-from zerokit.checkpoint.manifest import MAX_WORLD, Manifest, own_checksum
-from zerokit.checkpoint.parsing import parse_manifest
+from zerokit.checkpoint.manifest import MAX_WORLD, Manifest, own_checksum, parse_manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.strict import MAX_NUMEL
 from zerokit.errors import CheckpointError
@@ -103,7 +102,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
         r"version is 2.0, this zerokit reads 1.x: use a newer",
     ),
     "another alignment": (put("alignment", value=32), "alignment is 32, expected 64"),
-    "ranks without files": (put("world", value=2**20), "checksums, expected one for each|3 files are listed"),
+    "ranks without files": (put("world", value=2**20), "checksums of eight digits, expected|3 files are listed"),
     "a truth as a number": (put("step", value=True), "'step' is 'True', expected int"),
     "half a surrogate pair": (put("parameters", 0, "name", value="\ud800"), "surrogates not allowed"),
     "an alias of another's name": (
@@ -145,7 +144,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
         put("files", 0, "name", value="../rank-00000-of-00003.safetensors"),
         "a file is called '../rank-00000-of-00003.safetensors', expected 'rank-00000-of-00003.safetensors'",
     ),
-    "a negative size": (put("files", 0, "bytes", value=-1), "'bytes' is -1, expected 8 to"),
+    "a negative size": (put("files", 0, "bytes", value=-1), "'bytes' is -1, expected 4096 to"),
     "common elsewhere": (
         put("common", "name", value="/etc/passwd"),
         "a file is called '/etc/passwd', expected",
@@ -190,7 +189,7 @@ def test_refusing_takes_little_time_and_memory(plain: dict[str, Any], tmp_path: 
     code = """
 import resource, sys
 from pathlib import Path
-from zerokit.checkpoint.parsing import parse_manifest
+from zerokit.checkpoint.manifest import parse_manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))

@@ -235,8 +235,7 @@ def _requests(
     weights_only: bool,
 ) -> Iterator[Request]:
     """What this rank needs of the parameters in `sources`, which gives their positions in the checkpoint."""
-    manifest = checkpoint.manifest
-    streams = _numbers(manifest)
+    streams = checkpoint.manifest.numbers
     # A parameter is in one of the two streams of weights, and its values come from that one.
     weights = {position: number for (kind, position), number in streams.items() if kind in WEIGHT_KINDS}
     held = own_slices(runtime, rank, weights_only=weights_only, replicas=True)
@@ -246,22 +245,13 @@ def _requests(
             continue
         number = weights[position] if one.kind in WEIGHT_KINDS else streams.get((one.kind, position))
         if number is not None:
-            elements = Elements(one.tensor, manifest.streams[number].dtype)
+            elements = Elements(one.tensor, checkpoint.streams[number].dtype)
             yield from requests_for(checkpoint, number, position, one.part.interval, elements, 0)
-
-
-def _numbers(manifest: Manifest) -> dict[tuple[str, int], int]:
-    """The number of the stream of each kind and position."""
-    return {
-        (stream.kind, position): number
-        for number, stream in enumerate(manifest.streams)
-        for position in stream.parameters
-    }
 
 
 def _make_states(manifest: Manifest, runtime: Runtime, match: Match) -> None:
     """Give each master the optimizer's states that its parameters have in the checkpoint."""
-    streams = _numbers(manifest)
+    streams = manifest.numbers
     kinds = sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted))
     runtime.inner.state.clear()
     for unit, master, _ in runtime.masters():

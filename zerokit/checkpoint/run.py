@@ -15,8 +15,7 @@ from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint.disk import check_size, explained, opened, read_whole
-from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum
-from zerokit.checkpoint.parsing import parse_manifest
+from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
 from zerokit.errors import CheckpointError, UsageError
 

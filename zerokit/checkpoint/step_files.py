@@ -15,8 +15,7 @@ from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import MAX_TEXT_BYTES, new_file, write_exactly, write_file
 from zerokit.checkpoint.extents import Extent, RankFile, Stream, file_name, rank_file, slice_count
 from zerokit.checkpoint.extra import decode, parse_members
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars
-from zerokit.checkpoint.parsing import parse_manifest
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars, parse_manifest
 from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import LENGTH_BYTES, parse_header
 from zerokit.checkpoint.snapshot import Arguments, Rest, Slices

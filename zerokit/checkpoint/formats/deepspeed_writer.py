@@ -80,12 +80,6 @@ def _foreign(folder: Path) -> str:
 class _Writer:
     def __init__(self, source: ForeignCheckpoint, reader: Reader, world: int) -> None:
         self.source, self.reader, self.world = source, reader, world
-        line = source.layout.parameters
-        self.streams = {
-            (stream.kind, line[position].name): number
-            for number, stream in enumerate(source.streams)
-            for position in stream.parameters
-        }
         self.cuts = self._cuts()
 
     def files(self) -> Iterator[tuple[str, TorchFile]]:
@@ -124,7 +118,7 @@ class _Writer:
     def _frozen(self, name: str, rank: int, template: StoredTensor) -> NewTensor:
         numel = math.prod(self.reader.model["frozen_param_shapes"][name])
         held = dict(deepspeed_cut.parts(numel, self.world)).get(rank)
-        parts = [Part(self.streams[PARAM, name], name, held, 0)] if held else []
+        parts = [Part(self._stream(PARAM, name), name, held, 0)] if held else []
         return flat(template.dtype, deepspeed_cut.part_size(numel, self.world), parts)
 
     def _optimizer(self, rank: int) -> dict[str, Any]:
@@ -206,11 +200,14 @@ class _Writer:
                 state[kind] = value
         return state
 
+    def _stream(self, kind: str, name: str) -> int:
+        return self.source.manifest.numbers[kind, self.source.layout.positions[name]]
+
     def _flat(self, kind: str, template: int, held: Sequence[Piece], numel: int) -> NewTensor:
         dtype = self.reader.kinds(0, template)[kind].dtype
         width = ELEMENT_BYTES[dtype]
         parts = [
-            Part(self.streams[kind, piece.name], piece.name, piece.interval, piece.start * width)
+            Part(self._stream(kind, piece.name), piece.name, piece.interval, piece.start * width)
             for piece in held
         ]
         return flat(dtype, numel, parts)

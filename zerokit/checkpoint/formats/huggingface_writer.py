@@ -106,12 +106,8 @@ def parse_size(size: int | str) -> int:
 def _tensors(checkpoint: Source, dtype: str | None, weights: str) -> Iterator[_Tensor]:
     """Every parameter once, in the order of the line, then the buffers; trainable ones from the stream `weights`."""
     seen = {METADATA}
-    held = {
-        position: number
-        for number, stream in enumerate(checkpoint.streams)
-        if stream.kind in (weights, "param")
-        for position in stream.parameters
-    }
+    numbers = checkpoint.manifest.numbers
+    held = {position: number for (kind, position), number in numbers.items() if kind in (weights, "param")}
     absent = [p.name for position, p in enumerate(checkpoint.layout.parameters) if position not in held]
     if absent:
         kinds = ", ".join(sorted({stream.kind for stream in checkpoint.streams} - {"param"}))
