@@ -102,7 +102,10 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
         r"version is 2.0, this zerokit reads 1.x: use a newer",
     ),
     "another alignment": (put("alignment", value=32), "alignment is 32, expected 64"),
-    "ranks without files": (put("world", value=2**20), "checksums of eight digits, expected|3 files are listed"),
+    "ranks without files": (
+        put("world", value=2**20),
+        "checksums of eight digits, expected|3 files are listed",
+    ),
     "a truth as a number": (put("step", value=True), "'step' is 'True', expected int"),
     "half a surrogate pair": (put("parameters", 0, "name", value="\ud800"), "surrogates not allowed"),
     "an alias of another's name": (

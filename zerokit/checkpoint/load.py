@@ -27,12 +27,12 @@ from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_na
 from zerokit.checkpoint.shared import Shared
 from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.source import Source, Tensors
-from zerokit.checkpoint.state import Elements, host_bytes, outer_slices, own_slices, tensor_of
+from zerokit.checkpoint.state import Elements, outer_slices, own_slices, tensor_of
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.states import EMA, BetweenIslands, take_residuals
+from zerokit.runtime.states import EMA, take_residuals
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
@@ -136,14 +136,7 @@ def _load(
             "directory shared between the nodes, and is no other process saving?"
         )
     match, extra = together.each(
-        lambda: _prepare(
-            checkpoint,
-            runtime,
-            averaged=optimizer.ema is not None,
-            local=optimizer.local_steps,
-            strict=strict,
-            weights_only=weights_only,
-        )
+        lambda: _prepare(checkpoint, optimizer, strict=strict, weights_only=weights_only)
     )
     optimizer.zero_grad()
     runtime.settle()
@@ -185,13 +178,7 @@ def _load(
 
 
 def _prepare(
-    checkpoint: Source,
-    runtime: Runtime,
-    *,
-    averaged: bool,
-    local: BetweenIslands | None,
-    strict: bool,
-    weights_only: bool,
+    checkpoint: Source, optimizer: ZeroOptimizer, *, strict: bool, weights_only: bool
 ) -> tuple[Match, dict[str, Any]]:
     """How the checkpoint fits, and its `extra.json`."""
     if checkpoint.weights_only and not weights_only:
@@ -203,14 +190,7 @@ def _prepare(
             f"{checkpoint.path}: has weights but no optimizer state to continue from: load them with "
             f'zerokit.load("{checkpoint.path}", optimizer, weights_only=True){other}'
         )
-    match = match_state(
-        checkpoint.manifest,
-        runtime,
-        averaged=averaged,
-        local=local,
-        strict=strict,
-        weights_only=weights_only,
-    )
+    match = match_state(checkpoint.manifest, optimizer, strict=strict, weights_only=weights_only)
     return match, read_extra(checkpoint, weights_only=weights_only)
 
 
@@ -306,23 +286,20 @@ def _apply_buffers(checkpoint: Source, runtime: Runtime, match: Match, *, strict
     tensors = Tensors(checkpoint, tensor_of)
     saved = {name.removeprefix(BUFFER_PREFIX) for name in tensors if name.startswith(BUFFER_PREFIX)}
     live = persistent_buffers(runtime.model)
-    if strange := sorted(live.keys() ^ saved):
-        text = f"buffers {', '.join(strange[:5])} are on one side only"
-        if strict:
-            raise CheckpointError(
-                f"{checkpoint.path}: {text}: build the model that was saved, or load with strict=False"
-            )
-        match.left_out.append(text)
+    strange = sorted(live.keys() ^ saved)
+    faults = [f"buffers {', '.join(strange[:5])} are on one side only"] if strange else []
     for name in sorted(live.keys() & saved):
         buffer, value = live[name], tensors[BUFFER_PREFIX + name]
-        if value.shape == buffer.shape:
-            with torch.no_grad():
-                buffer.copy_(value)
+        if value.shape != buffer.shape:
+            faults.append(f"buffer {name} is {list(value.shape)} there and {list(buffer.shape)} here")
             continue
-        text = f"buffer {name} is {list(value.shape)} there and {list(buffer.shape)} here"
-        if strict:
-            raise CheckpointError(f"{checkpoint.path}: {text}")
-        match.left_out.append(text)
+        with torch.no_grad():
+            buffer.copy_(value)
+    if faults and strict:
+        raise CheckpointError(
+            f"{checkpoint.path}: {'; '.join(faults)}: build the model that was saved, or load with strict=False"
+        )
+    match.left_out += faults
 
 
 def _restore_generators(
@@ -331,17 +308,17 @@ def _restore_generators(
     record = extra["rng"]
     device = optimizer.runtime.collectives.device
 
-    def restore() -> dict[str, tuple[tuple[int, ...], bytes]]:
-        tensors = Tensors(checkpoint, tensor_of)
-        stacked = {}
-        for name in [name for name in tensors if name.startswith(GENERATOR_PREFIX)]:
-            tensor = tensors[name]
-            stacked[name.removeprefix(GENERATOR_PREFIX)] = (tuple(tensor.shape), bytes(host_bytes(tensor)))
+    def restore() -> dict[str, Tensor]:
+        stacked = {
+            name.removeprefix(GENERATOR_PREFIX): tensor
+            for name, tensor in Tensors(checkpoint, tensor_of).items()
+            if name.startswith(GENERATOR_PREFIX)
+        }
         if record["world"] != together.world or not stacked:
             rng.derive(record["seed"], record["step"], together.rank)
             return stacked
         try:
-            rng.restore(rng.unstack(stacked, together.rank), device)
+            rng.restore({name: bytes(each[together.rank].numpy()) for name, each in stacked.items()}, device)
         except (RuntimeError, TypeError, ValueError, struct.error) as error:
             raise CheckpointError(
                 f"{checkpoint.path / checkpoint.manifest.common.name}: the states of the random generators are "

@@ -10,6 +10,7 @@ from zerokit.checkpoint.manifest import Manifest
 from zerokit.checkpoint.state import MASTER, OUTER_PREFIX, PARAM
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
 from zerokit.layout import Layout, Parameter
+from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.admission import probe
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.rounding import RESIDUAL
@@ -50,21 +51,13 @@ class Match:
 
 
 def match_state(
-    manifest: Manifest,
-    runtime: Runtime,
-    *,
-    averaged: bool,
-    strict: bool,
-    local: BetweenIslands | None = None,
-    weights_only: bool = False,
+    manifest: Manifest, optimizer: ZeroOptimizer, *, strict: bool, weights_only: bool = False
 ) -> Match:
     """Find each live parameter and group in the checkpoint; with `weights_only`, ignore groups and freezing.
 
-    `averaged`: whether the weights have an average here. `local`: the local steps of islands, if there are any.
-
     Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
     """
-    match = Match()
+    match, runtime = Match(), optimizer.runtime
     faults = _match_parameters(manifest.layout, runtime.layout, match, weights_only=weights_only)
     if not weights_only:
         faults += _match_groups(manifest.layout, runtime.layout, match)
@@ -72,10 +65,10 @@ def match_state(
         kinds = sorted({stream.kind for stream in manifest.streams if stream.kind.startswith(OUTER_PREFIX)})
         match.outer = [kind.removeprefix(OUTER_PREFIX) for kind in kinds]
         match.unwanted.update(kinds)  # among the optimizer's own states
-        if local is not None:
-            faults += _compare_outer(match, local)
+        if optimizer.local_steps is not None:
+            faults += _compare_outer(match, optimizer.local_steps)
         if EMA not in runtime.states.kinds:
-            faults += _compare_averages(manifest, match, averaged=averaged)
+            faults += _compare_averages(manifest, match, averaged=optimizer.ema is not None)
         faults += _compare_residuals(manifest, runtime, match)
     if faults and strict:
         needed = "the model that was" if weights_only else "the model and the optimizer that were"

@@ -24,7 +24,7 @@ class Origin:
     """The seed from which all ranks' generators were derived, and digests of their states then."""
 
     record: dict[str, Any]
-    stacked: dict[str, tuple[tuple[int, ...], bytes]]
+    stacked: dict[str, Tensor]
     digests: list[str]
 
 
@@ -84,22 +84,14 @@ def digest(states: Mapping[str, bytes]) -> str:
     return total.hexdigest()
 
 
-def stack(states: Sequence[Mapping[str, bytes]]) -> dict[str, tuple[tuple[int, int], bytes]]:
-    """`{generator: ([world, bytes], contents)}` of those generators that every rank has, of one size."""
-    stacked = {}
-    for name in sorted(states[0]):
-        if all(len(state.get(name, b"")) == len(states[0][name]) for state in states):
-            shape = (len(states), len(states[0][name]))
-            stacked[name] = (shape, b"".join(state[name] for state in states))
-    return stacked
+def stack(states: Sequence[Mapping[str, bytes]]) -> dict[str, Tensor]:
+    """uint8 [world, bytes] of those generators that every rank has, of one size."""
+    return {
+        name: torch.stack([_tensor(state[name]) for state in states])
+        for name in sorted(states[0])
+        if all(len(state.get(name, b"")) == len(states[0][name]) for state in states)
+    }
 
 
 def _tensor(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
-
-
-def unstack(tensors: Mapping[str, tuple[tuple[int, ...], Any]], rank: int) -> dict[str, bytes]:
-    """One rank's states out of what `stack` made."""
-    return {
-        name: bytes(data[rank * shape[1] : (rank + 1) * shape[1]]) for name, (shape, data) in tensors.items()
-    }

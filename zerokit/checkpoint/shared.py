@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.matching import NOT_THE_OPTIMIZERS, Match
@@ -23,9 +24,7 @@ class Shared:
     def __init__(self, checkpoint: Source, match: Match, extra: Mapping[str, Any]) -> None:
         self._sources = {name: at for name, at in match.sources.items() if at not in match.fresh}
         self._line = list(checkpoint.manifest.layout.parameters)
-        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
-        """Dtype and shape of the kinds that are tensors."""
-        self._rows: dict[str, dict[int, bytes]] = {}
+        self._rows: dict[str, dict[int, Tensor]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
         self._streams: dict[int, set[str]] = {}
         """The kinds of state that have a parameter's shape, by position."""
@@ -41,13 +40,7 @@ class Shared:
                 raise CheckpointError(
                     f"{checkpoint.path}: {name} is {dtype}{list(shape)}, not as the manifest says"
                 )
-            self.forms[scalar.kind] = dtype, scalar.shape
-            data = host_bytes(tensor)
-            size = len(data) // max(len(scalar.parameters), 1)
-            self._rows[scalar.kind] = {
-                position: bytes(data[row * size : (row + 1) * size])
-                for row, position in enumerate(scalar.parameters)
-            }
+            self._rows[scalar.kind] = dict(zip(scalar.parameters, tensor, strict=True))
 
     def of(self, unit: UnitState, position: int) -> dict[str, Any]:
         """The saved values for one parameter of a unit, by kind."""
@@ -65,7 +58,11 @@ class Shared:
 
     def key(self, unit: UnitState, position: int) -> str:
         """A key that is equal for parameters that may share a master."""
-        return repr((sorted(self.kinds(unit, position)), sorted(self.of(unit, position).items())))
+        values = {
+            kind: bytes(host_bytes(value)) if isinstance(value, Tensor) else value
+            for kind, value in self.of(unit, position).items()
+        }
+        return repr((sorted(self.kinds(unit, position)), sorted(values.items())))
 
     def apply(self, runtime: Runtime, unit: UnitState, master: MasterSlice) -> None:
         """Set a master's state to the value saved for its parameters, which is equal for all of them."""
@@ -78,14 +75,11 @@ class Shared:
         kinds = NOT_THE_OPTIMIZERS | self.kinds(unit, fitting[0])
         state = {k: value for k, value in inner.state.pop(master.tensor, {}).items() if k in kinds}
         for kind, value in self.of(unit, fitting[0]).items():
-            form = self.forms.get(kind)
-            if form is None:
+            if kind not in self._rows:
                 state[kind] = value
                 continue
-            dtype, shape = form
-            tensor = tensor_of(value, dtype, shape)
             # As torch's own load_state_dict: fused kernels want the count beside the parameter, others on the host.
             beside = kind != "step" or group.get("fused") or group.get("capturable")
-            state[kind] = tensor.to(master.tensor.device) if beside else tensor
+            state[kind] = value.to(master.tensor.device if beside else "cpu", copy=True)
         if state:
             inner.state[master.tensor] = state

@@ -123,21 +123,15 @@ def take(
                 rest.add(LOCAL_STEPS, optimizer.local_steps.plain_state(), LOCAL_STEPS)
             rest.add("groups", _groups(optimizer), "groups")
             rest.members["scaler"] = _scaler(optimizer)
-    return Part(
-        Card(
-            arguments,
-            description,
-            {} if arguments.weights_only else rng.capture(runtime.collectives.device),
-            options,
-        ),
+    slices = (
         _copies(optimizer, held)
         if copied
-        else {(one.kind, one.part.parameter.name): one.tensor for one in held},
-        rest,
-        optimizer.layout,
-        torch.initial_seed() % 2**64,
-        rng.ORIGINS.get(optimizer),
+        else {(one.kind, one.part.parameter.name): one.tensor for one in held}
     )
+    generators = {} if arguments.weights_only else rng.capture(runtime.collectives.device)
+    card = Card(arguments, description, generators, options)
+    seed = torch.initial_seed() % 2**64
+    return Part(card, slices, rest, optimizer.layout, seed, rng.ORIGINS.get(optimizer))
 
 
 def snapshot(value: Any) -> Tensor:
@@ -205,12 +199,10 @@ def complete(
         # Derived by a load, and unused since: written as what they were derived from.
         record, stacked = origin.record, origin.stacked
     else:
-        stacked = dict(rng.stack(states))
+        stacked = rng.stack(states)
         record = {"world": len(states), "seed": part.seed, "step": part.card.arguments.step}
     rest.members["rng"] = record
-    rest.tensors |= {
-        GENERATOR_PREFIX + name: tensor_of(data, "uint8", shape) for name, (shape, data) in stacked.items()
-    }
+    rest.tensors |= {GENERATOR_PREFIX + name: tensor for name, tensor in stacked.items()}
     rest.members["values"] = mapping(
         {kind: mapping({name: one.plain for name, one in held.items()}) for kind, held in values.items()}
     )
