@@ -20,11 +20,12 @@ import math
 import reprlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from zerokit.checkpoint.manifest import MAX_STEP, MAX_WORLD, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
-from zerokit.checkpoint.strict import bounded, canonical, member, members, parse_json, typed
+from zerokit.checkpoint.strict import bounded, canonical, member, members, parse_json, typed, within
 from zerokit.errors import CheckpointError
 from zerokit.nesting import require_shallow
 
@@ -287,19 +288,21 @@ def _check_members(plain: dict[str, Any], manifest: Manifest) -> None:
     step = bounded(plain, "step", 0, MAX_STEP)
     if step != manifest.step:
         raise ValueError(f"'step' is {step}, but the manifest's is {manifest.step}")
-    if "user" not in plain:
-        raise ValueError("'user' is missing")
-    if not manifest.weights_only:
-        _check_groups(plain, manifest)
-        _check_values(plain, manifest)
-        _check_scaler(plain)
-        generators = member(plain, "rng", dict)
-        try:
-            bounded(generators, "world", 1, MAX_WORLD)
-            bounded(generators, "seed", 0, (1 << 64) - 1)
-            bounded(generators, "step", 0)
-        except ValueError as error:
-            raise ValueError(f"'rng': {error}") from None
+    member(plain, "user", object)
+    if manifest.weights_only:
+        return
+    _check_groups(plain, manifest)
+    _check_values(plain, manifest)
+    if member(plain, "scaler", object) is not None:
+        scaler = member(plain, "scaler", dict)
+        with within("'scaler'"):
+            _check_scale(member(scaler, "value", str))
+            bounded(scaler, "good_steps", 0)
+    generators = member(plain, "rng", dict)
+    with within("'rng'"):
+        bounded(generators, "world", 1, MAX_WORLD)
+        bounded(generators, "seed", 0, (1 << 64) - 1)
+        bounded(generators, "step", 0)
 
 
 def _check_groups(plain: dict[str, Any], manifest: Manifest) -> None:
@@ -316,45 +319,23 @@ def _check_groups(plain: dict[str, Any], manifest: Manifest) -> None:
 
 
 def _check_values(plain: dict[str, Any], manifest: Manifest) -> None:
-    if "values" not in plain:
-        raise ValueError("'values' is missing")
-    for kind, values in _text_mapping(plain["values"], "'values'").items():
+    scalars = {(held.kind, position) for held in manifest.scalars for position in held.parameters}
+    for kind, values in _text_mapping(member(plain, "values", object), "'values'").items():
         what = f"'values'[{kind[:60]!r}]"
-        positions = set()
         for name in _text_mapping(values, what):
-            if name not in manifest.layout.positions:
+            position = manifest.layout.positions.get(name)
+            if position is None:
                 raise ValueError(f"{what} belongs to {name[:200]!r}, which is not a parameter")
-            positions.add(manifest.layout.positions[name])
-        tensors = [(held.kind, held.parameters) for held in manifest.streams]
-        tensors += [(held.kind, held.parameters) for held in manifest.scalars]
-        for other, parameters in tensors:
-            if other == kind and (both := positions.intersection(parameters)):
-                raise ValueError(f"{what} is of parameter {min(both)}, which also has tensors of that kind")
+            if (kind, position) in scalars or (kind, position) in manifest.numbers:
+                raise ValueError(f"{what} is of parameter {position}, which also has tensors of that kind")
 
 
-def _check_scaler(plain: dict[str, Any]) -> None:
-    if "scaler" not in plain:
-        raise ValueError("'scaler' is missing")
-    if plain["scaler"] is None:
-        return
-    scaler = typed(plain["scaler"], dict, "'scaler'")
-    try:
-        text = member(scaler, "value", str)
-        if not 0.0 < _hexadecimal(text) < math.inf:
-            raise ValueError(
-                f"'value' is {text[:60]!r}, expected a hexadecimal number over 0, such as 0x1p+16"
-            )
-        bounded(scaler, "good_steps", 0)
-    except ValueError as error:
-        raise ValueError(f"'scaler': {error}") from None
-
-
-def _hexadecimal(text: str) -> float:
-    """The number; NaN where there is none, which is in no range."""
-    try:
-        return float.fromhex(text) if "0x" in text else math.nan
-    except (ValueError, OverflowError):
-        return math.nan
+def _check_scale(text: str) -> None:
+    value = math.nan
+    with suppress(ValueError, OverflowError):
+        value = float.fromhex(text) if "0x" in text else math.nan
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"'value' is {text[:60]!r}, expected a hexadecimal number over 0, such as 0x1p+16")
 
 
 def _text_mapping(value: Any, what: str) -> dict[str, Any]:

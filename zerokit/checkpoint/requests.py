@@ -97,9 +97,7 @@ class Request(NamedTuple):
             if self.conversion is not None:
                 at = start // self.conversion.source_bytes * self.conversion.element_bytes
             size = min(most, self.size - start)
-            yield Request(
-                self.key, self.file, self.offset + start, size, self.target, self.at + at, self.conversion
-            )
+            yield self._replace(offset=self.offset + start, size=size, at=self.at + at)
 
     def precedes(self, other: Request) -> bool:
         """Whether the other request continues this one, in the file and in the target."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.disk import opened, read_exactly
-from zerokit.checkpoint.strict import member, members, parse_json, shape_of, typed
+from zerokit.checkpoint.strict import member, members, parse_json, shape_of, typed, within
 from zerokit.errors import CheckpointError
 
 _DTYPES = {
@@ -120,7 +120,7 @@ def parse_header(content: bytes, file_size: int, where: str) -> Header:
 
 
 def _tensor(name: str, entry: dict[str, Any], base: int) -> Tensor:
-    try:
+    with within(f"tensor {name[:200]!r}"):
         if unknown := entry.keys() - {"dtype", "shape", "data_offsets"}:
             raise ValueError(f"has the unknown member {min(unknown)[:60]!r}")
         if member(entry, "dtype", str) not in _DTYPES:
@@ -133,8 +133,6 @@ def _tensor(name: str, entry: dict[str, Any], base: int) -> Tensor:
         size = math.prod(shape) * width
         if offsets[1] - offsets[0] != size:
             raise ValueError(f"{offsets[1] - offsets[0]} bytes for {dtype} of shape {shape}, expected {size}")
-    except ValueError as error:
-        raise ValueError(f"tensor {name[:200]!r}: {error}") from None
     return Tensor(name, dtype, shape, base + offsets[0], size)
 
 

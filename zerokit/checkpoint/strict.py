@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 MAX_NUMEL = 1 << 56
@@ -80,13 +83,21 @@ def shape_of(entry: dict[str, Any]) -> tuple[int, ...]:
     return shape
 
 
+@contextmanager
+def within(what: str) -> Iterator[None]:
+    """Name `what` in a refusal of the body."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from None
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members_by_key = dict(pairs)
-    if len(members_by_key) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"duplicate key {twice[:60]!r}")
-    return members_by_key
+    return found
 
 
 def _small_integer(text: str) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from zerokit.checkpoint.copying import Progress
@@ -135,19 +134,17 @@ class _Verification:
     def run(self) -> Iterator[Finding]:
         manifest = self._checkpoint.manifest
         yield from self._strangers()
-        for rank, stated in enumerate(manifest.files):
-            yield from self._found(stated.name, partial(self._rank, rank))
-        yield from self._found(manifest.common.name, self._common)
-        self._advance(manifest.common.size)
-        yield from self._found(manifest.extra.name, self._extra)
-        self._advance(manifest.extra.size)
-
-    def _found(self, file: str, findings: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-        """Findings about a file, and the error that ended the search for them."""
-        try:
-            yield from findings()
-        except CheckpointError as error:
-            yield _finding(file, error, self._checkpoint.path)
+        for file, findings in (
+            *((file, self._rank(rank)) for rank, file in enumerate(manifest.files)),
+            (manifest.common, self._common()),
+            (manifest.extra, self._extra()),
+        ):
+            try:
+                yield from findings
+            except CheckpointError as error:
+                yield _finding(file.name, error, self._checkpoint.path)
+            if not file.header_size:  # it was read whole
+                self._advance(file.size)
 
     def _strangers(self) -> Iterator[Finding]:
         known = {NAME, SUPERSEDED_NAME, *(name for name, _ in self._checkpoint.held_files())}
@@ -212,9 +209,9 @@ class _Verification:
                 return  # reported with that file
             checkpoint.check_generators(plain)
 
-    def _extra(self) -> Iterable[Finding]:
+    def _extra(self) -> Iterator[Finding]:
         self._checkpoint.extra()
-        return ()
+        yield from ()
 
     def _advance(self, size: int, *, read: bool = True) -> None:
         self._done += size
