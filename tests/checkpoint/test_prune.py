@@ -188,7 +188,7 @@ def test_a_prune_beside_this_one(tmp_path: Path) -> None:
         prune_after_save(run, Retention(keep_last=1))
     assert list_steps(run) == [3]
     assert foreign_to_step(run / "step-00000001") == "no manifest.json of zerokit's"
-    with patch("zerokit.checkpoint.prune.stated_checksum", return_value=1):  # it goes just then
+    with patch("zerokit.checkpoint.run.stated_checksum", return_value=1):  # it goes just then
         assert foreign_to_step(run / "step-00000001") == ""
 
 

@@ -14,27 +14,15 @@ from itertools import islice
 from pathlib import Path
 
 from zerokit import files
+from zerokit.checkpoint import run as runs
 from zerokit.checkpoint.disk import explained
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
-from zerokit.checkpoint.run import (
-    LATEST_NAME,
-    STEP,
-    SUPERSEDED_NAME,
-    find_step,
-    is_sound,
-    is_step,
-    list_steps,
-    read_latest,
-    stated_checksum,
-    step_name,
-    superseded,
-)
 from zerokit.checkpoint.staging import Leftover, finish_replacements, leftovers, remove
 from zerokit.errors import CheckpointError, UsageError
 
 _STEP_FILE = re.compile(
     rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
-    rf"{SUPERSEDED_NAME}"
+    rf"{runs.SUPERSEDED_NAME}"
 )
 
 
@@ -164,7 +152,7 @@ def plan(run: Path, retention: Retention, *, dry_run: bool) -> Pruning:
         if not run.is_dir():
             what = "is not a directory" if run.exists() else "does not exist"
             raise CheckpointError(f"{run}: {what}: give the directory of a run")
-        if is_step(run):
+        if runs.is_step(run):
             raise CheckpointError(f"{run}: is a step: give a run's directory")
         if not dry_run:
             finish_replacements(run)
@@ -197,22 +185,22 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
     the newest but not superseded: it is damaged, or could not be read just now.
     """
     retention.check()
-    newest = find_step(run)
+    newest = runs.find_step(run)
     if newest.run is None:
         raise CheckpointError(
             f"{run}: holds the runs of islands: give one of them, such as {newest.path.parent}"
         )
-    latest = read_latest(run)
+    latest = runs.read_latest(run)
     stays = {newest.path.name}
     if latest is not None:
         stays.add(latest.name)
     with suppress(CheckpointError):
-        stays.add(find_step(run, whole=True).path.name)
+        stays.add(runs.find_step(run, whole=True).path.name)
     number = int(newest.path.name.removeprefix("step-"))
-    paths = {step: run / step_name(step) for step in list_steps(run)}
-    others = {step for step, path in paths.items() if superseded(path)}
+    paths = {step: run / runs.step_name(step) for step in runs.list_steps(run)}
+    others = {step for step, path in paths.items() if runs.superseded(path)}
     own = [step for step in paths if step not in others]
-    gone = retention.removed(own, number, lambda step: is_sound(paths[step]))
+    gone = retention.removed(own, number, lambda step: runs.is_sound(paths[step]))
     gone += [step for step in others if (later or step < number) and not retention.spares(step)]
     return [
         paths[step]
@@ -240,22 +228,22 @@ def _remove_step(step: Path) -> None:
 
 def foreign_to_step(folder: Path) -> str:
     """The foreign contents of a step's directory, as text; "" if there are none. The functions below do the same."""
-    if stated_checksum(folder) is None:
+    if runs.stated_checksum(folder) is None:
         return f"no {NAME} of zerokit's"
     return foreign_to(folder, _STEP_FILE, "")
 
 
 def foreign_to_checkpoint(folder: Path) -> str:
     """The foreign contents of a step, or a run of one step, as `reshard` writes it."""
-    if stated_checksum(folder) is not None:
+    if runs.stated_checksum(folder) is not None:
         return foreign_to_step(folder)
     steps = []
     for entry in entries_of(folder):
-        if STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+        if runs.STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
             steps.append(entry.name)
             if strange := foreign_to_step(Path(entry.path)):
                 return f"{strange} in {entry.name}"
-        elif entry.name != LATEST_NAME and not files.TEMPORARY.fullmatch(entry.name):
+        elif entry.name != runs.LATEST_NAME and not files.TEMPORARY.fullmatch(entry.name):
             return named(entry)
     return "" if len(steps) == 1 else f"{len(steps) or 'no'} steps, where an output of this kind has one"
 

@@ -12,26 +12,12 @@ from typing import Any, Literal, overload
 
 from zerokit import files
 from zerokit.checkpoint import background
+from zerokit.checkpoint import run as runs
 from zerokit.checkpoint.background import Saving
 from zerokit.checkpoint.disk import explained
 from zerokit.checkpoint.extents import rank_file
 from zerokit.checkpoint.manifest import MAX_STEP, own_checksum
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
-from zerokit.checkpoint.run import (
-    LATEST_NAME,
-    Latest,
-    island_run,
-    list_steps,
-    mark_superseded,
-    read_latest,
-    require_run,
-    set_aside_islands,
-    stated_checksum,
-    step_name,
-    steps_to_supersede,
-    unreferenced,
-    write_latest,
-)
 from zerokit.checkpoint.snapshot import Arguments, Part, complete, require_agreement, take
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import merge
@@ -146,7 +132,7 @@ def save(
             raise UsageError(f"step={step!r}: expected an integer from 0 to {MAX_STEP}")
         retention.check()
         whole = Path(os.path.abspath(run_directory))
-        run = str(whole if islands is None else island_run(whole, islands.index))
+        run = str(whole if islands is None else runs.island_run(whole, islands.index))
         arguments = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
         part = take(optimizer, arguments, extra, outer, copied=not blocking)
     except Exception as error:  # raised on every rank, below
@@ -156,10 +142,10 @@ def save(
         _commit(together, part, retention, None if local is None else partial(local.committed, step))
         run = Path(run_directory)
         if islands is None:
-            return run / step_name(step)
+            return run / runs.step_name(step)
         if islands.rank == 0:
-            set_aside_islands(run, islands.count, step)
-        return island_run(run, islands.index) / step_name(step)
+            runs.set_aside_islands(run, islands.count, step)
+        return runs.island_run(run, islands.index) / runs.step_name(step)
 
     return work() if blocking else background.start(optimizer, work)
 
@@ -173,7 +159,7 @@ def _commit(
     cards = together.exchange(part.card)
     require_agreement(cards)
     arguments, layout, rank, step = part.card.arguments, part.layout, together.rank, part.card.arguments.step
-    target = Path(arguments.run) / step_name(step)
+    target = Path(arguments.run) / runs.step_name(step)
     streams, scalars, values = merge(layout, [card.description for card in cards])
     with ExitStack() as stack:
         staging: list[Staging] = []
@@ -181,7 +167,7 @@ def _commit(
         asked: list[Retention] = []
 
         def begin() -> Path:
-            asked.append(retention.asked({*list_steps(target.parent), step}))
+            asked.append(retention.asked({*runs.list_steps(target.parent), step}))
             if not arguments.weights_only:
                 complete(part, cards, scalars, values)
             contents.append(contents_of(arguments, layout, streams, tuple(scalars), part.rest))
@@ -211,10 +197,10 @@ def _commit(
 
 
 def _warn_of_another_job(run: Path) -> None:
-    latest: Latest | None = None
+    latest: runs.Latest | None = None
     named = _NAMED.get(run.resolve())
     with suppress(CheckpointError):  # of a damaged one nobody knows
-        latest = read_latest(run)
+        latest = runs.read_latest(run)
     if latest is not None and named and latest.name not in named:
         warnings.warn(
             f"{run}: another process has saved {latest.name} since this one saved {max(named)}: two jobs in one run "
@@ -225,11 +211,11 @@ def _warn_of_another_job(run: Path) -> None:
 
 
 def _begin(target: Path, *, overwrite: bool) -> Staging:
-    require_run(target.parent)
+    runs.require_run(target.parent)
     _warn_of_another_job(target.parent)
     replaces = overwrite
     if os.path.lexists(target) and not overwrite:
-        if not unreferenced(target):
+        if not runs.unreferenced(target):
             raise CheckpointError(
                 f"{target}: this step is already saved: pass overwrite=True to replace it, or save another step, "
                 "or in another run directory (zerokit.check_run checks this before training)"
@@ -245,25 +231,25 @@ def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
     run, name = staging.target.parent, staging.target.name
     crc = own_checksum(manifest)
     assert crc is not None
-    later = steps_to_supersede(run, name)
+    later = runs.steps_to_supersede(run, name)
     begins = not (weights_only and later)  # weights alone begin no training before later steps
     replaced = _referenced_checksum(run, name)
     if begins:
         _NAMED.setdefault(run.resolve(), set()).add(name)
     if begins and replaced is not None:
-        write_latest(run, Latest(name, (crc, replaced)))
+        runs.write_latest(run, runs.Latest(name, (crc, replaced)))
     staging.commit()
     if begins:
-        mark_superseded(later)
-        write_latest(run, Latest(name, (crc,)))
+        runs.mark_superseded(later)
+        runs.write_latest(run, runs.Latest(name, (crc,)))
     staging.discard()
-    remove_gone(run, name, LATEST_NAME)
+    remove_gone(run, name, runs.LATEST_NAME)
 
 
 def _referenced_checksum(run: Path, name: str) -> int | None:
     """The CRC-32 of the manifest of a step that is there, if `latest` names it."""
     try:
-        latest: Latest | None = read_latest(run)
+        latest: runs.Latest | None = runs.read_latest(run)
     except CheckpointError:
         return None  # nothing that could be read there is lost
-    return stated_checksum(run / name) if latest is not None and latest.name == name else None
+    return runs.stated_checksum(run / name) if latest is not None and latest.name == name else None

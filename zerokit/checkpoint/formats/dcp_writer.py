@@ -20,19 +20,11 @@ from typing import Any
 from zerokit.checkpoint.conversion import Options, converting
 from zerokit.checkpoint.disk import opened, write_file
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS
+from zerokit.checkpoint.formats import torchwriter
 from zerokit.checkpoint.formats.dcp_items import METADATA
 from zerokit.checkpoint.formats.description import plain_value
 from zerokit.checkpoint.formats.pickle_writer import to_pickle
 from zerokit.checkpoint.formats.pickles import Name, Record, Size
-from zerokit.checkpoint.formats.torchwriter import (
-    NewStorage,
-    NewTensor,
-    Part,
-    TorchFile,
-    plan_torch_file,
-    row_major,
-    whole,
-)
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.prune import foreign_to
 from zerokit.checkpoint.requests import check_read
@@ -50,7 +42,7 @@ _BEGIN = b"\x80\x02c" + _MODULE.encode() + b"\nMetadata\n"
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     offsets: tuple[int, ...]
-    tensor: NewTensor
+    tensor: torchwriter.NewTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,7 @@ class _Metadata:
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     storage: dict[Record, Record] = field(default_factory=dict)
 
-    def add(self, item: _Item, places: Sequence[tuple[str, TorchFile]]) -> None:
+    def add(self, item: _Item, places: Sequence[tuple[str, torchwriter.TorchFile]]) -> None:
         for name, path in item.names.items():
             self.paths[name] = path
             if not item.dtype:
@@ -100,7 +92,7 @@ class _Metadata:
             for index, ((_, chunk), place) in enumerate(zip(item.chunks, places, strict=True)):
                 self._store({"fqn": name, "offset": Size(chunk.offsets), "index": index}, place)
 
-    def _store(self, index: dict[str, Any], place: tuple[str, TorchFile]) -> None:
+    def _store(self, index: dict[str, Any], place: tuple[str, torchwriter.TorchFile]) -> None:
         name, file = place
         info = {"relative_path": name, "offset": file.base, "length": file.size}
         self.storage[_new(f"{_MODULE}.MetadataIndex", index)] = _new(
@@ -137,13 +129,13 @@ def _foreign(folder: Path) -> str:
 
 def _write(source: Source, world: int, work: Path, options: Options) -> None:
     metadata, dropped = _Metadata(), list[str]()
-    files: list[list[TorchFile]] = [[] for _ in range(world)]
+    files: list[list[torchwriter.TorchFile]] = [[] for _ in range(world)]
     ends = [0] * world
     for item in _items(source, world, dropped):
         places = []
         contents = [(rank, chunk.tensor) for rank, chunk in item.chunks] if item.dtype else [(0, item.value)]
         for rank, content in contents:
-            file = plan_torch_file(content, "archive", ends[rank])
+            file = torchwriter.plan_torch_file(content, "archive", ends[rank])
             files[rank].append(file)
             ends[rank] = file.base + file.size
             places.append((f"__{rank}_0.distcp", file))
@@ -231,7 +223,9 @@ def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Ite
 
 def _small(names: Mapping[str, tuple[Any, ...]], dtype: str, shape: tuple[int, ...], content: bytes) -> _Item:
     """A tensor that rank 0 has whole."""
-    return _Item(names, dtype, shape, ((0, _Chunk((0,) * len(shape), whole(dtype, shape, content))),))
+    return _Item(
+        names, dtype, shape, ((0, _Chunk((0,) * len(shape), torchwriter.whole(dtype, shape, content))),)
+    )
 
 
 def _chunks(
@@ -245,7 +239,7 @@ def _chunks(
         start, stop = rank * each, min(rows, (rank + 1) * each)
         interval = Interval(start * row, stop * row)
         sizes = (stop - start, *shape[1:]) if shape else ()
-        parts = [Part(stream, name, interval, 0)] if interval.numel else []
-        storage = NewStorage(dtype, interval.numel * ELEMENT_BYTES[dtype], parts)
+        parts = [torchwriter.Part(stream, name, interval, 0)] if interval.numel else []
+        storage = torchwriter.NewStorage(dtype, interval.numel * ELEMENT_BYTES[dtype], parts)
         offsets = (start,) + (0,) * (len(shape) - 1) if shape else ()
-        yield rank, _Chunk(offsets, NewTensor(storage, sizes, row_major(sizes)))
+        yield rank, _Chunk(offsets, torchwriter.NewTensor(storage, sizes, torchwriter.row_major(sizes)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from zerokit.checkpoint.conversion import Options, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_file
-from zerokit.checkpoint.formats import deepspeed_cut
+from zerokit.checkpoint.formats import deepspeed_cut, torchwriter
 from zerokit.checkpoint.formats.deepspeed import Reader
 from zerokit.checkpoint.formats.deepspeed_cut import Cut, Piece
 from zerokit.checkpoint.formats.deepspeed_files import LATEST
@@ -22,16 +22,6 @@ from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, is_marked
-from zerokit.checkpoint.formats.torchwriter import (
-    NewStorage,
-    NewTensor,
-    Part,
-    TorchFile,
-    copied,
-    flat,
-    plan_torch_file,
-    whole,
-)
 from zerokit.checkpoint.prune import entries_of, foreign_to
 from zerokit.checkpoint.requests import check_read
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
@@ -82,19 +72,19 @@ class _Writer:
         self.source, self.reader, self.world = source, reader, world
         self.cuts = self._cuts()
 
-    def files(self) -> Iterator[tuple[str, TorchFile]]:
+    def files(self) -> Iterator[tuple[str, torchwriter.TorchFile]]:
         """Every file's name and contents."""
         for rank in range(self.world if self.reader.stage == 3 else 1):
             name = self.reader.files.models[0].name
             if self.reader.stage == 3:
                 name = name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
-            yield name, plan_torch_file(self._model(rank), Path(name).stem, marked=True)
+            yield name, torchwriter.plan_torch_file(self._model(rank), Path(name).stem, marked=True)
         for rank in range(self.world):
             name = self.reader.files.optimizers[0].name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
-            yield name, plan_torch_file(self._optimizer(rank), Path(name).stem)
+            yield name, torchwriter.plan_torch_file(self._optimizer(rank), Path(name).stem)
 
     def _model(self, rank: int) -> dict[str, Any]:
-        storages: dict[tuple[int, Blob], NewStorage] = {}
+        storages: dict[tuple[int, Blob], torchwriter.NewStorage] = {}
         template = dict(self.reader.model)
         fragments = template.pop("frozen_param_fragments", None)
         model = dict(_as_it_was(template, 0, storages))
@@ -115,11 +105,11 @@ class _Writer:
         )
         return model
 
-    def _frozen(self, name: str, rank: int, template: StoredTensor) -> NewTensor:
+    def _frozen(self, name: str, rank: int, template: StoredTensor) -> torchwriter.NewTensor:
         numel = math.prod(self.reader.model["frozen_param_shapes"][name])
         held = dict(deepspeed_cut.parts(numel, self.world)).get(rank)
-        parts = [Part(self._stream(PARAM, name), name, held, 0)] if held else []
-        return flat(template.dtype, deepspeed_cut.part_size(numel, self.world), parts)
+        parts = [torchwriter.Part(self._stream(PARAM, name), name, held, 0)] if held else []
+        return torchwriter.flat(template.dtype, deepspeed_cut.part_size(numel, self.world), parts)
 
     def _optimizer(self, rank: int) -> dict[str, Any]:
         reader = self.reader
@@ -127,7 +117,7 @@ class _Writer:
         template = dict(whole.pop("optimizer_state_dict"))
         cut = self._groups if reader.stage < 3 else self._sub_groups
         state = cut(rank, template)
-        storages: dict[tuple[int, Blob], NewStorage] = {}
+        storages: dict[tuple[int, Blob], torchwriter.NewStorage] = {}
         first = len(reader.files.models)
         return {
             "optimizer_state_dict": _as_it_was(state, first, storages),
@@ -195,7 +185,7 @@ class _Writer:
             if kind in wide:
                 state[kind] = self._flat(kind, template, held, numel)
             elif isinstance(value, StoredTensor):
-                state[kind] = whole(value.dtype, value.shape, reader.content(0, value))
+                state[kind] = torchwriter.whole(value.dtype, value.shape, reader.content(0, value))
             else:
                 state[kind] = value
         return state
@@ -203,22 +193,23 @@ class _Writer:
     def _stream(self, kind: str, name: str) -> int:
         return self.source.manifest.numbers[kind, self.source.layout.positions[name]]
 
-    def _flat(self, kind: str, template: int, held: Sequence[Piece], numel: int) -> NewTensor:
+    def _flat(self, kind: str, template: int, held: Sequence[Piece], numel: int) -> torchwriter.NewTensor:
         dtype = self.reader.kinds(0, template)[kind].dtype
         width = ELEMENT_BYTES[dtype]
         parts = [
-            Part(self._stream(kind, piece.name), piece.name, piece.interval, piece.start * width)
+            torchwriter.Part(self._stream(kind, piece.name), piece.name, piece.interval, piece.start * width)
             for piece in held
         ]
-        return flat(dtype, numel, parts)
+        return torchwriter.flat(dtype, numel, parts)
 
 
 def _fragment(numel: int, start: int) -> Record:
     return Record(_FRAGMENT, (), {"numel": numel, "start": start}, new=True)
 
 
-def _as_it_was(value: Any, file: int, storages: dict[tuple[int, Blob], NewStorage]) -> Any:
+def _as_it_was(value: Any, file: int, storages: dict[tuple[int, Blob], torchwriter.NewStorage]) -> Any:
     """The value with the tensors of the source's file as they are."""
     return mapped(
-        value, lambda part: copied(part, file, storages) if isinstance(part, StoredTensor) else part
+        value,
+        lambda part: torchwriter.copied(part, file, storages) if isinstance(part, StoredTensor) else part,
     )
