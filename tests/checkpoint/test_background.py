@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ import torch.distributed as dist
 
 import zerokit
 from tests.support.crashes import read_tree
-from tests.support.distributed import run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import run_ranks
 from tests.support.models import CASES
 from tests.support.saving import Held, in_turn
-from tests.support.training import Run, Trajectory, build_seeded, digest, one_step, whole_weights, wrap
+from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit import files
 from zerokit.checkpoint import background
 from zerokit.checkpoint.background import Saving
@@ -182,31 +181,3 @@ def _of_two_optimizers(directory: str) -> None:
 
 def test_saves_that_meet_others_interrupts_and_the_end_of_the_program(tmp_path: Path) -> None:
     run_ranks(1, in_turn, [_interrupted, _nobody_asks, _of_two_optimizers], str(tmp_path))
-
-
-def _peer_lost(directory: str) -> list[str]:
-    """Before its first save: the group of the background is not there yet."""
-    model = build_seeded(CASE, 0)
-    zero = wrap(model, CASE, Run(stage=1), timeout=datetime.timedelta(seconds=3))
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    said = []
-    attempts: list[Callable[[], object]] = [
-        lambda: save(directory, zero, step=2, blocking=False).wait(),
-        lambda: save(directory, zero, step=2),
-    ]
-    for attempt in attempts:
-        with pytest.raises(zerokit.ScheduleError) as caught:
-            attempt()
-        said.append(str(caught.value))
-    # What needs no other rank goes on.
-    digest(whole_weights(model).items())
-    return said
-
-
-def test_a_rank_that_is_lost_is_named_within_the_time_out(tmp_path: Path) -> None:
-    first, second = run_ranks_expecting_errors(2, _peer_lost, str(tmp_path / "run"))
-    assert second.exitcode == -signal.SIGKILL
-    assert first.ok, first.describe()
-    for message in first.value:
-        assert "rank 1" in message or "ranks [1]" in message, message

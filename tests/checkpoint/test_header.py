@@ -1,17 +1,14 @@
-"""safetensors headers: what the stock library writes is read, and every malformed one is refused by name."""
+"""safetensors headers: every malformed one is refused by name."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
-import numpy as np
 import pytest
-import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerokit.checkpoint.safetensors import MAX_BYTES, Tensor, header_size, parse_header
+from zerokit.checkpoint.safetensors import MAX_BYTES, parse_header
 from zerokit.errors import CheckpointError
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -23,45 +20,24 @@ def file_of(header: object, data: int = 25, *, text: bytes | None = None) -> byt
     return len(text).to_bytes(8, "little") + text + bytes(data)
 
 
-def test_what_the_stock_library_writes_is_read() -> None:
-    arrays: dict[str, np.ndarray[Any, Any]] = {
-        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "empty": np.zeros((0, 4), np.int64),
-        "scalar": np.array(7, np.uint16),
-        "flag": np.array([True, False]),
-    }
-    content = safetensors.numpy.save(arrays, {"format": "np"})
-    header = parse_header(content, len(content), "file")
-    assert header.metadata == {"format": "np"}
-    assert header.tensors.keys() == arrays.keys()
-    for name, tensor in header.tensors.items():
-        assert (tensor.dtype, tensor.shape) == (arrays[name].dtype.name, arrays[name].shape)
-        assert content[tensor.offset : tensor.offset + tensor.size] == arrays[name].tobytes()
+def changed(**members: object) -> object:
+    return {"a": A | members}
 
 
 REFUSALS: dict[str, tuple[bytes, str]] = {
     "longer than the file": (file_of({}, 0)[:-1], "truncated: its header takes 10 bytes, the file has 9"),
-    "absurd length": (
-        b"\xff" * 8 + b"{}",
-        f"its header would take {2**64 - 1} bytes, {MAX_BYTES} are allowed",
-    ),
+    "absurd length": (b"\xff" * 8 + b"{}", f"would take {2**64 - 1} bytes, {MAX_BYTES} are allowed"),
     "no object": (file_of([], 0), "expected a JSON object"),
-    "a tensor twice": (
-        file_of(None, 25, text=f'{{"a":{json.dumps(A)},"a":{json.dumps(A)}}}'.encode()),
-        "duplicate key 'a'",
-    ),
-    "unknown dtype": (file_of({"a": A | {"dtype": "F12"}}, 24), "dtype 'F12' is unknown"),
-    "negative size": (file_of({"a": A | {"shape": [-2, -3]}}, 24), "shape .* is impossible"),
-    "a million dimensions": (file_of({"a": A | {"shape": [2**62] * 10**6}}, 24), "is impossible"),
+    "a tensor twice": (file_of(None, text=b'{"a":{},"a":{}}'), "duplicate key 'a'"),
+    "unknown dtype": (file_of(changed(dtype="F12"), 24), "dtype 'F12' is unknown"),
+    "negative size": (file_of(changed(shape=[-2, -3]), 24), "shape .* is impossible"),
+    "a million dimensions": (file_of(changed(shape=[2**62] * 10**6), 24), "is impossible"),
     "many digits": (file_of(None, 0, text=b'{"a":' + b"9" * 10**6 + b"}"), "number 9{20}… is too large"),
     "too few bytes": (
-        file_of({"a": A | {"data_offsets": [0, 23]}}, 23),
+        file_of(changed(data_offsets=[0, 23]), 23),
         "23 bytes for float32 of shape .*expected 24",
     ),
-    "a hole in front": (
-        file_of({"a": A | {"data_offsets": [1, 25]}}),
-        "a hole between the header and tensor 'a'",
-    ),
+    "a hole in front": (file_of(changed(data_offsets=[1, 25])), "a hole between the header and tensor 'a'"),
     "a hole between": (
         file_of({"a": A, "b": B | {"data_offsets": [25, 26]}}, 26),
         "a hole between tensor 'a' and tensor 'b'",
@@ -84,13 +60,6 @@ def test_a_malformed_header_is_refused(case: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-def test_a_header_that_was_read_in_part_is_refused() -> None:
-    content = file_of({"a": A, "b": B})
-    with pytest.raises(CheckpointError, match="20 bytes of a header of"):
-        parse_header(content[:20], len(content), "file")
-    assert header_size(content[:8], len(content), "file") == len(content) - 25
-
-
 VALID = file_of({"__metadata__": {"format": "pt"}, "a": A, "b": B})
 
 
@@ -109,12 +78,8 @@ def test_a_mutated_header_is_read_or_refused_and_nothing_else(data: st.DataObjec
         header = parse_header(bytes(content), len(content), "file")
     except CheckpointError:
         return
-    assert_tiles(header.size, list(header.tensors.values()), len(content))
-
-
-def assert_tiles(base: int, tensors: list[Tensor], size: int) -> None:
-    end = base
-    for tensor in tensors:
-        assert tensor.offset == end
-        end += tensor.size
-    assert end == size
+    ends = [header.size]
+    for tensor in header.tensors.values():
+        assert tensor.offset == ends[-1]
+        ends.append(tensor.offset + tensor.size)
+    assert ends[-1] == len(content)
