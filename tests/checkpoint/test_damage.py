@@ -35,8 +35,7 @@ def read_all(step: Path) -> None:
 
 
 def verify(step: Path) -> None:
-    findings = zerokit.verify(step).findings
-    if findings:
+    if findings := zerokit.verify(step).findings:
         raise CheckpointError(f"{findings[0].file}: {findings[0].problem}")
 
 
@@ -63,6 +62,29 @@ def refused(step: Path, reader: Callable[[Path], None], message: str) -> None:
     with files.replaced(Unsynced()), pytest.raises(CheckpointError, match=message):
         reader(step)
     assert sorted(path.name for path in step.parent.iterdir()) == ["latest", step.name]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_flipped_bit_has_one_finding_with_its_place(step: Path, data: st.DataObject) -> None:
+    """In every file; in data, with the slice."""
+    path = data.draw(st.sampled_from(sorted(step.iterdir())))
+    checkpoint, rank = Checkpoint(step), path.name[5:10] if path.name.startswith("rank-") else ""
+    extents = checkpoint.rank_file(int(rank)).extents if rank else ()
+    starts = [extent.offset for extent in extents] or [0]
+    place = data.draw(st.sampled_from(starts) | st.integers(0, path.stat().st_size - 1))
+    whole = flip(path, place)
+    try:
+        (found,) = zerokit.verify(step).findings
+    finally:
+        path.write_bytes(whole)
+    assert found.file == path.name
+    hit = [extent for extent in extents if extent.offset <= place < extent.offset + extent.size]
+    wanted = [
+        (checkpoint.streams[e.stream].kind, checkpoint.names[e.position], e.interval.start, e.interval.stop)
+        for e in hit
+    ]
+    assert (found.stream, found.parameter, found.start, found.stop) == (*wanted, (None,) * 4)[0]
 
 
 @settings(max_examples=150)

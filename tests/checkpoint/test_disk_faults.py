@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import zerokit
-from tests.support.checkpoints import example_content, example_layout, write_run
-from tests.support.crashes import CALLS, SPACE, Failing, Unsynced, read_tree
+from tests.support.crashes import CALLS, SPACE, Failing, Unsynced
 from tests.support.distributed import run_ranks
 from tests.support.saving import How, newest_step, small_optimizer, train
 from zerokit import files
 from zerokit.checkpoint.save import save
-from zerokit.checkpoint.staging import finish_replacement, leftovers
+from zerokit.checkpoint.staging import leftovers
 
 
 @dataclass(frozen=True)
@@ -107,38 +104,3 @@ def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(case: str, tm
     assert first == second
     assert first[0] > 20
     assert first[1] > 3
-
-
-@pytest.mark.parametrize(
-    ("convert", "exchanges"), [(partial(zerokit.reshard, world=2), False), (zerokit.consolidate, True)]
-)
-def test_a_conversion_that_fails_leaves_what_was_there(
-    convert: Callable[..., Path], exchanges: bool, tmp_path: Path
-) -> None:
-    for seed in (0, 1):
-        write_run(tmp_path / f"run-{seed}", example_layout(1), example_content(example_layout(1), seed=seed))
-    root = tmp_path / "root"
-    root.mkdir()
-    with files.replaced(Unsynced()):
-        for seed in (0, 1):
-            convert(tmp_path / f"run-{seed}", output=tmp_path / f"right-{seed}", jobs=1)
-    right = [read_tree(tmp_path / f"right-{seed}") for seed in (0, 1)]
-    number = 1
-    while True:
-        number += 3
-        with files.replaced(Unsynced()):
-            convert(tmp_path / "run-0", output=root / "out", force=(root / "out").exists(), jobs=1)
-        disk = Failing(number, exchanges=exchanges)
-        said = ""
-        with files.replaced(disk):
-            try:
-                convert(tmp_path / "run-1", output=root / "out", force=True, jobs=1)
-            except zerokit.CheckpointError as error:
-                said = str(error)
-        finish_replacement(root / "out")
-        found = read_tree(root / "out")
-        assert found in right
-        assert said or found == right[1]
-        if not disk.reached:
-            break
-    assert number > 10

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import shutil
 from dataclasses import replace
@@ -130,22 +129,6 @@ def test_weights_are_exact_at_any_world_size_and_nothing_else_changes(
         for again in ("again-whole", "again-weights"):
             assert weights(folder / name / again) == wanted
             assert not zerokit.inspect(folder / name / again).weights_only
-
-
-def test_the_file_has_weights_and_nothing_else(folder: Path) -> None:
-    checkpoint = zerokit.Checkpoint(folder / "lora" / "weights")
-    assert checkpoint.weights_only
-    assert {(stream.kind, stream.dtype) for stream in checkpoint.streams} == {
-        ("master", "float32"),
-        ("param", "bfloat16"),
-    }
-    assert not [name for name in checkpoint.common_forms if not name.startswith(("buffers/", "extra"))]
-    assert set(checkpoint.extra_plain()) == {"step", "user"}
-    manifest = json.loads((checkpoint.path / "manifest.json").read_text())
-    assert (manifest["version"], manifest["content"]) == ([1, 1], "weights")
-    whole = json.loads((folder / "lora" / "whole" / "step-00000002" / "manifest.json").read_text())
-    assert whole["version"] == [1, 0]
-    assert "content" not in whole
 
 
 def _model(frozen: str, stage: int, *, value: float) -> tuple[nn.Module, zerokit.ZeroOptimizer]:

@@ -71,13 +71,7 @@ class Copier:
     When it ends with an exception, nothing is being written any more, and all files are closed.
     """
 
-    def __init__(
-        self,
-        *,
-        jobs: int | None = None,
-        total: int = 0,
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, *, jobs: int | None = None, total: int = 0, progress: Progress | None = None) -> None:
         """`total` bytes are announced to `progress`. Raises `UsageError` for `jobs` (threads) out of range."""
         if jobs is not None and not (type(jobs) is int and 1 <= jobs <= MOST_JOBS):
             raise UsageError(f"jobs={jobs!r}: expected 1 to {MOST_JOBS}")

@@ -98,10 +98,7 @@ def _read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
 
 
 def _transfer(
-    call: Callable[[int, list[memoryview], int], int],
-    fd: int,
-    buffers: Sequence[ReadableBuffer],
-    offset: int,
+    call: Callable[[int, list[memoryview], int], int], fd: int, buffers: Sequence[ReadableBuffer], offset: int
 ) -> int:
     """Call until all of `buffers` is moved; returns the bytes that are missing when a call moves nothing."""
     views = [view.cast("B") for buffer in buffers if (view := memoryview(buffer)).nbytes]

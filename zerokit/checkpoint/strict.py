@@ -28,11 +28,7 @@ def parse_json(content: bytes) -> Any:
     """
     text = content.decode()
     plain = json.loads(
-        text,
-        object_pairs_hook=_unique,
-        parse_int=_small_integer,
-        parse_float=_finite,
-        parse_constant=_refuse,
+        text, object_pairs_hook=_unique, parse_int=_small_integer, parse_float=_finite, parse_constant=_refuse
     )
     if "\\u" in text:  # an escape may be half of a surrogate pair, which cannot be written again
         json.dumps(plain, ensure_ascii=False).encode()

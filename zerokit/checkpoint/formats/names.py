@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zerokit.checkpoint.formats.description import (
-    PARAM,
-    Description,
-    StoredParameter,
-    as_buffer,
-    as_frozen,
-)
+from zerokit.checkpoint.formats.description import PARAM, Description, StoredParameter, as_buffer, as_frozen
 from zerokit.checkpoint.source import StoredBuffer
 from zerokit.errors import CheckpointError
 
