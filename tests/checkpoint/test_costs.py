@@ -52,17 +52,12 @@ def empty_tensors(step: Path, number: int) -> None:
     _replace_common(step, header)
 
 
-def empty_parameters(step: Path, number: int) -> None:
-    """All in one unit."""
-    parameters = tuple(Parameter(f"p{place}", (0,)) for place in range(number))
-    layout = Layout(2, 0, (Unit(0, (), parameters, 2),))
-    write_checkpoint(step, layout, example_content(layout))
-
-
 def empty_units(step: Path, number: int) -> None:
-    """Each parameter in a unit of its own."""
-    units = tuple(Unit(place, (), (Parameter(f"p{place}", (0,)),), 2) for place in range(number))
-    layout = Layout(2, 0, units)
+    """A parameter without elements in each, and as many in one more."""
+    names = [f"p{place}" for place in range(2 * number)]
+    units = [*([name] for name in names[:number]), names[number:]]
+    made = (Unit(n, (), tuple(Parameter(name, (0,)) for name in held), 2) for n, held in enumerate(units))
+    layout = Layout(2, 0, tuple(made))
     write_checkpoint(step, layout, example_content(layout))
 
 
@@ -75,7 +70,6 @@ def long_keys(step: Path, number: int) -> None:
 
 MADE: dict[str, Callable[[Path, int], None]] = {
     "empty tensors": empty_tensors,
-    "empty parameters": empty_parameters,
     "empty units": empty_units,
     "long keys": long_keys,
 }

