@@ -96,7 +96,8 @@ class Pieces:
         """
         parts: list[tuple[int, Piece]] = []
         before = None
-        for read in sorted(_triples(self._parts.get((stream, position), array("Q")))):
+        read_here = self._parts.get((stream, position), array("Q"))
+        for read in sorted(zip(read_here[::3], read_here[1::3], read_here[2::3], strict=True)):
             start, crc, size = read
             if before is not None and before[0] == start:
                 if read != before:
@@ -105,10 +106,6 @@ class Pieces:
                 parts.append((start, Piece(crc, size)))
             before = read
         return parts
-
-
-def _triples(parts: array[int]) -> Iterator[tuple[int, int, int]]:
-    return zip(parts[::3], parts[1::3], parts[2::3], strict=True)
 
 
 def along(parts: Sequence[tuple[int, Piece]], cuts: Iterable[Interval]) -> Iterator[tuple[Interval, Piece]]:

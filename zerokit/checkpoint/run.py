@@ -130,6 +130,13 @@ def read_latest(run: Path) -> Latest | None:
     return Latest(match["name"], tuple(int(crc, 16) for crc in (match["crc"], match["old"]) if crc))
 
 
+def readable_latest(run: Path) -> Latest | None:
+    """The content of `latest`; None if the file is missing or damaged."""
+    with suppress(CheckpointError):
+        return read_latest(run)
+    return None
+
+
 def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
     """The step at `path`, or the newest step of the run at `path`.
 
@@ -288,10 +295,8 @@ def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrit
     run = Path(run_directory)
     require_run(run)
     _require_writable(run)
-    later = (
-        [] if overwrite else sorted(s for one in [run, *island_runs(run)] for s in later_steps(one, after))
-    )
-    if later:
+    others = [run, *island_runs(run)]
+    if later := [] if overwrite else sorted(step for one in others for step in later_steps(one, after)):
         more = f" and {len(later) - 1} more" if len(later) > 1 else ""
         raise CheckpointError(
             f"{run}: holds {step_name(later[-1])}{more}, later than step {after}, after which this training "
@@ -370,12 +375,9 @@ def mark_superseded(steps: list[Path]) -> None:
 
 def unreferenced(step: Path) -> bool:
     """Whether a committed step was never named by `latest`: its writer was killed just before."""
-    try:
-        latest = read_latest(step.parent)
-    except CheckpointError:
-        return False
+    latest = readable_latest(step.parent)
     if latest is None:
-        return True
+        return not os.path.lexists(step.parent / LATEST_NAME)
     return _number(step.parent / latest.name) < _number(step) and not superseded(step)
 
 

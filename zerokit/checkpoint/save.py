@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -176,9 +176,9 @@ def _commit(
             return staging[0].work
 
         work = together.on_first(begin)
-        written = together.do(
-            lambda: write_rank(work, rank_file(layout, streams, step, rank), streams, part.slices, layout)
-        )
+        file = rank_file(layout, streams, step, rank)
+        own = together.each(lambda: write_rank(work, file, streams, part.slices, layout))
+        written = together.exchange(own)
 
         def finish() -> None:
             content = write_rest(work, contents[0], written)
@@ -197,10 +197,7 @@ def _commit(
 
 
 def _warn_of_another_job(run: Path) -> None:
-    latest: runs.Latest | None = None
-    named = _NAMED.get(run.resolve())
-    with suppress(CheckpointError):  # of a damaged one nobody knows
-        latest = runs.read_latest(run)
+    latest, named = runs.readable_latest(run), _NAMED.get(run.resolve())
     if latest is not None and named and latest.name not in named:
         warnings.warn(
             f"{run}: another process has saved {latest.name} since this one saved {max(named)}: two jobs in one run "
@@ -248,8 +245,5 @@ def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
 
 def _referenced_checksum(run: Path, name: str) -> int | None:
     """The CRC-32 of the manifest of a step that is there, if `latest` names it."""
-    try:
-        latest: runs.Latest | None = runs.read_latest(run)
-    except CheckpointError:
-        return None  # nothing that could be read there is lost
+    latest = runs.readable_latest(run)
     return runs.stated_checksum(run / name) if latest is not None and latest.name == name else None

@@ -7,6 +7,7 @@ parameter of one element.)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -182,14 +183,15 @@ def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: boo
 
 
 def _require_name(kind: object, *, elementwise: bool) -> None:
+    reason = ""
     if not isinstance(kind, str):
-        raise CheckpointError(f"optimizer state {kind!r} cannot be saved: its name must be text")
-    if kind in (MASTER, PARAM):
-        raise CheckpointError(
-            f"optimizer state {kind!r} cannot be saved: that name is reserved for the checkpoint"
-        )
-    if elementwise and ("/" in kind or not kind):
-        raise CheckpointError(f"optimizer state {kind!r} cannot be saved: rename it without '/'")
+        reason = "its name must be text"
+    elif kind in (MASTER, PARAM):
+        reason = "that name is reserved for the checkpoint"
+    elif elementwise and ("/" in kind or not kind):
+        reason = "rename it without '/'"
+    if reason:
+        raise CheckpointError(f"optimizer state {kind!r} cannot be saved: {reason}")
 
 
 def _encoded(value: Any, path: str) -> Encoded:
@@ -231,17 +233,13 @@ def merge(
         Scalars(kind, dtype, shape, tuple(sorted(held))): b"".join(held[index] for index in sorted(held))
         for (kind, dtype, shape), held in sorted(scalars.items())
     }
-    names = [scalar.kind for scalar in stacked]
-    for name in names:
-        if names.count(name) > 1:
+    for kind, count in Counter(scalar.kind for scalar in stacked).items():
+        if count > 1:
             raise CheckpointError(
-                f"optimizer state {name!r} has another dtype or shape from parameter to parameter"
+                f"optimizer state {kind!r} has another dtype or shape from parameter to parameter"
             )
-    return (
-        tuple(streams),
-        stacked,
-        {kind: {line[index].name: held[index] for index in sorted(held)} for kind, held in values.items()},
-    )
+    named = {kind: {line[index].name: held[index] for index in sorted(held)} for kind, held in values.items()}
+    return tuple(streams), stacked, named
 
 
 def _join(target: dict[int, Any], held: Mapping[int, Any], line: Sequence[Any], kind: str, rank: int) -> None:

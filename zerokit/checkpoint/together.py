@@ -80,10 +80,6 @@ class Together:
             raise (UsageError if misused else CheckpointError)("; ".join(lines)) from cause
         return result[0]
 
-    def do(self, task: Callable[[], T]) -> list[T]:
-        """Every rank's result of `task`, in rank order; errors as in `each`."""
-        return self.exchange(self.each(task))
-
     def on_first(self, task: Callable[[], T]) -> T:
         """Rank 0's result of `task`, which runs there alone; its error is every rank's."""
         results = self.exchange(self.each(lambda: [task()] if self.rank == 0 else []))

@@ -24,29 +24,12 @@ _FIRST = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.p
 
 Shapes = dict[str, tuple[int, ...]]
 
-KNOWN = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-    ]
-)
+KNOWN = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
+    *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+    *("ds_config", "ds_version", "universal_checkpoint_info"),
+}
 """Members of the model's states that DeepSpeed writes itself; others are the program's own."""
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d+)_model_states\.pt")

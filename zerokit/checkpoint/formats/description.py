@@ -33,13 +33,8 @@ _BESIDE = re.compile(
 """What accelerate and transformers' Trainer keep beside a model's checkpoint."""
 
 _UNEXPECTED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    struct.error,
+    *(LookupError, TypeError, ValueError, AttributeError),
+    *(ArithmeticError, RecursionError, struct.error),
 )
 """What other data than a reader expects leads to."""
 
