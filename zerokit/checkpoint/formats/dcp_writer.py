@@ -41,19 +41,21 @@ _BEGIN = b"\x80\x02c" + _MODULE.encode() + b"\nMetadata\n"
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    offsets: tuple[int, ...]
-    tensor: torchwriter.NewTensor
+    """Rank `rank`'s part of a tensor, whose first element is at `offsets` in it; or a value."""
+
+    content: Any
+    rank: int = 0
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """What is called `names`, each with its path in the state dict: chunks of a tensor by rank, or a value."""
+    """A tensor, or a value where there is no `dtype`, at `paths` in the state dict."""
 
-    names: Mapping[str, tuple[Any, ...]]
+    paths: Sequence[tuple[Any, ...]]
+    chunks: Sequence[_Chunk]
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    chunks: Sequence[tuple[int, _Chunk]] = ()
-    value: Any = None
 
 
 @dataclass(slots=True)
@@ -63,18 +65,15 @@ class _Metadata:
     storage: dict[Record, Record] = field(default_factory=dict)
 
     def add(self, item: _Item, places: Sequence[tuple[str, torchwriter.TorchFile]]) -> None:
-        for name, path in item.names.items():
+        for path in item.paths:
+            name = ".".join(map(str, path))
             self.paths[name] = path
             if not item.dtype:
                 self.state[name] = _new(f"{_MODULE}.BytesStorageMetadata", {})
                 self._store({"fqn": name}, places[0])
                 continue
             chunks = [
-                _new(
-                    f"{_MODULE}.ChunkStorageMetadata",
-                    {"offsets": Size(c.offsets), "sizes": Size(c.tensor.shape)},
-                )
-                for _, c in item.chunks
+                {"offsets": Size(chunk.offsets), "sizes": Size(chunk.content.shape)} for chunk in item.chunks
             ]
             properties = (
                 Name(f"torch.{item.dtype}"),
@@ -86,10 +85,10 @@ class _Metadata:
             fields = {
                 "properties": Record(f"{_MODULE}.TensorProperties", (), properties, new=True),
                 "size": Size(item.shape),
-                "chunks": chunks,
+                "chunks": [_new(f"{_MODULE}.ChunkStorageMetadata", chunk) for chunk in chunks],
             }
             self.state[name] = _new(f"{_MODULE}.TensorStorageMetadata", fields)
-            for index, ((_, chunk), place) in enumerate(zip(item.chunks, places, strict=True)):
+            for index, (chunk, place) in enumerate(zip(item.chunks, places, strict=True)):
                 self._store({"fqn": name, "offset": Size(chunk.offsets), "index": index}, place)
 
     def _store(self, index: dict[str, Any], place: tuple[str, torchwriter.TorchFile]) -> None:
@@ -133,12 +132,11 @@ def _write(source: Source, world: int, work: Path, options: Options) -> None:
     ends = [0] * world
     for item in _items(source, world, dropped):
         places = []
-        contents = [(rank, chunk.tensor) for rank, chunk in item.chunks] if item.dtype else [(0, item.value)]
-        for rank, content in contents:
-            file = torchwriter.plan_torch_file(content, "archive", ends[rank])
-            files[rank].append(file)
-            ends[rank] = file.base + file.size
-            places.append((f"__{rank}_0.distcp", file))
+        for chunk in item.chunks:
+            file = torchwriter.plan_torch_file(chunk.content, "archive", ends[chunk.rank])
+            files[chunk.rank].append(file)
+            ends[chunk.rank] = file.base + file.size
+            places.append((f"__{chunk.rank}_0.distcp", file))
         metadata.add(item, places)
     with options.copier(source.data_size) as copier:
         for rank, (size, parts) in enumerate(zip(ends, files, strict=True)):
@@ -162,17 +160,14 @@ def _items(source: Source, world: int, dropped: list[str]) -> Iterator[_Item]:
     for number, stream in enumerate(source.streams):
         for position in stream.parameters:
             parameter = line[position]
-            names: dict[str, tuple[Any, ...]] = {}
-            for name in (parameter.name, *parameter.aliases):
-                if stream.kind in WEIGHT_KINDS:
-                    names[f"model.{name}"] = ("model", name)
-                elif name == parameter.name:
-                    names[f"optim.state.{name}.{stream.kind}"] = ("optim", "state", name, stream.kind)
+            paths: list[tuple[Any, ...]] = [("optim", "state", parameter.name, stream.kind)]
+            if stream.kind in WEIGHT_KINDS:
+                paths = [("model", name) for name in (parameter.name, *parameter.aliases)]
             chunks = tuple(_chunks(number, stream.dtype, parameter.name, parameter.shape, world))
-            yield _Item(names, stream.dtype, parameter.shape, chunks)
+            yield _Item(paths, chunks, stream.dtype, parameter.shape)
     for name in source.buffers:
         dtype, shape, content = source.common_tensor(BUFFER_PREFIX + name)
-        yield _small({f"model.{name}": ("model", name)}, dtype, shape, bytes(content))
+        yield _small(("model", name), dtype, shape, bytes(content))
     extra = source.extra()
     if not source.weights_only:
         yield from _states(source, extra, dropped)
@@ -182,10 +177,10 @@ def _items(source: Source, world: int, dropped: list[str]) -> Iterator[_Item]:
         if "step" in own:
             return
     elif isinstance(own, dict) and own:
-        yield _Item({"extra": ("extra",)}, value=own)
+        yield _value(("extra",), own)
     elif own is not None and own != {} and "extra" not in dropped:
         dropped.append("extra")
-    yield _Item({"step": ("step",)}, value=source.step)
+    yield _value(("step",), source.step)
 
 
 def _values(value: Any, path: tuple[str | int, ...]) -> Iterator[_Item]:
@@ -194,7 +189,7 @@ def _values(value: Any, path: tuple[str | int, ...]) -> Iterator[_Item]:
         for key, part in value.items():
             yield from _values(part, (*path, key))
     else:
-        yield _Item({".".join(map(str, path)): path}, value=value)
+        yield _value(path, value)
 
 
 def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Iterator[_Item]:
@@ -207,30 +202,29 @@ def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Ite
         dtype, _, content = source.common_tensor(f"optimizer/{scalar.kind}")
         size = math.prod(scalar.shape) * ELEMENT_BYTES[dtype]
         for row, position in enumerate(scalar.parameters):
-            name = line[position].name
-            names = {f"optim.state.{name}.{scalar.kind}": ("optim", "state", name, scalar.kind)}
-            yield _small(names, dtype, scalar.shape, bytes(content[row * size : (row + 1) * size]))
+            path = ("optim", "state", line[position].name, scalar.kind)
+            yield _small(path, dtype, scalar.shape, bytes(content[row * size : (row + 1) * size]))
     for kind, by_name in plain_value(extra["values"], "state", dropped).items():
         for name, value in by_name.items():
-            yield _Item({f"optim.state.{name}.{kind}": ("optim", "state", name, kind)}, value=value)
+            yield _value(("optim", "state", name, kind), value)
     for number, options in enumerate(extra["groups"]):
         members = [p.name for p in line if p.trainable and p.group == number]
         plain = plain_value(options, f"option of group {number}", dropped)
         for option, value in (plain | {"params": members}).items():
-            path = ("optim", "param_groups", number, option)
-            yield _Item({".".join(map(str, path)): path}, value=value)
+            yield _value(("optim", "param_groups", number, option), value)
 
 
-def _small(names: Mapping[str, tuple[Any, ...]], dtype: str, shape: tuple[int, ...], content: bytes) -> _Item:
+def _value(path: tuple[Any, ...], value: Any) -> _Item:
+    return _Item([path], [_Chunk(value)])
+
+
+def _small(path: tuple[Any, ...], dtype: str, shape: tuple[int, ...], content: bytes) -> _Item:
     """A tensor that rank 0 has whole."""
-    return _Item(
-        names, dtype, shape, ((0, _Chunk((0,) * len(shape), torchwriter.whole(dtype, shape, content))),)
-    )
+    tensor = torchwriter.whole(dtype, shape, content)
+    return _Item([path], [_Chunk(tensor, 0, (0,) * len(shape))], dtype, shape)
 
 
-def _chunks(
-    stream: int, dtype: str, name: str, shape: tuple[int, ...], world: int
-) -> Iterator[tuple[int, _Chunk]]:
+def _chunks(stream: int, dtype: str, name: str, shape: tuple[int, ...], world: int) -> Iterator[_Chunk]:
     """Each rank's rows of a parameter: as many as fit on all, the last ranks fewer or none, as `torch.chunk` cuts."""
     rows = shape[0] if shape else 1
     row = math.prod(shape[1:])
@@ -242,4 +236,4 @@ def _chunks(
         parts = [torchwriter.Part(stream, name, interval, 0)] if interval.numel else []
         storage = torchwriter.NewStorage(dtype, interval.numel * ELEMENT_BYTES[dtype], parts)
         offsets = (start,) + (0,) * (len(shape) - 1) if shape else ()
-        yield rank, _Chunk(offsets, torchwriter.NewTensor(storage, sizes, torchwriter.row_major(sizes)))
+        yield _Chunk(torchwriter.NewTensor(storage, sizes, torchwriter.row_major(sizes)), rank, offsets)
