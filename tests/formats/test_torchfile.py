@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats.torchfile import StoredTensor, read_torch_file
-from zerokit.checkpoint.formats.torchwriter import NewTensor, plan_torch_file, whole
+from zerokit.checkpoint.formats.torchwriter import NewTensor, plan_torch_file, whole, write_torch_files
 from zerokit.errors import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -127,13 +127,8 @@ def test_a_changed_file_is_read_or_refused(
 
 
 def _write(path: Path, value: Any) -> None:
-    file = plan_torch_file(value, "archive")
     with Copier(jobs=1) as copier:
-        target = copier.target(path, file.size)
-        file.copy(None, copier, target)  # type: ignore[arg-type]
-        copier.drain()
-        file.finish(None, target)  # type: ignore[arg-type]
-        copier.release(target)
+        write_torch_files(None, copier, path, [plan_torch_file(value, "archive")])  # type: ignore[arg-type]
 
 
 def _new(tensor: torch.Tensor) -> NewTensor:

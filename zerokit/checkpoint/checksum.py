@@ -31,6 +31,11 @@ def combine(pieces: Iterable[Piece]) -> Piece:
     return Piece(crc, size)
 
 
+def damaged(crc: int, expected: int) -> str:
+    """What bytes with this CRC-32 are, in an error."""
+    return f"damaged (CRC-32 {crc:08x}, expected {expected:08x})"
+
+
 class Part(NamedTuple):
     """Elements of a parameter (its position in the line) in one stream, from element `start` on."""
 

@@ -11,6 +11,8 @@ from zerokit.checkpoint.copying import Copier, Progress
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Foreign, Staging, require_apart
 
+NOT_WRITTEN = ": nothing was written: take another checkpoint"
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -20,9 +22,13 @@ class Options:
     force: bool = False
     progress: Progress | None = None
 
-    def copier(self, total: int) -> Copier:
-        """What copies `total` bytes."""
-        return Copier(jobs=self.jobs, total=total, progress=self.progress)
+    @contextmanager
+    def copying(self, source: Source, total: int | None = None) -> Iterator[Copier]:
+        """What copies `total` bytes, or all of the source's; they are compared with its checksums at the end."""
+        size = source.data_size if total is None else total
+        with Copier(jobs=self.jobs, total=size, progress=self.progress) as copier:
+            yield copier
+        source.require_right([copier.pieces], NOT_WRITTEN)
 
 
 @contextmanager

@@ -166,6 +166,14 @@ def read_whole(path: Path, size: int | None = None, *, limit: int = MAX_TEXT_BYT
     return bytes(content)
 
 
+def read_part(path: Path, offset: int, size: int) -> bytearray:
+    """`size` bytes of a file from byte `offset` on. Raises `CheckpointError`."""
+    content = bytearray(size)
+    with opened(path) as fd:
+        read_exactly(fd, [content], offset, path)
+    return content
+
+
 def check_size(fd: int, size: int, path: Path) -> None:
     """Raises `CheckpointError` unless the open file has `size` bytes."""
     actual = os.fstat(fd).st_size

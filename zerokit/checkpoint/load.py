@@ -153,9 +153,7 @@ def _load(
     for sources in match.rounds():
         requests = _requests(checkpoint, runtime, sources, together.rank, outer, weights_only=weights_only)
         pieces = together.each(partial(read, checkpoint, requests))
-        if faults := checkpoint.faults(together.exchange(pieces)):
-            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-            raise CheckpointError(f"{checkpoint.path}: {'; '.join(faults[:3])}{more}")
+        checkpoint.require_right(together.exchange(pieces))
     if not weights_only:
         together.each(lambda: _apply(checkpoint, optimizer, match, extra))
         take_residuals(runtime, extra["step"])

@@ -6,7 +6,6 @@ whose first member is the CRC-32 of all bytes that follow that member, so that t
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 from zerokit.checkpoint.checksum import crc32, from_text, to_text
 from zerokit.checkpoint.extents import Stream, file_name, slice_count
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
-from zerokit.checkpoint.strict import bounded, member, members, parse_json, shape_of, typed
+from zerokit.checkpoint.strict import bounded, compact, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Interval, Layout, Parameter, Unit
 
@@ -98,7 +97,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The file's contents."""
-        body = json.dumps(self._plain(), separators=(",", ":"), ensure_ascii=False)[1:].encode() + b"\n"
+        body = compact(self._plain())[1:] + b"\n"
         return (_PREFIX % crc32(body)).encode() + body
 
     def _plain(self) -> dict[str, object]:

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokit.checkpoint.checksum import Piece, Pieces, along, combine, crc32
-from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_whole
+from zerokit.checkpoint.checksum import Piece, Pieces, along, combine, crc32, damaged
+from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_part, read_whole
 from zerokit.checkpoint.extents import RankFile, file_name, rank_file
 from zerokit.checkpoint.extra import parse_members
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
@@ -59,8 +59,7 @@ class Checkpoint(Source):
                 pass
         memory = Bytes(parameter.numel * self.streams[number].element_bytes)
         wanted = requests_for(self, number, position, Interval(0, parameter.numel), memory, 0)
-        if faults := self.faults([read(self, wanted)]):
-            raise CheckpointError(f"{self.path}: {'; '.join(faults)}: take another checkpoint")
+        self.require_right([read(self, wanted)], ": take another checkpoint")
         return to_array(memory.content, self.streams[number].dtype, parameter.shape)
 
     def find(self, stream: str, name: str) -> tuple[int, int]:
@@ -141,7 +140,7 @@ class Checkpoint(Source):
             check_size(fd, stated.size, path)
             crc = file_checksum(fd, stated.size, path)
             if crc != stated.crc:
-                raise _damaged(path, crc, stated.crc)
+                raise CheckpointError(f"{path}: {damaged(crc, stated.crc)}: take another checkpoint")
         return read_header(path)
 
     def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
@@ -177,8 +176,11 @@ class Checkpoint(Source):
                 if piece.crc != crc:
                     lines.append(
                         f"{file_name(rank, self.world)}: {stream.kind}/{name}, elements {cut.start} to {cut.stop}: "
-                        f"damaged (CRC-32 {piece.crc:08x}, expected {crc:08x})"
+                        f"{damaged(piece.crc, crc)}"
                     )
+        for file in (self.manifest.common, self.manifest.extra):
+            if (copied := pieces.whole.get(file.name)) is not None and copied.crc != file.crc:
+                lines.append(f"{file.name}: {damaged(copied.crc, file.crc)}")
         return lines
 
     @property
@@ -221,18 +223,15 @@ class Checkpoint(Source):
         tensor = self.common.tensors.get(name)
         if tensor is None:
             raise UsageError(f"{self.path / self.manifest.common.name} has no tensor {name!r}")
-        path = self.path / self.manifest.common.name
-        content = bytearray(tensor.size)
-        with opened(path) as fd:
-            read_exactly(fd, [content], tensor.offset, path)
+        content = read_part(self.path / self.manifest.common.name, tensor.offset, tensor.size)
         return tensor.dtype, tensor.shape, content
 
     def extra_plain(self) -> dict[str, Any]:
         stated = self.manifest.extra
         path = self.path / stated.name
         content = read_whole(path, stated.size)
-        if crc32(content) != stated.crc:
-            raise _damaged(path, crc32(content), stated.crc)
+        if (crc := crc32(content)) != stated.crc:
+            raise CheckpointError(f"{path}: {damaged(crc, stated.crc)}: take another checkpoint")
         return parse_members(content, self.manifest, str(path))
 
     @cached_property
@@ -275,12 +274,6 @@ def file_checksum(
         crc = crc32(part, crc)
         progress(part.nbytes)
     return crc
-
-
-def _damaged(path: Path, crc: int, stated: int) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: damaged (CRC-32 {crc:08x}, expected {stated:08x}): take another checkpoint"
-    )
 
 
 def _summary(file: File) -> str:

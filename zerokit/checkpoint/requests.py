@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zerokit.checkpoint.checksum import Key, Part, Pieces, crc32
 from zerokit.checkpoint.disk import opened, read_exactly, write_exactly
-from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
 if TYPE_CHECKING:
@@ -196,17 +195,3 @@ def read(source: Source, requests: Iterable[Request]) -> Pieces:
                 for request, crc in move(fd, path, run, memoryview(b"")):
                     pieces.add(request.key, crc, request.size)
     return pieces
-
-
-def check_read(source: Source, pieces: Pieces) -> None:
-    """Raise `CheckpointError`, naming files and elements, if copied data differs from its checksums."""
-    faults = source.faults([pieces])
-    for file in (source.manifest.common, source.manifest.extra):
-        piece = pieces.whole.get(file.name)
-        if piece is not None and piece.crc != file.crc:
-            faults.append(f"{file.name}: damaged (CRC-32 {piece.crc:08x}, expected {file.crc:08x})")
-    if faults:
-        more = f"; and {len(faults) - 3} more (zerokit verify lists all)" if len(faults) > 3 else ""
-        raise CheckpointError(
-            f"{source.path}: {'; '.join(faults[:3])}{more}: nothing was written: take another checkpoint"
-        )

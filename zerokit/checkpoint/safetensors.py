@@ -9,7 +9,6 @@ strictly, so that nothing after it can lie outside the file or overlap.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.disk import opened, read_exactly
-from zerokit.checkpoint.strict import member, members, parse_json, shape_of, typed, within
+from zerokit.checkpoint.strict import compact, member, members, parse_json, shape_of, typed, within
 from zerokit.errors import CheckpointError
 
 _DTYPES = {
@@ -173,7 +172,7 @@ def lay_out(
         start = ends[-1]
         ends.append(start + math.prod(shape) * ELEMENT_BYTES[dtype])
         entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, ends[-1]]}
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text = compact(entries)
     size = -(-(LENGTH_BYTES + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
     header = (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)
     return header, [size + end for end in ends]

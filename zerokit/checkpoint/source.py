@@ -118,6 +118,12 @@ class Source(ABC):
     def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
         """The problems in the bytes that ranks have read; empty if there are none."""
 
+    def require_right(self, by_rank: Sequence[Pieces], advice: str = "") -> None:
+        """Raise `CheckpointError`, naming files and elements, if bytes that ranks have read differ from checksums."""
+        if faults := self.faults(by_rank):
+            more = f"; and {len(faults) - 3} more (zerokit verify lists all)" if len(faults) > 3 else ""
+            raise CheckpointError(f"{self.path}: {'; '.join(faults[:3])}{more}{advice}")
+
     @property
     @abstractmethod
     def data_size(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import LENGTH_BYTES, parse_header
 from zerokit.checkpoint.snapshot import Arguments, Rest, Slices
 from zerokit.checkpoint.state import host_bytes
+from zerokit.checkpoint.strict import compact
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout
 
@@ -85,7 +85,7 @@ def contents_of(
     step = arguments.step
     where = f"{Path(arguments.run) / step_name(step)} cannot be saved"
     common = save_tensors(dict(rest.tensors), {"format": "zerokit"})
-    extra = json.dumps(rest.members, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    extra = compact(rest.members)
     manifest = Manifest(
         step,
         layout,

@@ -35,6 +35,11 @@ def parse_json(content: bytes) -> Any:
     return plain
 
 
+def compact(plain: Any) -> bytes:
+    """A JSON document without spaces, not escaped."""
+    return json.dumps(plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
 def canonical(plain: Any) -> str:
     """Canonical text: equal for equal data, in any order of members."""
     return json.dumps(plain, sort_keys=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerokit.checkpoint.checksum import damaged
 from zerokit.checkpoint.copying import Progress
 from zerokit.checkpoint.disk import explained, opened
 from zerokit.checkpoint.extents import Extent
@@ -188,7 +189,7 @@ class _Verification:
             self._advance(end - self._done, read=False)
             return str(error).removeprefix(f"{path}: ")
         expected = self._checkpoint.manifest.checksum(extent.stream, extent.position, rank)
-        return "" if crc == expected else f"damaged (CRC-32 {crc:08x}, expected {expected:08x})"
+        return "" if crc == expected else damaged(crc, expected)
 
     def _common(self) -> Iterator[Finding]:
         """The stated tensors must be there, and those of generators; their bytes are verified with the whole file."""

@@ -27,7 +27,6 @@ from zerokit.checkpoint.formats.pickle_writer import to_pickle
 from zerokit.checkpoint.formats.pickles import Name, Record, Size
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.prune import foreign_to
-from zerokit.checkpoint.requests import check_read
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
 from zerokit.errors import CheckpointError, ZerokitWarning
@@ -138,16 +137,9 @@ def _write(source: Source, world: int, work: Path, options: Options) -> None:
             ends[chunk.rank] = file.base + file.size
             places.append((f"__{chunk.rank}_0.distcp", file))
         metadata.add(item, places)
-    with options.copier(source.data_size) as copier:
-        for rank, (size, parts) in enumerate(zip(ends, files, strict=True)):
-            target = copier.target(work / f"__{rank}_0.distcp", size)
-            for part in parts:
-                part.copy(source, copier, target)
-            copier.drain()
-            for part in parts:
-                part.finish(source, target)
-            copier.release(target)
-    check_read(source, copier.pieces)
+    with options.copying(source) as copier:
+        for rank, parts in enumerate(files):
+            torchwriter.write_torch_files(source, copier, work / f"__{rank}_0.distcp", parts)
     write_file(work / METADATA, metadata.to_bytes())
     if dropped:
         text = f"{source.path}: DCP has no place for {', '.join(dropped)}: not carried over"

@@ -23,7 +23,6 @@ from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, is_marked
 from zerokit.checkpoint.prune import entries_of, foreign_to
-from zerokit.checkpoint.requests import check_read
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 
 _FILE = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
@@ -42,14 +41,9 @@ def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, options
         folder = work
         if source.run is not None:
             make_directory(folder := work / source.path.name)
-        with options.copier(source.data_size) as copier:
+        with options.copying(source) as copier:
             for name, file in writer.files():
-                to = copier.target(folder / name, file.size)
-                file.copy(source, copier, to)
-                copier.drain()
-                file.finish(source, to)
-                copier.release(to)
-        check_read(source, copier.pieces)
+                torchwriter.write_torch_files(source, copier, folder / name, [file])
         if source.run is not None:
             sync_directory(folder)
             write_file(work / LATEST, source.path.name.encode())

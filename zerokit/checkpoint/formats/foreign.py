@@ -16,8 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32
-from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, damaged
+from zerokit.checkpoint.disk import opened, read_part
 from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.formats.description import MASTER, PARAM, Description, StoredParameter
@@ -36,6 +36,7 @@ from zerokit.checkpoint.manifest import (
 from zerokit.checkpoint.reader import file_checksum
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out
 from zerokit.checkpoint.source import Source, StoredBuffer, Stretch
+from zerokit.checkpoint.strict import compact
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval, Parameter, Segment, build_layout, default_bucket_bytes
 
@@ -93,9 +94,7 @@ class ForeignCheckpoint(Source):
             )
             for scalar in described_scalars
         }
-        self._extra = json.dumps(
-            _members(described), separators=(",", ":"), ensure_ascii=False, allow_nan=False
-        ).encode()
+        self._extra = compact(_members(described))
         self.manifest = Manifest(
             described.step,
             layout,
@@ -253,14 +252,10 @@ class ForeignCheckpoint(Source):
         buffer = self.described.buffers.get(name.removeprefix(BUFFER_PREFIX))
         if buffer is None or not name.startswith(BUFFER_PREFIX):
             raise UsageError(f"{self.path} has no tensor {name!r}")
-        read = bytearray(buffer.size)
-        with opened(buffer.path) as fd:
-            read_exactly(fd, [read], buffer.offset, buffer.path)
+        read = read_part(buffer.path, buffer.offset, buffer.size)
         blob = self._blob(self.described.files.index(buffer.path), buffer.offset)
         if blob is not None and blob.size == buffer.size and crc32(read) != blob.crc:
-            raise CheckpointError(
-                f"{buffer.path}: buffer {name}: damaged (CRC-32 {crc32(read):08x}, expected {blob.crc:08x})"
-            )
+            raise CheckpointError(f"{buffer.path}: buffer {name}: {damaged(crc32(read), blob.crc)}")
         return buffer.dtype, buffer.shape, read
 
     def held_files(self) -> list[tuple[str, int]]:
@@ -303,7 +298,7 @@ class ForeignCheckpoint(Source):
 
 
 def _damage(blob: Blob, crc: int) -> str:
-    return f"bytes {blob.offset} to {blob.offset + blob.size}: damaged (CRC-32 {crc:08x}, expected {blob.crc:08x})"
+    return f"bytes {blob.offset} to {blob.offset + blob.size}: {damaged(crc, blob.crc)}"
 
 
 def _piece(fd: int, start: int, stop: int, path: Path) -> Piece:

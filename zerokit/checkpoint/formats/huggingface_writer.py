@@ -24,7 +24,7 @@ from zerokit.checkpoint.formats.huggingface import INDEX
 from zerokit.checkpoint.formats.huggingface_model import check_like, copied_names, copy_like, require_like
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
 from zerokit.checkpoint.prune import entries_of, named
-from zerokit.checkpoint.requests import Conversion, OpenFile, Request, check_read, requests_for
+from zerokit.checkpoint.requests import Conversion, OpenFile, Request, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out, read_header
 from zerokit.checkpoint.source import Source, StoredBuffer, to_array
 from zerokit.checkpoint.staging import require_apart
@@ -158,10 +158,9 @@ def _write(source: Source, shards: Sequence[Sequence[_Tensor]], work: Path, opti
         for number in range(1, len(shards) + 1)
     ]
     total = sum(tensor.source_size for shard in shards for tensor in shard)
-    with options.copier(total) as copier:
+    with options.copying(source, total) as copier:
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, copier, work / name, shard)
-    check_read(source, copier.pieces)
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.size for shard in shards for tensor in shard)},

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.checksum import crc32
+from zerokit.checkpoint.checksum import crc32, damaged
 from zerokit.checkpoint.disk import opened, read_exactly
 from zerokit.checkpoint.formats.pickles import (
     MAX_PICKLE_BYTES,
@@ -179,8 +179,8 @@ def content_of(path: Path, fd: int, blob: Blob) -> bytes:
         )
     content = bytearray(blob.size)
     read_exactly(fd, [content], blob.offset, path)
-    if crc32(content) != blob.crc:
-        raise CheckpointError(f"{path}: damaged (CRC-32 {crc32(content):08x}, expected {blob.crc:08x})")
+    if (crc := crc32(content)) != blob.crc:
+        raise CheckpointError(f"{path}: {damaged(crc, blob.crc)}")
     return bytes(content)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.checksum import Piece, combine, crc32
+from zerokit.checkpoint.checksum import Piece, combine, crc32, damaged
+from zerokit.checkpoint.conversion import NOT_WRITTEN
 from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import write_exactly
 from zerokit.checkpoint.formats.pickle_writer import to_pickle
@@ -124,6 +126,17 @@ class TorchFile:
         write_exactly(target.fd, [tail], start, target.path)
 
 
+def write_torch_files(source: Source, copier: Copier, path: Path, files: Sequence[TorchFile]) -> None:
+    """Write a new file that holds these, one after the other."""
+    target = copier.target(path, sum(file.size for file in files))
+    for file in files:
+        file.copy(source, copier, target)
+    copier.drain()
+    for file in files:
+        file.finish(source, target)
+    copier.release(target)
+
+
 def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = False) -> TorchFile:
     """Lay out a file that holds `value`, whose tensors are `NewTensor`s, from byte `base` of a file on.
 
@@ -211,8 +224,8 @@ def _crc(entry: _Entry, source: Source, target: OpenFile) -> int:
         crc = target.pieces.whole[_key(number, blob)].crc if blob.size else blob.crc
         if crc != blob.crc:
             raise CheckpointError(
-                f"{source.file_path(number)}: bytes {blob.offset} to {blob.offset + blob.size}: damaged (CRC-32 "
-                f"{crc:08x}, expected {blob.crc:08x}): nothing was written: take another checkpoint"
+                f"{source.file_path(number)}: bytes {blob.offset} to {blob.offset + blob.size}: "
+                f"{damaged(crc, blob.crc)}{NOT_WRITTEN}"
             )
         return crc
     return combine(_storage_pieces(storage, source, target)).crc

@@ -18,7 +18,7 @@ from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactl
 from zerokit.checkpoint.extents import rank_file
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, own_checksum
 from zerokit.checkpoint.prune import foreign_to_checkpoint
-from zerokit.checkpoint.requests import Request, check_read, requests_for
+from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import LATEST_NAME, Latest, step_name
 from zerokit.checkpoint.source import Source
 from zerokit.layout import Layout
@@ -48,7 +48,7 @@ def _write(source: Source, layout: Layout, step: Path, options: Options) -> byte
     manifest = source.manifest
     source.check_files()
     described, wholes = [], {}
-    with options.copier(source.data_size) as copier:
+    with options.copying(source) as copier:
         for rank in range(layout.world):
             file = rank_file(layout, manifest.streams, manifest.step, rank)
             described.append(File(file.name, file.size, len(file.header), crc32(file.header)))
@@ -68,7 +68,6 @@ def _write(source: Source, layout: Layout, step: Path, options: Options) -> byte
             target = copier.target(step / whole.name, whole.size)
             copier.copy(source, [Request(whole.name, source.path / whole.name, 0, whole.size, target, 0)])
             copier.release(target)
-    check_read(source, copier.pieces)
     content = replace(
         manifest,
         layout=layout,
