@@ -60,11 +60,6 @@ Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all, often, in the caller's thread; what it raises ends the work."""
 
 
-def default_jobs() -> int:
-    """The number of copying threads: more than four only wait for each other's writes."""
-    return min(4, len(os.sched_getaffinity(0)))
-
-
 class Copier:
     """A context manager: after a successful end, everything is copied and every target is synced and closed.
 
@@ -77,7 +72,8 @@ class Copier:
             raise UsageError(f"jobs={jobs!r}: expected 1 to {MOST_JOBS}")
         self.pieces = Pieces()
         """What was read for the targets that are closed."""
-        self._jobs = jobs or default_jobs()
+        # More than four only wait for each other's writes.
+        self._jobs = jobs or min(4, len(os.sched_getaffinity(0)))
         self._total = total
         self._progress = progress
         self._done = 0
@@ -173,13 +169,16 @@ class Copier:
             self._pending.popleft()
 
     def _close(self, file: OpenFile) -> None:
-        if file.size is not None:
-            self.pieces.update(file.pieces)
-            self._unsynced.append(self._syncing.submit(self._sync, file))
-            self._await_syncs(_MOST_UNSYNCED)
-        else:
+        def close() -> None:
             self._open.discard(file)
             file.closing.close()
+
+        if file.size is None:
+            close()
+            return
+        self.pieces.update(file.pieces)
+        self._unsynced.append(self._syncing.submit(close))  # its end syncs it
+        self._await_syncs(_MOST_UNSYNCED)
 
     def _await_syncs(self, most: int) -> None:
         while len(self._unsynced) > most:
@@ -214,8 +213,3 @@ class Copier:
             for run in neighbours((request for _, request in members), BUFFER_BYTES):
                 done += move(file.fd, file.path, run, buffer)
         return done
-
-    def _sync(self, file: OpenFile) -> None:
-        """In the syncing thread."""
-        self._open.discard(file)
-        file.closing.close()

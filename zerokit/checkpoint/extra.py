@@ -117,7 +117,7 @@ class _Encoder:
             return self._mapping(value, name, depth)
         if (kind.__module__, kind.__name__) == ("torch", "Tensor"):
             return self._torch(value, name)
-        if _is_numpy(kind):
+        if kind.__module__ == "numpy" and {"ndarray", "generic"} & {base.__name__ for base in kind.__mro__}:
             return self._numpy(value, name)
         raise CheckpointError(
             f"{name}: a {kind.__module__}.{kind.__qualname__} cannot be written ({reprlib.repr(value)}): use numbers, "
@@ -207,8 +207,10 @@ class _Decoder:
             decoded = self._items(items, where, depth)
             if kind in _MAPPINGS and not all(isinstance(item, list) and len(item) == 2 for item in decoded):
                 raise ValueError("expected [key, value] pairs")
-            if kind != "tuple":
-                _require_spread(item[0] if kind in _MAPPINGS else item for item in decoded)
+            hashed = [] if kind == "tuple" else [item[0] if kind in _MAPPINGS else item for item in decoded]
+            alike = max(Counter(map(hash, hashed)).values(), default=0)
+            if alike > _MOST_ALIKE:  # each would be compared with all others, for minutes
+                raise ValueError(f"{alike} keys or members have one hash, {_MOST_ALIKE} may")
             result = _mapping(kind, decoded) if kind in _MAPPINGS else _SEQUENCES[kind](decoded)
             if len(result) != len(decoded):
                 raise ValueError("the same key or member twice")
@@ -242,13 +244,6 @@ class _Decoder:
         return value[()] if kind == "scalar" else value
 
 
-def _require_spread(keys: Iterable[Any]) -> None:
-    """Raises `ValueError` where many have one hash: each would be compared with all others, for minutes."""
-    most = max(Counter(map(hash, keys)).values(), default=0)
-    if most > _MOST_ALIKE:
-        raise ValueError(f"{most} keys or members have one hash, {_MOST_ALIKE} may")
-
-
 def _mapping(kind: str, items: list[list[Any]]) -> dict[Any, Any]:
     result = _MAPPINGS[kind]()
     for key, value in items:
@@ -264,12 +259,6 @@ def _text(value: str, name: str) -> str:
             f"{ascii(name)[1:-1]}: {value!a} is not valid Unicode: write it as bytes"
         ) from None
     return value
-
-
-def _is_numpy(kind: type) -> bool:
-    return kind.__module__ == "numpy" and (
-        kind.__name__ == "ndarray" or any(base.__name__ == "generic" for base in kind.__mro__)
-    )
 
 
 def parse_members(content: bytes, manifest: Manifest, where: str) -> dict[str, Any]:

@@ -235,7 +235,13 @@ def _manifest(plain: Any) -> Manifest:
         Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), budget.positions(entry))
         for entry in _few(top, "scalars")
     )
-    _check_scalars(streams, scalars)
+    if len({scalar.kind for scalar in scalars}) != len(scalars):
+        raise ValueError("scalars of one kind are listed twice")
+    for scalar, stream in product(scalars, streams):
+        if scalar.kind == stream.kind and (both := set(stream.parameters).intersection(scalar.parameters)):
+            raise ValueError(
+                f"{scalar.kind[:200]!r} of parameter {min(both)} is in a stream and in scalars: one of the two is wrong"
+            )
     weights_only = "content" in top
     if weights_only:
         _check_weights_only(top, streams, scalars)
@@ -323,16 +329,6 @@ def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:
     if len(entries) > _MAX_KINDS:
         raise ValueError(f"{len(entries)} {key} are listed, {_MAX_KINDS} are allowed")
     return entries
-
-
-def _check_scalars(streams: list[Stream], scalars: tuple[Scalars, ...]) -> None:
-    if len({scalar.kind for scalar in scalars}) != len(scalars):
-        raise ValueError("scalars of one kind are listed twice")
-    for scalar, stream in product(scalars, streams):
-        if scalar.kind == stream.kind and (both := set(stream.parameters).intersection(scalar.parameters)):
-            raise ValueError(
-                f"{scalar.kind[:200]!r} of parameter {min(both)} is in a stream and in scalars: one of the two is wrong"
-            )
 
 
 def _check_weights_only(top: dict[str, Any], streams: list[Stream], scalars: tuple[Scalars, ...]) -> None:

@@ -14,7 +14,7 @@ from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.admission import probe
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.rounding import RESIDUAL
-from zerokit.runtime.states import EMA, BetweenIslands
+from zerokit.runtime.states import EMA
 
 NOT_THE_OPTIMIZERS = frozenset({EMA, RESIDUAL})
 """States of a master that zerokit keeps itself."""
@@ -65,11 +65,7 @@ def match_state(
         kinds = sorted({stream.kind for stream in manifest.streams if stream.kind.startswith(OUTER_PREFIX)})
         match.outer = [kind.removeprefix(OUTER_PREFIX) for kind in kinds]
         match.unwanted.update(kinds)  # among the optimizer's own states
-        if optimizer.local_steps is not None:
-            faults += _compare_outer(match, optimizer.local_steps)
-        if EMA not in runtime.states.kinds:
-            faults += _compare_averages(manifest, match, averaged=optimizer.ema is not None)
-        faults += _compare_residuals(manifest, runtime, match)
+        faults += _compare_own(manifest, optimizer, match)
     if faults and strict:
         needed = "the model that was" if weights_only else "the model and the optimizer that were"
         raise CheckpointError(
@@ -155,37 +151,30 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
     return list(faults)
 
 
-def _compare_averages(manifest: Manifest, match: Match, *, averaged: bool) -> list[str]:
-    saved = any(stream.kind == EMA for stream in manifest.streams)
-    if averaged and not saved:
-        match.notes.append("no average of the weights is in it: zerokit.Ema begins with the next update()")
-    if averaged or not saved:
-        return []
-    match.unwanted.add(EMA)
-    return ["it has an average of the weights: make zerokit.Ema(optimizer, decay) before load()"]
-
-
-def _compare_outer(match: Match, local: BetweenIslands) -> list[str]:
-    """Outer states that are not there begin anew."""
-    there, match.outer = set(match.outer), local.accepted(match.outer)
-    left = there.difference(match.outer)
-    if not left:
-        return []
-    return [
-        f"it has {_set(left)} of another outer optimizer than that of LocalSteps here: build it with outer= as it was"
-    ]
-
-
-def _compare_residuals(manifest: Manifest, runtime: Runtime, match: Match) -> list[str]:
-    """Residuals that are not there begin with zeros."""
-    kept = runtime.precision.blocks is not None and runtime.precision.feedback
-    if kept or all(stream.kind != RESIDUAL for stream in manifest.streams):
-        return []
-    match.unwanted.add(RESIDUAL)
-    return [
-        "it has what an int8 or int4 wire has rounded away of gradients, to be added to the next ones: build "
-        "ZeroOptimizer with Precision(wire='int8')"
-    ]
+def _compare_own(manifest: Manifest, optimizer: ZeroOptimizer, match: Match) -> Iterator[str]:
+    """States that zerokit keeps itself. Outer states that are not there begin anew, residuals with zeros."""
+    saved, runtime = {stream.kind for stream in manifest.streams}, optimizer.runtime
+    if optimizer.local_steps is not None:
+        there, match.outer = set(match.outer), optimizer.local_steps.accepted(match.outer)
+        if left := there.difference(match.outer):
+            yield (
+                f"it has {_set(left)} of another outer optimizer than that of LocalSteps here: build it with outer= "
+                "as it was"
+            )
+    if EMA not in runtime.states.kinds:
+        if optimizer.ema is not None and EMA not in saved:
+            match.notes.append(
+                "no average of the weights is in it: zerokit.Ema begins with the next update()"
+            )
+        elif optimizer.ema is None and EMA in saved:
+            match.unwanted.add(EMA)
+            yield "it has an average of the weights: make zerokit.Ema(optimizer, decay) before load()"
+    if RESIDUAL in saved and (runtime.precision.blocks is None or not runtime.precision.feedback):
+        match.unwanted.add(RESIDUAL)
+        yield (
+            "it has what an int8 or int4 wire has rounded away of gradients, to be added to the next ones: build "
+            "ZeroOptimizer with Precision(wire='int8')"
+        )
 
 
 def _kinds(runtime: Runtime, number: int) -> frozenset[str] | None:

@@ -171,17 +171,12 @@ def move(fd: int, path: Path, run: Sequence[Request], scratch: memoryview) -> It
         content = whole if first.conversion is None else first.conversion.convert(whole)
         write_exactly(first.target.fd, [content], first.at, first.target.path)
         return
-    places = [(request, request.target, _buffer(request)) for request in run]
-    read_exactly(fd, [buffer for _, _, buffer in places], first.offset, path)
-    for request, target, buffer in places:
+    targets = [request.target for request in run if isinstance(request.target, Memory)]
+    buffers = [target.buffer(one.at, one.size) for one, target in zip(run, targets, strict=True)]
+    read_exactly(fd, buffers, first.offset, path)
+    for request, target, buffer in zip(run, targets, buffers, strict=True):
         yield request, crc32(buffer)
-        if isinstance(target, Memory):
-            target.take(request.at, buffer)
-
-
-def _buffer(request: Request) -> memoryview:
-    assert isinstance(request.target, Memory)
-    return request.target.buffer(request.at, request.size)
+        target.take(request.at, buffer)
 
 
 def read(source: Source, requests: Iterable[Request]) -> Pieces:

@@ -230,10 +230,10 @@ def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
     assert crc is not None
     later = runs.steps_to_supersede(run, name)
     begins = not (weights_only and later)  # weights alone begin no training before later steps
-    replaced = _referenced_checksum(run, name)
+    latest, replaced = runs.readable_latest(run), runs.stated_checksum(run / name)
     if begins:
         _NAMED.setdefault(run.resolve(), set()).add(name)
-    if begins and replaced is not None:
+    if begins and replaced is not None and latest is not None and latest.name == name:
         runs.write_latest(run, runs.Latest(name, (crc, replaced)))
     staging.commit()
     if begins:
@@ -241,9 +241,3 @@ def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
         runs.write_latest(run, runs.Latest(name, (crc,)))
     staging.discard()
     remove_gone(run, name, runs.LATEST_NAME)
-
-
-def _referenced_checksum(run: Path, name: str) -> int | None:
-    """The CRC-32 of the manifest of a step that is there, if `latest` names it."""
-    latest = runs.readable_latest(run)
-    return runs.stated_checksum(run / name) if latest is not None and latest.name == name else None

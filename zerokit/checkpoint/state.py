@@ -175,10 +175,11 @@ def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: boo
                 if isinstance(value, Tensor):
                     key = (kind, dtype_name(value), tuple(value.shape))
                     held_here.scalars.setdefault(key, {})[position] = data
-                else:
-                    held_here.values.setdefault(kind, {})[position] = _encoded(
-                        value, f"values/{kind}/{part.parameter.name}"
-                    )
+                    continue
+                plain, found = encode(value, f"values/{kind}/{part.parameter.name}")
+                tensors = {name: torch.as_tensor(tensor) for name, tensor in found.items()}
+                raw = {n: (dtype_name(t), tuple(t.shape), bytes(host_bytes(t))) for n, t in tensors.items()}
+                held_here.values.setdefault(kind, {})[position] = Encoded(plain, raw)
     return held_here
 
 
@@ -192,14 +193,6 @@ def _require_name(kind: object, *, elementwise: bool) -> None:
         reason = "rename it without '/'"
     if reason:
         raise CheckpointError(f"optimizer state {kind!r} cannot be saved: {reason}")
-
-
-def _encoded(value: Any, path: str) -> Encoded:
-    plain, found = encode(value, path)
-    tensors = {name: torch.as_tensor(tensor) for name, tensor in found.items()}
-    return Encoded(
-        plain, {name: (dtype_name(t), tuple(t.shape), bytes(host_bytes(t))) for name, t in tensors.items()}
-    )
 
 
 def merge(

@@ -16,20 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.formats import description
 from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
-from zerokit.checkpoint.formats.description import (
-    LARGEST_BUFFER,
-    MASTER,
-    PARAM,
-    Description,
-    StoredParameter,
-    StoredScalar,
-    StoredStream,
-    as_buffer,
-    beside,
-    plain_value,
-    reading,
-)
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.torchfile import Blob, content_of
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
@@ -40,7 +28,7 @@ _MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_\d+")
 _OPTIMIZER_FOLDER = re.compile(r"optimizer_\d+")
 _PARAM_GROUPS = re.compile(r"^(?:(.+?)\.)?param_groups\.")
 _STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,18})$")
-_State = tuple[dict[str, StoredStream], dict[str, StoredScalar]]
+_State = tuple[dict[str, description.StoredStream], dict[str, description.StoredScalar]]
 """A parameter's states, of its shape and of others, by kind."""
 
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
@@ -68,7 +56,7 @@ def _folders(path: Path) -> list[Path]:
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the checkpoint at `path`. Raises `CheckpointError` for damaged, missing or unsupported data."""
-    with reading(path):
+    with description.reading(path):
         return ForeignCheckpoint(_Reader(path).describe())
 
 
@@ -77,9 +65,9 @@ class _Reader:
         items = Items(path, _folders(path))
         self.path, self.items = path, items
         self.files, self.tensors, self.values = items.files, items.tensors, dict(_flattened(items.values))
-        self.dropped = beside(path)
+        self.dropped = description.beside(path)
 
-    def describe(self) -> Description:
+    def describe(self) -> description.Description:
         optimizer = self._optimizer_prefix()
         options = self._options(optimizer)
         trained = {name: number for number, (_, names) in enumerate(options) for name in names}
@@ -100,15 +88,15 @@ class _Reader:
             if name in tied:
                 continue
             if name not in trained and len(item.stretches) == 1 and _is_buffer(name, item, divided=divided):
-                buffers[name] = as_buffer(item.stream, item.shape, self.files)
+                buffers[name] = description.as_buffer(item.stream, item.shape, self.files)
                 continue
             streams, scalars = states.get(name, ({}, {}))
-            streams = {MASTER if name in trained else PARAM: item.stream, **streams}
+            streams = {description.MASTER if name in trained else description.PARAM: item.stream, **streams}
             others, group = tuple(aliases.get(name, ())), trained.get(name, 0)
             parameter = Parameter(name, item.shape, item.dtype, group, name in trained, others)
-            parameters.append(StoredParameter(parameter, streams, scalars))
+            parameters.append(description.StoredParameter(parameter, streams, scalars))
         user, step = self._user(model, optimizer, states)
-        return Description(
+        return description.Description(
             format="dcp",
             path=self.path,
             step=step,
@@ -164,7 +152,7 @@ class _Reader:
                 groups.append((options, [name]))
         return [
             (
-                plain_value(
+                description.plain_value(
                     {k: v for k, v in options.items() if k != "param_names"}, "param_groups", self.dropped
                 ),
                 names,
@@ -194,7 +182,7 @@ class _Reader:
             if item.shape == weights[name].shape and kind != "step":
                 streams[kind] = item.stream
             else:
-                scalars[kind] = StoredScalar(item.dtype, item.shape, self._content(item))
+                scalars[kind] = description.StoredScalar(item.dtype, item.shape, self._content(item))
         for key, (_, value) in self.values.items():
             if key.startswith(start) and not isinstance(value, dict):
                 self.dropped.append(key)
@@ -254,7 +242,7 @@ class _Reader:
             for part in path[:-1]:
                 place = place.setdefault(part, {})
             place[path[-1]] = value
-        carried = plain_value(own, "", self.dropped)
+        carried = description.plain_value(own, "", self.dropped)
         step = next(
             (int(value) for value in _named(carried, ("step", "global_step")) if type(value) is int), None
         )
@@ -309,7 +297,7 @@ def _is_buffer(name: str, item: StoredItem, *, divided: bool) -> bool:
     """Whether a tensor that is not trained looks like a buffer: of integers, batch statistics, or the only whole one
     among `divided` ones. DCP does not say; `ForeignCheckpoint.fitted` corrects this where the model is known.
     """
-    if item.numel * ELEMENT_BYTES[item.dtype] > LARGEST_BUFFER:
+    if item.numel * ELEMENT_BYTES[item.dtype] > description.LARGEST_BUFFER:
         return False
     if not item.dtype.startswith(("float", "bfloat")):
         return True

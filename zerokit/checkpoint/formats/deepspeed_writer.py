@@ -64,7 +64,14 @@ def _foreign(folder: Path) -> str:
 class _Writer:
     def __init__(self, source: ForeignCheckpoint, reader: Reader, world: int) -> None:
         self.source, self.reader, self.world = source, reader, world
-        self.cuts = self._cuts()
+        self.cuts: Sequence[Cut]
+        """The groups of stages 1 and 2, the sub-groups of stage 3, cut as DeepSpeed will cut them for the new world."""
+        if reader.stage < 3:
+            self.cuts = reader.groups_for(world)
+        else:
+            config = reader.optimizer_files[0].get("ds_config") or {}
+            limit = int(config.get("zero_optimization", {}).get("sub_group_size", _SUB_GROUP_NUMEL))
+            self.cuts = list(deepspeed_cut.sub_groups(reader.groups, world, limit))
 
     def files(self) -> Iterator[tuple[str, torchwriter.TorchFile]]:
         """Every file's name and contents."""
@@ -118,15 +125,6 @@ class _Writer:
             **_as_it_was(whole, first, storages),
         }
 
-    def _cuts(self) -> Sequence[Cut]:
-        """The groups of stages 1 and 2, the sub-groups of stage 3, cut as DeepSpeed will cut them for the new world."""
-        reader = self.reader
-        if reader.stage < 3:
-            return reader.groups_for(self.world)
-        config = reader.optimizer_files[0].get("ds_config") or {}
-        limit = int(config.get("zero_optimization", {}).get("sub_group_size", _SUB_GROUP_NUMEL))
-        return list(deepspeed_cut.sub_groups(reader.groups, self.world, limit))
-
     def _groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
         """Stages 1 and 2."""
         base = template["base_optimizer_state"]
@@ -137,7 +135,9 @@ class _Writer:
             masters.append(self._flat(MASTER, number, held, unpadded))
             states[number] = self._state(number, held, unpadded if elastic else cut.partition)
             paddings.append(cut.partition - unpadded)
-            mappings.append(Ordered({p.name: _fragment(p.interval.numel, p.start) for p in held}))
+            places = {p.name: {"numel": p.interval.numel, "start": p.start} for p in held}
+            fragments = {name: Record(_FRAGMENT, (), place, new=True) for name, place in places.items()}
+            mappings.append(Ordered(fragments))
         return {
             **template,
             "base_optimizer_state": list(states.values()) if elastic else {**base, "state": states},
@@ -195,10 +195,6 @@ class _Writer:
             for piece in held
         ]
         return torchwriter.flat(dtype, numel, parts)
-
-
-def _fragment(numel: int, start: int) -> Record:
-    return Record(_FRAGMENT, (), {"numel": numel, "start": start}, new=True)
 
 
 def _as_it_was(value: Any, file: int, storages: dict[tuple[int, Blob], torchwriter.NewStorage]) -> Any:

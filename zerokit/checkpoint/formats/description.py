@@ -146,7 +146,8 @@ def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
             carried = {}
             for key, part in value.items():
                 inner = f"{path}.{key}" if isinstance(key, str) else f"{path}[{str(key)[:60]}]"
-                if not _is_plain_key(key):
+                within = key if isinstance(key, tuple) else (key,)
+                if not all(one is None or isinstance(one, (str, int, float, bytes)) for one in within):
                     dropped.append(inner)
                 elif (plain := visit(part, inner, depth + 1)) is not _DROPPED:
                     carried[key] = plain
@@ -160,11 +161,6 @@ def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
         return _DROPPED
 
     return visit(root, name, 0)
-
-
-def _is_plain_key(key: Any) -> bool:
-    parts = key if isinstance(key, tuple) else (key,)
-    return all(part is None or isinstance(part, (str, int, float, bytes)) for part in parts)
 
 
 @contextmanager

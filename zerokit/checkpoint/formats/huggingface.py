@@ -15,18 +15,8 @@ from pathlib import Path
 
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import read_whole
+from zerokit.checkpoint.formats import description
 from zerokit.checkpoint.formats.dcp_items import rows
-from zerokit.checkpoint.formats.description import (
-    LARGEST_BUFFER,
-    PARAM,
-    Description,
-    StoredParameter,
-    StoredStream,
-    as_buffer,
-    beside,
-    reading,
-    whole,
-)
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Header, Tensor, read_header
@@ -104,7 +94,7 @@ def _check_index(path: Path, files: list[Path], headers: list[Header]) -> None:
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the weights at `path`. Raises `CheckpointError` for damaged or missing data."""
-    with reading(path):
+    with description.reading(path):
         files = _files(path)
         unread = [name for name in _UNREAD if (path / name).is_file()]
         if not files and unread:
@@ -117,18 +107,18 @@ def read(path: Path) -> ForeignCheckpoint:
     parameters, buffers = [], {}
     for name, (dtype, shape, stretches) in stored.items():
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
-        stream = StoredStream(dtype, stretches)
+        stream = description.StoredStream(dtype, stretches)
         # A buffer lies in one place.
-        if dtype.startswith(("float", "bfloat")) or len(stretches) != 1 or size > LARGEST_BUFFER:
+        if dtype.startswith(("float", "bfloat")) or len(stretches) != 1 or size > description.LARGEST_BUFFER:
             parameter = Parameter(name, shape, dtype, trainable=False)
-            parameters.append(StoredParameter(parameter, {PARAM: stream}))
+            parameters.append(description.StoredParameter(parameter, {description.PARAM: stream}))
         else:
-            buffers[name] = as_buffer(stream, shape, files)
+            buffers[name] = description.as_buffer(stream, shape, files)
     identity = 0
     for file, header in zip(files, headers, strict=True):
         identity = crc32(repr((file.name, header)).encode(), identity)
     return ForeignCheckpoint(
-        Description(
+        description.Description(
             format="huggingface",
             path=path,
             step=0,
@@ -138,7 +128,7 @@ def read(path: Path) -> ForeignCheckpoint:
             buffers=buffers,
             groups=None,
             identity=identity,
-            dropped=beside(path) if path.is_dir() else [],
+            dropped=description.beside(path) if path.is_dir() else [],
         )
     )
 
@@ -153,7 +143,7 @@ def _whole(path: Path, headers: list[Header]) -> dict[str, _Stored]:
         for name, tensor in header.tensors.items():
             if name in stored:
                 raise CheckpointError(f"{path}: {name} is in two files")
-            stretches = whole(math.prod(tensor.shape), number, tensor.offset)
+            stretches = description.whole(math.prod(tensor.shape), number, tensor.offset)
             stored[name] = tensor.dtype, tensor.shape, stretches
     return stored
 

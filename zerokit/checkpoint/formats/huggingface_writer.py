@@ -54,10 +54,6 @@ class _Tensor:
     stream: int | None
 
     @property
-    def source_size(self) -> int:
-        return self.numel * ELEMENT_BYTES[self.source_dtype]
-
-    @property
     def size(self) -> int:
         """Bytes in the output."""
         return self.numel * ELEMENT_BYTES[self.dtype]
@@ -157,7 +153,7 @@ def _write(source: Source, shards: Sequence[Sequence[_Tensor]], work: Path, opti
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         for number in range(1, len(shards) + 1)
     ]
-    total = sum(tensor.source_size for shard in shards for tensor in shard)
+    total = sum(tensor.numel * ELEMENT_BYTES[tensor.source_dtype] for shard in shards for tensor in shard)
     with options.copying(source, total) as copier:
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, copier, work / name, shard)

@@ -168,7 +168,9 @@ def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = Fals
     position = base
     for entry in entries:
         entry.header_offset = position
-        end = position + _LOCAL.size + len(entry.name) + _extra_bytes(entry)
+        # The extra field without alignment: sizes over 4 GiB have one of their own.
+        extra = 4 + (20 if entry.size >= _MOST_32 else 0)
+        end = position + _LOCAL.size + len(entry.name) + extra
         entry.data_offset = base + -(-(end - base) // ALIGNMENT) * ALIGNMENT
         position = entry.data_offset + entry.size
     # The directory's size does not depend on checksums.
@@ -250,11 +252,6 @@ def _zeros(size: int) -> Iterator[Piece]:
         part = min(size, len(_ZEROS))
         yield Piece(crc32(memoryview(_ZEROS)[:part]), part)
         size -= part
-
-
-def _extra_bytes(entry: _Entry) -> int:
-    """Bytes of a local header's extra field without alignment: sizes over 4 GiB have one of their own."""
-    return 4 + (20 if entry.size >= _MOST_32 else 0)
 
 
 def _headers(entry: _Entry, crc: int, base: int) -> tuple[bytes, bytes]:
