@@ -1,4 +1,4 @@
-"""Saves beside the training: they hold the state of the moment they were asked for, and fail on all ranks alike."""
+"""Saves beside the training, and those that ranks do not come to: each is whole, or fails on all ranks alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import zerokit
-from tests.support.crashes import read_tree
-from tests.support.distributed import run_ranks
+from tests.support.crashes import Unsynced, read_tree
+from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
-from tests.support.saving import Held, in_turn
+from tests.support.saving import Held, in_turn, newest_step, small_optimizer, train
 from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit import files
 from zerokit.checkpoint import background
@@ -26,6 +26,7 @@ from zerokit.checkpoint.background import Saving
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.run import list_steps
 from zerokit.checkpoint.save import save
+from zerokit.checkpoint.staging import leftovers
 
 CASE = CASES["gpt_groups"]
 
@@ -181,3 +182,100 @@ def _of_two_optimizers(directory: str) -> None:
 
 def test_saves_that_meet_others_interrupts_and_the_end_of_the_program(tmp_path: Path) -> None:
     run_ranks(1, in_turn, [_interrupted, _nobody_asks, _of_two_optimizers], str(tmp_path))
+
+
+def _attempt(run: Any, optimizer: zerokit.ZeroOptimizer, step: int, blocking: bool) -> str:
+    try:
+        saving: Any = save(run, optimizer, step=step, blocking=blocking)  # type: ignore[call-overload]
+        if not blocking:
+            saving.wait()
+    except zerokit.ZerokitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _newest(run: Path) -> int | None:
+    found = newest_step(run)
+    return None if found is None else found[0]
+
+
+class Meets(files.System):
+    """Calls `at` when this rank creates its first file of a step."""
+
+    def __init__(self, at: Callable[[], None]) -> None:
+        self._at: list[Callable[[], None]] = [at]
+
+    def create(self, path: Path) -> int:
+        if self._at and path.name.startswith("rank-"):
+            self._at.pop()()
+        return super().create(path)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _absent(folder: str, way: str, blocking: bool) -> list[str]:
+    """Rank 1 is not there for one save; then both train, and save again."""
+    rank, run = dist.get_rank(), Path(folder, "run")
+    optimizer = small_optimizer(timeout=3)
+    assert not _attempt(run, optimizer, 1, blocking)
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    said = []
+    if rank == 1 and way == "stopped":
+        with files.replaced(Meets(_stop)):
+            said.append(_attempt(run, optimizer, 2, blocking))
+    elif rank == 0 or way != "skipped":
+        said.append(_attempt(run, optimizer, 2, blocking))
+        if rank == 0 and way == "stopped":
+            os.kill(pids[1], signal.SIGCONT)
+    dist.barrier()
+    if rank == 0:
+        assert _newest(run) == 1
+    train(optimizer)
+    said.append(_attempt(run, optimizer, 3, blocking))
+    if not said[-1]:
+        assert _newest(run) == 3
+    dist.barrier()
+    assert not [left.path for left in leftovers(run) if left.gone]
+    return said
+
+
+@pytest.mark.parametrize(("way", "blocking"), [("skipped", True), ("stopped", False)])
+def test_after_a_save_without_all_ranks_the_next_one_works(tmp_path: Path, way: str, blocking: bool) -> None:
+    first, second = run_ranks(2, _absent, str(tmp_path), way, blocking)
+    assert first[0].startswith("ScheduleError")
+    assert "rank 1" in first[0]
+    assert first[1:] == [""]
+    assert second[-1] == ""
+
+
+def _dies(folder: str) -> list[str]:
+    rank, run, said = dist.get_rank(), Path(folder, "run"), []
+    optimizer = small_optimizer(timeout=3)
+    assert not _attempt(run, optimizer, 1, False)
+    dist.barrier()
+    disk = Meets(lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else Unsynced()
+    with files.replaced(disk):
+        said.append(_attempt(run, optimizer, 2, False))
+    assert _newest(run) == 1
+    said.append(_attempt(run, optimizer, 2, True))
+    return said
+
+
+def test_a_rank_that_dies_in_a_save_is_told_by_those_that_live(tmp_path: Path) -> None:
+    first, second, third = run_ranks_expecting_errors(3, _dies, str(tmp_path))
+    assert second.exitcode == -signal.SIGKILL
+    for rank in (first, third):
+        assert rank.ok, rank.describe()
+        assert all(said.startswith("ScheduleError") and "1" in said for said in rank.value), rank.value
+    run_ranks(2, _goes_on, str(tmp_path))
+
+
+def _goes_on(folder: str) -> None:
+    run, optimizer = Path(folder, "run"), small_optimizer()
+    zerokit.load(run, optimizer)
+    save(run, optimizer, step=2)
+    assert _newest(run) == 2
+    assert not [left.path for left in leftovers(run)]

@@ -1,21 +1,37 @@
-"""Damage anywhere in a checkpoint: whatever reads it says so by the name of the file, and leaves nothing behind."""
+"""Damage anywhere in a checkpoint: `verify` names its place, and whatever else reads it the file."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zerokit
-from tests.support.checkpoints import example_content, example_layout, flip, write_checkpoint, write_run
+from tests.cli.inside import zerokit_inside as command
+from tests.support.checkpoints import (
+    example_content,
+    example_extra,
+    example_layout,
+    flip,
+    sealed,
+    write_checkpoint,
+    write_run,
+)
 from tests.support.crashes import Unsynced
+from tests.support.mutations import mutated
 from zerokit import files
+from zerokit.checkpoint.diff import diff
+from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.verify import Finding, verify, verify_all
 from zerokit.errors import CheckpointError
 
 RANK = "rank-00001-of-00003.safetensors"
@@ -34,7 +50,7 @@ def read_all(step: Path) -> None:
     checkpoint.extra()
 
 
-def verify(step: Path) -> None:
+def verified(step: Path) -> None:
     if findings := zerokit.verify(step).findings:
         raise CheckpointError(f"{findings[0].file}: {findings[0].problem}")
 
@@ -47,11 +63,11 @@ def consolidate(step: Path) -> None:
     shutil.rmtree(zerokit.consolidate(step, step.with_name("out"), jobs=1))
 
 
-READERS = [read_all, verify, reshard, consolidate]
+READERS = [read_all, verified, reshard, consolidate]
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step of three ranks; another one beside it, whose files are not this one's."""
     folder, layout = tmp_path_factory.mktemp("damaged"), example_layout(3)
     write_checkpoint(folder / "other", layout, example_content(layout, step=101))
@@ -66,16 +82,16 @@ def refused(step: Path, reader: Callable[[Path], None], message: str) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_a_flipped_bit_has_one_finding_with_its_place(step: Path, data: st.DataObject) -> None:
+def test_a_flipped_bit_has_one_finding_with_its_place(whole_step: Path, data: st.DataObject) -> None:
     """In every file; in data, with the slice."""
-    path = data.draw(st.sampled_from(sorted(step.iterdir())))
-    checkpoint, rank = Checkpoint(step), path.name[5:10] if path.name.startswith("rank-") else ""
+    path = data.draw(st.sampled_from(sorted(whole_step.iterdir())))
+    checkpoint, rank = Checkpoint(whole_step), path.name[5:10] if path.name.startswith("rank-") else ""
     extents = checkpoint.rank_file(int(rank)).extents if rank else ()
     starts = [extent.offset for extent in extents] or [0]
     place = data.draw(st.sampled_from(starts) | st.integers(0, path.stat().st_size - 1))
     whole = flip(path, place)
     try:
-        (found,) = zerokit.verify(step).findings
+        (found,) = zerokit.verify(whole_step).findings
     finally:
         path.write_bytes(whole)
     assert found.file == path.name
@@ -89,21 +105,21 @@ def test_a_flipped_bit_has_one_finding_with_its_place(step: Path, data: st.DataO
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_a_flipped_bit_is_found_and_its_file_named(step: Path, data: st.DataObject) -> None:
+def test_a_flipped_bit_is_found_and_its_file_named(whole_step: Path, data: st.DataObject) -> None:
     reader = data.draw(st.sampled_from(READERS))
-    path = data.draw(st.sampled_from(sorted(step.iterdir())))
+    path = data.draw(st.sampled_from(sorted(whole_step.iterdir())))
     if reader is consolidate and path.name == "extra.json":
         return  # not read
     first, last = 0, path.stat().st_size - 1
     if reader is consolidate and path.name.startswith("rank-"):  # nor are optimizer states
-        checkpoint = Checkpoint(step)
+        checkpoint = Checkpoint(whole_step)
         file = checkpoint.rank_file(int(path.name[5:10]))
         read = [e for e in file.extents if checkpoint.streams[e.stream].kind in ("master", "param")]
         extent = data.draw(st.sampled_from(read))
         first, last = extent.offset, extent.offset + extent.size - 1
     whole = flip(path, data.draw(st.integers(first, last)), 1 << data.draw(st.integers(0, 7)))
     try:
-        refused(step, reader, path.name)
+        refused(whole_step, reader, path.name)
     finally:
         path.write_bytes(whole)
 
@@ -127,19 +143,157 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("name", [RANK, "common.safetensors", "extra.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_missing_or_wrong_file_is_named(tmp_path: Path, step: Path, name: str, damage: str) -> None:
-    shutil.copytree(step.parent, tmp_path / "run")
+def test_a_missing_or_wrong_file_is_named(tmp_path: Path, whole_step: Path, name: str, damage: str) -> None:
+    shutil.copytree(whole_step.parent, tmp_path / "run")
     change, message = DAMAGES[damage]
-    change(tmp_path / "run" / step.name / name)
+    change(tmp_path / "run" / whole_step.name / name)
     for reader in READERS:
         if reader is not consolidate or name != "extra.json":
-            refused(tmp_path / "run" / step.name, reader, f"{name}: {message}")
+            refused(tmp_path / "run" / whole_step.name, reader, f"{name}: {message}")
 
 
-def test_a_file_of_another_step_is_told_from_a_damaged_one(tmp_path: Path, step: Path) -> None:
-    shutil.copytree(step.parent, tmp_path / "run")
-    shutil.copy(step.parents[1] / "other" / RANK, tmp_path / "run" / step.name)
+def test_a_file_of_another_step_is_told_from_a_damaged_one(tmp_path: Path, whole_step: Path) -> None:
+    shutil.copytree(whole_step.parent, tmp_path / "run")
+    shutil.copy(whole_step.parents[1] / "other" / RANK, tmp_path / "run" / whole_step.name)
     for reader in READERS:
         refused(
-            tmp_path / "run" / step.name, reader, f"{RANK}: .*of another checkpoint .step '101', not '100'"
+            tmp_path / "run" / whole_step.name,
+            reader,
+            f"{RANK}: .*of another checkpoint .step '101', not '100'",
         )
+
+
+WORLD = 3
+RANK_1 = "rank-00001-of-00003.safetensors"
+
+
+@pytest.mark.parametrize("world", [1, 17])
+def test_an_intact_checkpoint_has_no_finding_and_is_read_whole(tmp_path: Path, world: int) -> None:
+    layout = example_layout(world)
+    manifest = write_checkpoint(tmp_path / "step", layout, example_content(layout))
+    seen: list[tuple[int, int]] = []
+    report = verify(tmp_path / "step", lambda done, total: seen.append((done, total)))
+    size = sum(path.stat().st_size for path in (tmp_path / "step").iterdir() if path.name != "manifest.json")
+    assert report.intact
+    assert (report.step, report.world, report.bytes_read) == (100, world, size)
+    assert report.slices == sum(map(len, manifest.checksums))
+    assert seen[-1] == (size, size)
+    assert seen == sorted(seen)
+
+
+def test_all_damage_is_told_at_once(step: Path) -> None:
+    content = bytearray((step / RANK_1).read_bytes())
+    checkpoint = Checkpoint(step)
+    extents = checkpoint.rank_file(1).extents
+    for extent in (extents[0], extents[-2]):
+        content[extent.offset] ^= 255
+    content[100] ^= 1  # the header
+    (step / RANK_1).write_bytes(content[: extents[-1].offset + 1])
+    (step / "rank-00000-of-00003.safetensors").unlink()
+    (step / "common.safetensors").write_bytes(b"")
+    (step / "extra.json").write_bytes(bytes((step / "extra.json").stat().st_size))
+    (step / "rank-00003-of-00004.safetensors").touch()
+    (step.parent / "latest").write_text(f"{step.name} 00000000\n")
+    found = [
+        (finding.file, finding.problem.split(":")[0].split(" (")[0])
+        for finding in verify(step.parent).findings
+    ]
+    assert found == [
+        ("latest", "states the manifest 00000000, step-00000100 has " + found[0][1][-8:]),
+        ("rank-00003-of-00004.safetensors", "not a part of this checkpoint"),
+        ("rank-00000-of-00003.safetensors", "cannot be opened"),
+        (RANK_1, "truncated"),
+        (RANK_1, "its header is damaged or foreign"),
+        (RANK_1, "damaged"),
+        (RANK_1, "damaged"),
+        (RANK_1, "beyond the end of the file"),
+        ("common.safetensors", "truncated"),
+        ("extra.json", "damaged"),
+    ]
+
+
+def test_small_files_that_do_not_fit_the_manifest_are_told(tmp_path: Path) -> None:
+    """Their checksums are right."""
+    extra = example_extra(user={"$": "torch", "tensor": "x"})
+    strange = replace(example_content(example_layout(1)), common=(), extra=extra)
+    write_checkpoint(tmp_path / "step", example_layout(1), strange)
+    common, rest = verify(tmp_path / "step").findings
+    assert common == Finding("common.safetensors", "holds nothing as optimizer/step, expected float32 [14]")
+    assert rest.file == "extra.json"
+    assert "there is no such tensor" in rest.problem
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Path]:
+    """A step whose manifest may be changed, that manifest, and an untouched copy."""
+    layout, folder = example_layout(WORLD), tmp_path_factory.mktemp("hostile")
+    content = example_content(layout)
+    manifest = write_checkpoint(folder / "step", layout, content)
+    write_checkpoint(folder / "copy", layout, content)
+    return folder / "step", json.loads(manifest.to_bytes()), folder / "copy"
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_changed_manifest_with_a_right_checksum_is_survived(
+    hostile: tuple[Path, dict[str, Any], Path], data: st.DataObject
+) -> None:
+    """By everything that reads checkpoints; it may pass only if nothing that counts was changed."""
+    step, plain, copy = hostile
+    (step / "manifest.json").write_bytes(sealed(mutated(plain, data)))
+    report = verify(step)
+    assert report.intact or all(finding.file for finding in report.findings)
+    try:
+        checkpoint = Checkpoint(step)
+        for name in checkpoint.names:
+            checkpoint.read("master" if checkpoint.layout.find(name)[0].trainable else "param", name)
+        inspect(step)
+        diff(step, copy)
+    except CheckpointError:
+        assert not report.intact
+
+
+def test_the_command_tells_intact_from_damaged(step: Path, tmp_path: Path) -> None:
+    done = command(tmp_path, "verify", "run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("run/step-00000100: intact: step 100 of 3 ranks, ")
+    flip(step / RANK_1, -1)
+    done = command(tmp_path, "verify", "run/step-00000100")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(f"{RANK_1}: exp_avg_sq/") or done.stdout.startswith(f"{RANK_1}: param/")
+    assert done.stdout.endswith("run/step-00000100: damaged: 1 finding\n")
+    done = command(tmp_path, "verify", "--json", "run")
+    report = json.loads(done.stdout)
+    assert (done.returncode, done.stderr, report["intact"]) == (1, "", False)
+    assert report["findings"][0].keys() == {"file", "problem", "stream", "parameter", "start", "stop"}
+
+
+@pytest.mark.parametrize("islands", [False, True])
+def test_every_step_is_read_or_said_not_to_be(step: Path, tmp_path: Path, islands: bool) -> None:
+    old = step.with_name("step-00000050")
+    if islands:
+        step.parent.rename(tmp_path / "one")
+        shutil.copytree(tmp_path / "one", step.parent / "island-1")
+        old = (tmp_path / "one").rename(step.parent / "island-0") / step.name
+    else:
+        write_checkpoint(old, example_layout(WORLD), example_content(example_layout(WORLD), step=50))
+    whole = command(tmp_path, "verify", "run").returncode
+    flip(old / RANK_1, -1)
+    done = command(tmp_path, "verify", "run")
+    assert (whole, done.returncode) == (0, int(islands))  # the first island's step is the one that is read
+    assert done.stdout.endswith("1 other step of the run not read: --all reads every step\n")
+    done = command(tmp_path, "verify", "--all", "run")
+    assert (done.returncode, done.stdout.count(": intact: "), done.stdout.count(": damaged: ")) == (1, 1, 1)
+    report = json.loads(command(tmp_path, "verify", "--all", "--json", "run").stdout)
+    assert (report["intact"], [one["intact"] for one in report["steps"]]) == (False, [False, True])
+    done = command(tmp_path, "prune", "run", "--keep-last", "2")
+    assert (
+        "run: holds the runs of islands: give one of them, such as run/island-0" in done.stderr
+    ) == islands
+
+
+def test_a_step_that_a_save_removes_meanwhile_is_not_damaged(step: Path) -> None:
+    older = step.with_name("step-00000050")
+    write_checkpoint(older, example_layout(WORLD), replace(example_content(example_layout(WORLD)), step=50))
+    reports = verify_all(step.parent, lambda done, total: shutil.rmtree(older, ignore_errors=True))
+    assert [(report.path, report.intact) for report in reports] == [(step, True)]

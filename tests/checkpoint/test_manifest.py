@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import tracemalloc
 from collections.abc import Callable
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cli.commands import run_python
 from tests.support.checkpoints import example_content, example_layout, sealed, write_checkpoint
 from tests.support.mutations import mutated, put
 from zerokit.checkpoint.extents import file_name, rank_file
@@ -163,8 +162,12 @@ def test_a_malformed_manifest_is_refused_although_its_checksum_is_right(
     changed = copy.deepcopy(plain)
     change(changed)
     content = sealed(changed)
+    tracemalloc.start()
     with pytest.raises(CheckpointError, match=message) as caught:
         parse_manifest(content, "there/manifest.json")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 28  # a few bytes may stand for millions of positions
     assert str(caught.value).startswith("there/manifest.json: not valid: ")
     assert len(str(caught.value)) < 500
 
@@ -180,32 +183,6 @@ def test_a_malformed_text_is_refused_although_its_checksum_is_right() -> None:
     ):
         with pytest.raises(CheckpointError, match=message):
             parse_manifest(sealed(body), "here")
-
-
-def test_refusing_takes_little_time_and_memory(plain: dict[str, Any], tmp_path: Path) -> None:
-    """A small hostile file must not cost more than a large honest one."""
-    cases = ("a flood of scalars", "a million dimensions", "ranks without files")
-    for number, case in enumerate(cases):
-        changed = copy.deepcopy(plain)
-        REFUSALS[case][0](changed)
-        (tmp_path / f"{number}").write_bytes(sealed(changed))
-    code = """
-import resource, sys
-from pathlib import Path
-from zerokit.checkpoint.manifest import parse_manifest
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES
-from zerokit.errors import CheckpointError
-resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
-resource.setrlimit(resource.RLIMIT_CPU, (100, 100))
-for name in sys.argv[1:]:
-    try:
-        parse_manifest(Path(name).read_bytes(), "here")
-    except CheckpointError as error:
-        print(error)
-"""
-    done = run_python(tmp_path, "-c", code, *map(str, range(len(cases))))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("here: not valid: ") == len(cases)
 
 
 def accepted(content: bytes) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 
 from tests.support.checkpoints import Content, example_layout, write_checkpoint
 from zerokit.checkpoint.checksum import crc32
@@ -46,13 +45,6 @@ def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Co
     for name, dtype, shape, data in content.common:
         assert checkpoint.common_tensor(name) == (dtype, shape, bytearray(data))
     assert checkpoint.extra_plain() == checkpoint.extra() == content.extra
-    for rank in {0, world - 1}:
-        file = checkpoint.rank_file(rank)
-        with safe_open(checkpoint.path / file.name, "np") as stock:
-            assert set(stock.keys()) == {
-                f"{checkpoint.streams[extent.stream].kind}/{checkpoint.names[extent.position]}"
-                for extent in file.extents
-            }
 
 
 def test_an_alias_is_another_name_of_the_same_parameter(step: Path) -> None:

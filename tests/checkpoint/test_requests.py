@@ -1,7 +1,8 @@
-"""Pure parts: where tensors lie, which requests bring elements where, and what their checksums are together."""
+"""Pure parts: headers, where tensors lie, which requests bring elements where, and their checksums together."""
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,15 +11,16 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerokit.checkpoint.checksum import Part, Piece, Pieces, along, combine
 from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import opened
-from zerokit.checkpoint.requests import Conversion, Memory, Request, neighbours, read, requests_for
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out, parse_header
+from zerokit.checkpoint.requests import Conversion, Memory, read, requests_for
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, MAX_BYTES, lay_out, parse_header
 from zerokit.checkpoint.source import Source, Stretch
+from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
 CONTENT = bytes(range(256)) * 2
@@ -152,15 +154,75 @@ def test_copied_and_loaded_bytes_are_the_elements_asked_for(
         assert combine(piece for _, piece in pieces.parts(0, 0)).crc == zlib.crc32(right)
 
 
-@given(SIZES, st.integers(1, 100), st.integers(1, 50))
-def test_runs_are_neighbours_and_lose_nothing(sizes: list[int], most: int, piece: int) -> None:
-    memory = Bytes(0, direct=True)
-    parts = intervals(sizes, sum(sizes))
-    requests = [Request(str(n), 0, p.start + n // 3, p.numel, memory, 0) for n, p in enumerate(parts)]
-    split = [part for request in requests for part in request.split(piece)]
-    assert all(part.size <= piece for part in split)
-    runs = list(neighbours(split, most))
-    assert [request for run in runs for request in run] == split
-    for run in runs:
-        assert len(run) == 1 or sum(request.size for request in run) <= most
-        assert all(a.offset + a.size == b.offset for a, b in pairwise(run))
+A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+B = {"dtype": "U8", "shape": [], "data_offsets": [24, 25]}
+
+
+def file_of(header: object, data: int = 25, *, text: bytes | None = None) -> bytes:
+    text = json.dumps(header).encode() if text is None else text
+    return len(text).to_bytes(8, "little") + text + bytes(data)
+
+
+def changed(**members: object) -> object:
+    return {"a": A | members}
+
+
+REFUSALS: dict[str, tuple[bytes, str]] = {
+    "longer than the file": (file_of({}, 0)[:-1], "truncated: its header takes 10 bytes, the file has 9"),
+    "absurd length": (b"\xff" * 8 + b"{}", f"would take {2**64 - 1} bytes, {MAX_BYTES} are allowed"),
+    "no object": (file_of([], 0), "expected a JSON object"),
+    "a tensor twice": (file_of(None, text=b'{"a":{},"a":{}}'), "duplicate key 'a'"),
+    "unknown dtype": (file_of(changed(dtype="F12"), 24), "dtype 'F12' is unknown"),
+    "negative size": (file_of(changed(shape=[-2, -3]), 24), "shape .* is impossible"),
+    "a million dimensions": (file_of(changed(shape=[2**62] * 10**6), 24), "is impossible"),
+    "many digits": (file_of(None, 0, text=b'{"a":' + b"9" * 10**6 + b"}"), "number 9{20}… is too large"),
+    "too few bytes": (
+        file_of(changed(data_offsets=[0, 23]), 23),
+        "23 bytes for float32 of shape .*expected 24",
+    ),
+    "a hole in front": (file_of(changed(data_offsets=[1, 25])), "a hole between the header and tensor 'a'"),
+    "a hole between": (
+        file_of({"a": A, "b": B | {"data_offsets": [25, 26]}}, 26),
+        "a hole between tensor 'a' and tensor 'b'",
+    ),
+    "an overlap": (
+        file_of({"a": A, "b": B | {"data_offsets": [23, 24]}}, 24),
+        "an overlap between tensor 'a' and tensor 'b'",
+    ),
+    "beyond the file": (file_of({"a": A, "b": B}, 24), "tensors end at byte"),
+    "NaN": (file_of(None, 0, text=b'{"a": NaN}'), "NaN is not JSON"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_malformed_header_is_refused(case: str) -> None:
+    content, message = REFUSALS[case]
+    with pytest.raises(CheckpointError, match=message) as caught:
+        parse_header(content, len(content), "there/a.safetensors")
+    assert str(caught.value).startswith("there/a.safetensors: ")
+    assert len(str(caught.value)) < 500
+
+
+VALID = file_of({"__metadata__": {"format": "pt"}, "a": A, "b": B})
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_a_mutated_header_is_read_or_refused_and_nothing_else(data: st.DataObject) -> None:
+    """What is accepted tiles the file."""
+    content = bytearray(VALID)
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content)))
+        stop = data.draw(st.integers(place, min(len(content), place + 4)))
+        content[place:stop] = data.draw(
+            st.one_of(st.binary(max_size=4), st.sampled_from([b'"', b"{", b"]", b"9", b"-", b"null", b"1e9"]))
+        )
+    try:
+        header = parse_header(bytes(content), len(content), "file")
+    except CheckpointError:
+        return
+    ends = [header.size]
+    for tensor in header.tensors.values():
+        assert tensor.offset == ends[-1]
+        ends.append(tensor.offset + tensor.size)
+    assert ends[-1] == len(content)
