@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -314,3 +317,23 @@ def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(case: str, tm
     assert first == second
     assert first[0] > 20
     assert first[1] > 3
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_nothing_is_lost_in_a_round() -> None:
+    """Of real kills, by scripts/crash-rounds."""
+    words = ["--kind", "background", "--rounds", "1", "--seed", "5", "--json"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "crash_rounds.py", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["kills_of_one"] + report["kills_of_all"] == 1
+    assert report["saves"] > 0
+    faults = ("lost_steps", "blocked_resumes", "damaged_steps", "left_behind", "unclear_ends")
+    assert [report[fault] for fault in faults] == [0] * 5

@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 
 import zerokit
 from tests.cli.inside import zerokit_inside
-from tests.formats.conftest import DEEPSPEED, FSDP2
+from tests.formats.conftest import DEEPSPEED, FSDP2, expected_bytes, held_bytes
 from tests.formats.make_fixtures import STEPS
-from tests.formats.reading import expected_bytes, held_bytes
 from tests.support.checkpoints import flip
 from tests.support.crashes import read_tree
 from zerokit.checkpoint.disk import opened

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import zerokit
+from tests.formats.conftest import expected_bytes, held_bytes
 from tests.formats.make_fixtures import STEPS
-from tests.formats.reading import expected_bytes, held_bytes
 from zerokit.checkpoint.formats import open_source
 
 ROOT = Path(__file__).parents[2]

@@ -1,17 +1,25 @@
-"""Every element that the frameworks saved is found, in bits, and so is what goes with it."""
+"""Every element that the frameworks saved is found, in bits; odd tensors and broken folders are read or named."""
 
 from __future__ import annotations
 
+import json
+import pickle
 import shutil
 import struct
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.formats.conftest import DEEPSPEED, FSDP2
+import zerokit
+from tests.formats.conftest import DEEPSPEED, FSDP2, expected_bytes, held_bytes
 from tests.formats.make_fixtures import STEPS
-from tests.formats.reading import expected_bytes, held_bytes
+from tests.support.checkpoints import example_content, example_extra, example_layout, write_checkpoint
+from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.deepspeed_files import read_states
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
@@ -148,3 +156,232 @@ def test_a_model_file_that_counts_other_steps_is_doubted(
     monkeypatch.setattr("zerokit.checkpoint.formats.deepspeed.read_states", later)
     with pytest.warns(ZerokitWarning, match=f"counts {STEPS + 1} steps, the optimizer's files {STEPS}: if"):
         open_source(made / kind).warn()
+
+
+KINDS = ("wire_residual", "outer.anchor", "outer.momentum_buffer", "ema")
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A checkpoint with what int8 wires, local steps and averages keep."""
+    layout, content = example_layout(3), example_content(example_layout(1))
+    line = list(layout.parameters)
+    places = tuple(place for place, parameter in enumerate(line) if parameter.trainable)
+    streams = (*content.streams, *(Stream(kind, "float32", places) for kind in KINDS))
+    values = content.values | {
+        (kind, line[place].name): bytes([number + 1]) * (4 * line[place].numel)
+        for number, kind in enumerate(KINDS)
+        for place in places
+    }
+    content = replace(
+        content,
+        streams=tuple(sorted(streams, key=lambda stream: stream.order)),
+        values=values,
+        extra=example_extra(user=("a", 1), local_steps={"every": 4, "done": 2}),
+    )
+    write_checkpoint(tmp_path / "trained", layout, content)
+    return tmp_path / "trained"
+
+
+def test_residuals_and_states_of_islands_are_kept_or_named(trained: Path, tmp_path: Path) -> None:
+    zerokit.convert(trained, tmp_path / "two", world=2)
+    assert zerokit.diff(trained, tmp_path / "two").same
+    with pytest.warns(ZerokitWarning, match="DCP has no place for local_steps, extra: not carried over"):
+        zerokit.convert(trained, tmp_path / "dcp", format="dcp", world=2)
+    zerokit.convert(tmp_path / "dcp", tmp_path / "back", format="zerokit")
+    expected = held_bytes(open_source(trained))
+    assert held_bytes(open_source(tmp_path / "back")) == expected
+    assert {key.partition("/")[0] for key in expected} >= set(KINDS)
+
+
+def test_what_is_no_plain_state_is_named_and_an_inner_step_is_not_the_step(tmp_path: Path) -> None:
+    extra = example_extra(
+        user={"inner": {"step": 7}},
+        values={"calls": {"gain": 2}, "seen": {"gain": {"$": "set", "items": [1]}}},
+    )
+    write_checkpoint(
+        tmp_path / "run", example_layout(1), replace(example_content(example_layout(1)), extra=extra)
+    )
+    with pytest.warns(ZerokitWarning, match=r"DCP has no place for state\.seen\.gain: not carried over"):
+        zerokit.convert(tmp_path / "run", tmp_path / "dcp", format="dcp")
+    assert open_source(tmp_path / "dcp").step == 100
+
+
+def save_dcp(path: Path, content: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(content, checkpoint_id=str(path), no_dist=True)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_average_beside_the_model_is_not_taken_for_it(tmp_path: Path, trained: bool) -> None:
+    weight, average = torch.ones(2), torch.zeros(2)
+    state = {"state": {"w": {"exp_avg": weight}}, "param_groups": ({"params": ["w"]},)}
+    others = {"count": average, **({"optim": state} if trained else {})}
+    both = {"ema": {"w": average, "v": average}, "model": {"w": weight}}
+    save_dcp(tmp_path / "usual", {"app": both | others} if trained else both | others)
+    held = held_bytes(open_source(tmp_path / "usual"))
+    assert held["master/w" if trained else "param/w"] == weight.numpy().tobytes()
+    save_dcp(
+        tmp_path / "unclear",
+        {"ema": {"w": average, "v": average}, "net": {"w": weight, "v": weight}, **others},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"weights of several models \(ema\., net\.\): zerokit reads one"
+    ):
+        open_source(tmp_path / "unclear")
+
+
+def test_groups_in_one_value_are_those_of_an_optimizer(tmp_path: Path) -> None:
+    """As torch wrote them before 2.4."""
+    weight, average = torch.ones(3, 2), torch.full((3, 2), 2.0)
+    state, groups = {"w": {"exp_avg": average}}, ({"lr": 0.1, "params": ["w"]},)
+    save_dcp(tmp_path, {"model": {"w": weight}, "optim": {"state": state, "param_groups": groups}})
+    source = open_source(tmp_path)
+    expected = {"master/w": weight, "exp_avg/w": average}
+    assert held_bytes(source) == {key: tensor.numpy().tobytes() for key, tensor in expected.items()}
+    assert source.extra()["groups"] == [{"lr": 0.1}]
+
+
+ODD = {
+    "float64": torch.arange(3, dtype=torch.float64),
+    "half": torch.arange(3).half(),
+    "e4m3": torch.arange(12.0).reshape(3, 4).to(torch.float8_e4m3fn),
+    "e5m2": torch.arange(12.0).reshape(3, 4).to(torch.float8_e5m2),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0, 4),
+    "flags": torch.tensor([True, False]),
+    "wide": torch.tensor([1, 60_000], dtype=torch.uint16),
+    "ünï/ cødé.名": torch.ones(2),
+    'x"y\\z\n': torch.ones(1),
+}
+
+
+def test_odd_tensors_go_through_every_format(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "theirs", {"model": ODD})
+    expected = {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in ODD.items()}
+    path = tmp_path / "theirs"
+    for number, form in enumerate(("zerokit", "dcp", "huggingface", "zerokit")):
+        path = zerokit.convert(path, tmp_path / str(number), format=form).path
+        assert zerokit.verify(path).intact
+        found = {key.partition("/")[2]: value for key, value in held_bytes(open_source(path)).items()}
+        assert found == expected, form
+
+
+def test_integers_that_dcp_has_cut_are_whole_again(tmp_path: Path) -> None:
+    """As quantised weights of FSDP2 in safetensors: each rank's file has rows of them."""
+    whole = {name: torch.arange(48, dtype=torch.uint8).reshape(8, 6) + n for n, name in enumerate("ab")}
+    for rank in range(2):
+        rows = slice(4 * rank, 4 * rank + 4)
+        save_file(
+            {name: tensor[rows].contiguous() for name, tensor in whole.items()},
+            tmp_path / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors",
+            {"DCP_SHARDING_INFO": json.dumps({key: {"saved_offsets": [4 * rank, 0]} for key in whole})},
+        )
+    zerokit.consolidate(tmp_path, tmp_path.with_name("model"))
+    held = load_file(tmp_path.with_name("model") / "model.safetensors")
+    assert all(held[name].equal(tensor) for name, tensor in whole.items())
+
+
+def test_a_file_that_a_save_of_more_ranks_has_left_is_refused(tmp_path: Path) -> None:
+    for rank, start, stop in ((1, 0, 4), (2, 4, 8), (3, 6, 8)):
+        save_file(
+            {"a": torch.full((stop - start, 2), float(rank))},
+            tmp_path / f"shard-{rank:05d}-model-00001-of-00001.safetensors",
+            {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [start, 0]}})},
+        )
+    with pytest.raises(CheckpointError, match="each once; files of several saves may be mixed"):
+        open_source(tmp_path)
+
+
+def test_large_integers_are_not_held_in_memory_as_buffers_are(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in (("w", (1 << 26) + 1), ("b", 2))}
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    zerokit.convert(tmp_path / "model", tmp_path / "dcp", format="dcp")
+    for path in (tmp_path / "model", tmp_path / "dcp"):
+        source = open_source(path)
+        assert (source.names, list(source.buffers)) == (["w"], ["b"])
+
+
+def test_a_chunk_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    save_dcp(tmp_path, {"model": {"a": torch.ones(2)}})
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.a"].chunks *= 2
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        CheckpointError, match="param of a has elements up to 2 of 2: all are expected, each once"
+    ):
+        open_source(tmp_path)
+
+
+def test_what_no_format_can_hold_is_named(tmp_path: Path) -> None:
+    save_dcp(tmp_path / "complex", {"model": {"c": torch.ones(2, dtype=torch.complex64)}})
+    with pytest.raises(
+        CheckpointError, match=r"model\.c has elements of complex64, which zerokit does not read"
+    ):
+        zerokit.convert(tmp_path / "complex", tmp_path / "out", format="zerokit")
+    assert not (tmp_path / "out").exists()
+
+
+INDEX = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+"""The file of each tensor, before the folder is damaged."""
+
+
+@pytest.mark.parametrize(
+    ("index", "files", "message"),
+    [
+        (INDEX, {1: "a"}, r"model-2\.safetensors: cannot be opened: No such file"),
+        (
+            INDEX,
+            {1: "b", 2: "a"},
+            r"says that 'a' is in model-1\.safetensors, but it is in model-2\.safetensors",
+        ),
+        (
+            INDEX | {"c": "model-2.safetensors"},
+            {1: "a", 2: "b"},
+            "says that 'c' is in model-2.safetensors, but it is in none of its files",
+        ),
+        (
+            {"a": "model-1.safetensors"},
+            {1: "ab"},
+            "says that 'b' is in no file, but it is in model-1.safetensors",
+        ),
+        (
+            INDEX,
+            {1: "a", 2: "ab"},
+            "says that 'a' is in model-1.safetensors, but it is in model-2.safetensors",
+        ),
+        (
+            {"a": "../model.safetensors"},
+            {1: "a"},
+            "names '../model.safetensors', expected a safetensors file beside it",
+        ),
+        ([1], {1: "a"}, "not in its framework's format|not an index"),
+    ],
+)
+def test_an_index_must_be_that_of_its_files(
+    tmp_path: Path, index: object, files: dict[int, str], message: str
+) -> None:
+    folder = tmp_path / "model"
+
+    def write(index: object, files: dict[int, str]) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": index} if isinstance(index, dict) else index)
+        )
+        for number, names in files.items():
+            save_file({name: torch.ones(2) for name in names}, folder / f"model-{number}.safetensors")
+
+    write(INDEX, {1: "a", 2: "b"})
+    assert len(open_source(folder).names) == 2
+    save_file({"c": torch.ones(2)}, folder / "model.safetensors")  # transformers takes it before the index
+    assert open_source(folder).names == ["c"]
+    shutil.rmtree(folder)
+    write(index, files)
+    for use in (zerokit.inspect, lambda path: zerokit.convert(path, tmp_path / "out", format="zerokit")):
+        with pytest.raises(CheckpointError, match=message):
+            use(folder)
+    assert not (tmp_path / "out").exists()
