@@ -22,8 +22,8 @@ from tests.support.checkpoints import example_content, example_extra, example_la
 from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.deepspeed_files import read_states
+from zerokit.checkpoint.formats.description import ModelNames
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
-from zerokit.checkpoint.formats.names import ModelNames
 from zerokit.checkpoint.verify import verify
 from zerokit.errors import CheckpointError, ZerokitWarning
 

@@ -84,13 +84,11 @@ class Pieces:
         return pieces
 
     def update(self, other: Pieces) -> None:
-        """Add parts that were read elsewhere."""
         self.whole |= other.whole
         for key, parts in other._parts.items():
             self._parts.setdefault(key, array("Q")).extend(parts)
 
     def parameters(self) -> list[tuple[int, int]]:
-        """The streams and positions that have parts, ascending."""
         return sorted(self._parts)
 
     def parts(self, stream: int, position: int) -> list[tuple[int, Piece]]:

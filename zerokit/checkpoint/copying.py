@@ -1,4 +1,4 @@
-"""Copies of byte ranges between files by a few threads, with a checksum of each piece.
+"""Copies of byte ranges between files by a few threads, with a checksum of each piece, into a directory made whole.
 
 The caller's thread submits ranges one after the other, and receives their results (checksums, progress, errors) in that
 order. Memory is one buffer a thread.
@@ -9,22 +9,22 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from zerokit.checkpoint.checksum import Pieces
 from zerokit.checkpoint.disk import new_file, sync_file
 from zerokit.checkpoint.requests import OpenFile, Request, by_file, move, neighbours, opening
+from zerokit.checkpoint.source import Source
+from zerokit.checkpoint.staging import Foreign, Staging, require_apart
 from zerokit.errors import UsageError
-
-if TYPE_CHECKING:
-    from zerokit.checkpoint.source import Source
 
 BUFFER_BYTES = 1 << 18
 """One read, and one write unless it is converted: small enough for the core's cache.
@@ -105,7 +105,6 @@ class Copier:
             self._abandon(error)
 
     def target(self, path: Path, size: int) -> OpenFile:
-        """Make a new file of `size` bytes to copy to."""
         return self._add(path, new_file(path, size), size)
 
     def copy(self, source: Source, requests: Iterable[Request]) -> None:
@@ -196,7 +195,6 @@ class Copier:
             self._progress(self._done, self._total)
 
     def _abandon(self, error: BaseException | None) -> None:
-        """End the threads, then close what is open without syncing it."""
         self._threads.shutdown(cancel_futures=True)
         self._syncing.shutdown(cancel_futures=True)
         if error is not None:
@@ -204,7 +202,6 @@ class Copier:
                 file.closing.__exit__(type(error), error, error.__traceback__)
 
     def _move(self, batch: list[tuple[OpenFile, Request]]) -> list[tuple[Request, int]]:
-        """In a thread."""
         buffer: memoryview | None = getattr(self._buffers, "buffer", None)
         if buffer is None:
             buffer = self._buffers.buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -213,3 +210,35 @@ class Copier:
             for run in neighbours((request for _, request in members), BUFFER_BYTES):
                 done += move(file.fd, file.path, run, buffer)
         return done
+
+
+NOT_WRITTEN = ": nothing was written: take another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a conversion: threads, replacing an output, and a progress callback."""
+
+    jobs: int | None = None
+    force: bool = False
+    progress: Progress | None = None
+
+    @contextmanager
+    def copying(self, source: Source, total: int | None = None) -> Iterator[Copier]:
+        """What copies `total` bytes, or all of the source's; they are compared with its checksums at the end."""
+        size = source.data_size if total is None else total
+        with Copier(jobs=self.jobs, total=size, progress=self.progress) as copier:
+            yield copier
+        source.require_right([copier.pieces], NOT_WRITTEN)
+
+
+@contextmanager
+def converting(source: Source, target: Path, options: Options, foreign: Foreign) -> Iterator[Path]:
+    """A directory beside `target`, renamed to it durably when the body succeeds, and removed when it fails.
+
+    Raises as `Staging` does, and where one of `source` and `target` lies in the other.
+    """
+    require_apart(source.run or source.path, target)
+    with Staging(target, force=options.force, foreign=foreign) as staging:
+        yield staging.work
+        staging.commit()

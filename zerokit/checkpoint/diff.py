@@ -36,7 +36,6 @@ class Difference:
         return "added" if self.a is None else "removed" if self.b is None else "changed"
 
     def plain(self) -> dict[str, object]:
-        """The result as JSON data."""
         return asdict(self) | {"change": self.change}
 
 

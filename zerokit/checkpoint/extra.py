@@ -272,7 +272,6 @@ def parse_members(content: bytes, manifest: Manifest, where: str) -> dict[str, A
 
 
 def _check_members(plain: dict[str, Any], manifest: Manifest) -> None:
-    """Raises `ValueError`, naming the member of `extra.json`, unless all are there and of their kinds."""
     require_shallow(plain, _DEEPEST, stated=MAX_DEPTH)
     step = bounded(plain, "step", 0, MAX_STEP)
     if step != manifest.step:

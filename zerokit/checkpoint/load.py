@@ -18,13 +18,12 @@ from torch import Tensor
 from zerokit.checkpoint import background, rng
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode
 from zerokit.checkpoint.formats import open_source
+from zerokit.checkpoint.formats.description import ModelNames, Rename
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
-from zerokit.checkpoint.formats.names import ModelNames, Rename
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
-from zerokit.checkpoint.matching import NOT_THE_OPTIMIZERS, Match, match_state
+from zerokit.checkpoint.matching import NOT_THE_OPTIMIZERS, Match, Shared, match_state
 from zerokit.checkpoint.requests import Request, read, requests_for
 from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_name
-from zerokit.checkpoint.shared import Shared
 from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, outer_slices, own_slices, tensor_of
@@ -178,7 +177,6 @@ def _load(
 def _prepare(
     checkpoint: Source, optimizer: ZeroOptimizer, *, strict: bool, weights_only: bool
 ) -> tuple[Match, dict[str, Any]]:
-    """How the checkpoint fits, and its `extra.json`."""
     if checkpoint.weights_only and not weights_only:
         other = ""
         with suppress(CheckpointError):

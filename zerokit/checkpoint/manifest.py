@@ -96,7 +96,6 @@ class Manifest:
         return self.layout.world
 
     def to_bytes(self) -> bytes:
-        """The file's contents."""
         body = compact(self._plain())[1:] + b"\n"
         return (_PREFIX % crc32(body)).encode() + body
 
@@ -144,7 +143,6 @@ class Manifest:
             yield rank, cut, self.checksums[stream][first + number]
 
     def checksum(self, stream: int, position: int, rank: int) -> int:
-        """The CRC-32 of the slice that a rank has."""
         return self.checksums[stream][
             self._first[stream][position] + rank - self.layout.owners(position).start
         ]

@@ -39,7 +39,6 @@ class Retention:
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is to be removed at all."""
         return any(limit is not None for limit in (self.keep_last, self.keep_every, self.keep))
 
     def check(self) -> None:
@@ -113,7 +112,6 @@ class Pruning:
 
     @property
     def bytes(self) -> int:
-        """The bytes that were, or would be, freed."""
         return sum(doomed.size for doomed in self.removed)
 
 

@@ -90,7 +90,6 @@ class Checkpoint(Source):
         return file
 
     def _offset(self, rank: int, stream: int, position: int) -> int:
-        """The byte of a rank's file at which a slice begins."""
         first, positions, offsets = self._placed(rank)
         return offsets[bisect_left(positions, position, first[stream], first[stream + 1])]
 
@@ -185,7 +184,6 @@ class Checkpoint(Source):
 
     @property
     def data_size(self) -> int:
-        """The bytes of all slices and of the small files."""
         whole = self.manifest.common.size + self.manifest.extra.size
         return whole + sum(file.size - file.header_size for file in self.manifest.files)
 
@@ -242,7 +240,6 @@ class Checkpoint(Source):
 
 
 def _difference(actual: bytes, file: RankFile, path: Path) -> str:
-    """How a header differs from the one that the file must have."""
     try:
         metadata = parse_header(actual, file.size, str(path)).metadata
     except CheckpointError:

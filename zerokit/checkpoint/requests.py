@@ -87,7 +87,6 @@ class Request(NamedTuple):
     conversion: Conversion | None = None
 
     def split(self, most: int) -> Iterator[Request]:
-        """The request as requests of at most `most` bytes."""
         if self.size <= most:
             yield self
             return

@@ -41,7 +41,6 @@ class Latest:
     crcs: tuple[int, ...]
 
     def text(self) -> str:
-        """The file's contents."""
         return "".join(f"{self.name} {crc:08x}\n" for crc in self.crcs)
 
 
@@ -82,7 +81,6 @@ def island_runs(run: Path) -> list[Path]:
 
 
 def _steps_of_all(islands: Sequence[Path]) -> set[int]:
-    """The numbers of the steps that all islands have."""
     return set.intersection(*({_number(path) for path in committed(island)} for island in islands))
 
 

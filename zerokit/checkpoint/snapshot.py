@@ -68,7 +68,6 @@ class Rest:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, key: str, value: Any, path: str) -> None:
-        """Encode a member and copy its tensors. Raises `CheckpointError`, naming the path in it."""
         self.members[key], tensors = encode(value, path)
         self.tensors |= {name: snapshot(tensor) for name, tensor in tensors.items()}
 

@@ -95,7 +95,6 @@ class Source(ABC):
 
     @property
     def names(self) -> list[str]:
-        """The parameters, in the order of the line."""
         return list(self.shapes)
 
     @abstractmethod

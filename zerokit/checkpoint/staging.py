@@ -44,14 +44,12 @@ class Leftover:
     size: int
 
     def describe(self) -> str:
-        """The leftover's writer, as text."""
         who = f"process {self.writer.pid} on {self.writer.host}"
         if self.gone:
             return f"left by {who}, which is gone"
         return f"{who} is writing it" if self.alive else f"of {who}, which cannot be checked from here"
 
     def plain(self) -> dict[str, object]:
-        """The leftover as JSON data."""
         return {
             "path": str(self.path),
             "target": self.target,

@@ -6,8 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.checkpoint.conversion import Options
-from zerokit.checkpoint.copying import Progress
+from zerokit.checkpoint.copying import Options, Progress
 from zerokit.checkpoint.formats import FORMATS, open_source
 from zerokit.checkpoint.formats.dcp_writer import write_dcp
 from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed

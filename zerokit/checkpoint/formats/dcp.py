@@ -112,7 +112,6 @@ class _Reader:
         )
 
     def _world(self) -> int:
-        """The number of ranks, by the names of their files."""
         ranks = [int(match[1]) for file in self.files if (match := _RANK.fullmatch(file.name))]
         return max(ranks, default=0) + 1
 
@@ -189,7 +188,6 @@ class _Reader:
         return states
 
     def _content(self, item: StoredItem) -> bytes:
-        """A small tensor's bytes, verified."""
         if len(item.stretches) != 1 or item.numel > 1 << 16:
             raise CheckpointError(
                 f"{self.path}: {'.'.join(map(str, item.path))} has the shape {list(item.shape)}: zerokit reads "
@@ -276,7 +274,6 @@ def _flattened(
 
 
 def _within(key: str, optimizer: str | None) -> bool:
-    """Whether a key belongs to the optimizer's state."""
     return optimizer is not None and key.startswith((f"{optimizer}state.", f"{optimizer}param_groups."))
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.conversion import Options, converting
+from zerokit.checkpoint.copying import Options, converting
 from zerokit.checkpoint.disk import opened, write_file
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS
 from zerokit.checkpoint.formats import torchwriter
@@ -185,7 +185,6 @@ def _values(value: Any, path: tuple[str | int, ...]) -> Iterator[_Item]:
 
 
 def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Iterator[_Item]:
-    """Step counts, other states and the groups' options."""
     line = source.layout.parameters
     dropped += [key for key in ("scaler", LOCAL_STEPS) if extra.get(key)]
     if any(name.startswith(GENERATOR_PREFIX) for name in source.common_forms):

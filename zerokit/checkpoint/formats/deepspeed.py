@@ -97,7 +97,6 @@ class Reader:
         return value
 
     def _number(self, rank: int) -> int:
-        """The number of a rank's optimizer file."""
         return len(self.files.models) + rank
 
     def _check(self) -> None:
@@ -129,7 +128,6 @@ class Reader:
                 raise CheckpointError(f"{path}: its groups' options differ from rank 0's: {mixed}")
 
     def describe(self) -> Description:
-        """The description: every parameter and buffer with its places, and other data."""
         model, path = self.model, self.files.models[0]
         groups = self.groups
         group_of = {name: number for number, group in enumerate(groups) for name in group}
@@ -205,7 +203,6 @@ class Reader:
 
     @cached_property
     def groups(self) -> list[Shapes]:
-        """The shapes of every optimizer group's parameters."""
         if self.stage < 3:
             return self.shapes
         whole = {name: shape for shapes in self.shapes for name, shape in shapes.items()}
@@ -256,7 +253,6 @@ class Reader:
         return plain
 
     def masters(self, rank: int) -> list[StoredTensor]:
-        """A rank's fp32 pieces, by group or sub-group."""
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         return list(self.optimizers[rank][key])
 
@@ -271,7 +267,6 @@ class Reader:
         return found
 
     def _trained(self) -> dict[str, dict[str, StoredStream]]:
-        """Every trained parameter's streams."""
         found: dict[str, dict[str, list[tuple[str, Stretch]]]] = {
             name: {MASTER: []} for shapes in self.shapes for name in shapes
         }

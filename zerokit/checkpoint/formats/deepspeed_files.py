@@ -146,7 +146,6 @@ def shapes_of(model: Mapping[str, Any]) -> list[Shapes]:
 
 
 def _blobs(value: Any) -> Iterator[Blob]:
-    """Every storage that a value refers to."""
     pending, seen = [value], set()
     while pending:
         part = pending.pop()

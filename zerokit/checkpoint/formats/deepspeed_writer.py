@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.conversion import Options, converting
+from zerokit.checkpoint.copying import Options, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_file
 from zerokit.checkpoint.formats import deepspeed_cut, torchwriter
 from zerokit.checkpoint.formats.deepspeed import Reader
@@ -74,7 +74,6 @@ class _Writer:
             self.cuts = list(deepspeed_cut.sub_groups(reader.groups, world, limit))
 
     def files(self) -> Iterator[tuple[str, torchwriter.TorchFile]]:
-        """Every file's name and contents."""
         for rank in range(self.world if self.reader.stage == 3 else 1):
             name = self.reader.files.models[0].name
             if self.reader.stage == 3:
@@ -126,7 +125,6 @@ class _Writer:
         }
 
     def _groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
-        """Stages 1 and 2."""
         base = template["base_optimizer_state"]
         elastic = not isinstance(base, dict)
         masters, states, paddings, mappings = [], {}, [], []
@@ -148,7 +146,6 @@ class _Writer:
         }
 
     def _sub_groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
-        """Stage 3."""
         base = template["optimizer_state_dict"]
         # The state of a group's sub-groups differs in tensors alone, so the group's first one is the template.
         first_of: dict[int, int] = {}

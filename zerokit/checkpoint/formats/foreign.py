@@ -20,8 +20,15 @@ from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, damaged
 from zerokit.checkpoint.disk import opened, read_part
 from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.extra import encode
-from zerokit.checkpoint.formats.description import MASTER, PARAM, Description, StoredParameter
-from zerokit.checkpoint.formats.names import ModelNames, Rename, under_names
+from zerokit.checkpoint.formats.description import (
+    MASTER,
+    PARAM,
+    Description,
+    ModelNames,
+    Rename,
+    StoredParameter,
+    under_names,
+)
 from zerokit.checkpoint.formats.torchfile import Blob
 from zerokit.checkpoint.manifest import (
     BUFFER_PREFIX,
@@ -112,7 +119,6 @@ class ForeignCheckpoint(Source):
         return ForeignCheckpoint(under_names(self.described, model, rename, self._require_equal), self.run)
 
     def _require_equal(self, one: StoredParameter, other: StoredParameter) -> None:
-        """Raises `CheckpointError` unless two parameters that the model ties have the same bytes."""
         streams = [stored.streams.get(MASTER) or stored.streams[PARAM] for stored in (one, other)]
         crcs = [self._read_checksum(s.stretches, ELEMENT_BYTES[s.dtype]) for s in streams]
         if crcs[0] != crcs[1]:
@@ -197,7 +203,6 @@ class ForeignCheckpoint(Source):
 
     @property
     def verifiable_size(self) -> int:
-        """The number of bytes that have a checksum."""
         return sum(blob.size for blobs in self._blobs.values() for blob in dict.fromkeys(blobs))
 
     def _blob(self, file: int, offset: int) -> Blob | None:
@@ -263,7 +268,6 @@ class ForeignCheckpoint(Source):
 
     @property
     def _root(self) -> Path:
-        """What the names of files are relative to."""
         return self.path.parent if self.path.is_file() else self.path
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
@@ -286,7 +290,6 @@ class ForeignCheckpoint(Source):
         yield self.manifest.extra, self._extra
 
     def _common_bytes(self) -> bytes:
-        """`common.safetensors`, whole: buffers and scalars."""
         tensors = {name: self.common_tensor(name) for name in self.common_forms}
         ordered = sorted(tensors, key=lambda name: (-ELEMENT_BYTES[tensors[name][0]], name))
         header, _ = lay_out(((name, *tensors[name][:2]) for name in ordered), {"format": "zerokit"})
@@ -302,7 +305,6 @@ def _damage(blob: Blob, crc: int) -> str:
 
 
 def _piece(fd: int, start: int, stop: int, path: Path) -> Piece:
-    """The checksum of bytes `start` to `stop` of an open file."""
     if start == stop:
         return Piece(0, 0)
     return Piece(file_checksum(fd, stop - start, path, start), stop - start)
@@ -319,7 +321,6 @@ def _segments(parameters: Sequence[Parameter]) -> list[Segment]:
 
 
 def _members(described: Description) -> dict[str, Any]:
-    """The members of `extra.json`."""
     members: dict[str, Any] = {"step": described.step, "user": encode(described.user, "extra")[0]}
     if described.groups is not None:
         members["groups"] = [

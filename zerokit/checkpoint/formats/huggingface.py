@@ -137,7 +137,6 @@ _Stored = tuple[str, tuple[int, ...], tuple[Stretch, ...]]
 
 
 def _whole(path: Path, headers: list[Header]) -> dict[str, _Stored]:
-    """Tensors that are whole, in the order of their data."""
     stored: dict[str, _Stored] = {}
     for number, header in enumerate(headers):
         for name, tensor in header.tensors.items():
@@ -149,7 +148,6 @@ def _whole(path: Path, headers: list[Header]) -> dict[str, _Stored]:
 
 
 def _sharded(path: Path, headers: list[Header]) -> dict[str, _Stored]:
-    """Tensors of which each file has a piece."""
     pieces: dict[str, list[tuple[tuple[int, ...], int, Tensor]]] = {}
     for number, header in enumerate(headers):
         placed = parse_json(header.metadata[_SHARDING].encode())

@@ -17,8 +17,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from zerokit.checkpoint.conversion import Options, converting
-from zerokit.checkpoint.copying import Copier
+from zerokit.checkpoint.copying import Copier, Options, converting
 from zerokit.checkpoint.disk import write_exactly, write_file
 from zerokit.checkpoint.formats.huggingface import INDEX
 from zerokit.checkpoint.formats.huggingface_model import check_like, copied_names, copy_like, require_like
@@ -55,7 +54,6 @@ class _Tensor:
 
     @property
     def size(self) -> int:
-        """Bytes in the output."""
         return self.numel * ELEMENT_BYTES[self.dtype]
 
 

@@ -82,11 +82,9 @@ class Record:
     new: bool = False
 
     def append(self, value: Any) -> None:
-        """Note an element, as a list would."""
         self.items.append(value)
 
     def extend(self, values: list[Any]) -> None:
-        """Note elements."""
         self.items.extend(values)
 
     @property
@@ -132,7 +130,6 @@ class _Machine(pickle._Unpickler):
         self._containers = self._copied = self._large_keys = 0
 
     def count(self) -> None:
-        """Count a container."""
         self._containers += 1
         if self._containers > _MAX_CONTAINERS:
             raise ValueError(f"more than {_MAX_CONTAINERS} containers")

@@ -98,7 +98,6 @@ class StoredTensor:
 
     @property
     def offset(self) -> int:
-        """The first element's byte in the file."""
         return self.blob.offset + self.start * self.element_bytes
 
 
@@ -185,8 +184,6 @@ def content_of(path: Path, fd: int, blob: Blob) -> bytes:
 
 
 def _resolved(root: Any, entries: Mapping[str, Blob], prefix: str, path: Path) -> Any:
-    """The value with its tensors found."""
-
     def tensor(value: Any) -> Any:
         if not isinstance(value, Record):
             return value
@@ -236,8 +233,6 @@ def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str) -> St
 
 
 class _Window(io.RawIOBase):
-    """A stretch of an open file as a file of its own."""
-
     def __init__(self, fd: int, offset: int, size: int) -> None:
         self._fd, self._offset, self._size, self._position = fd, offset, size, 0
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.checksum import Piece, combine, crc32, damaged
-from zerokit.checkpoint.conversion import NOT_WRITTEN
-from zerokit.checkpoint.copying import Copier
+from zerokit.checkpoint.copying import NOT_WRITTEN, Copier
 from zerokit.checkpoint.disk import write_exactly
 from zerokit.checkpoint.formats.pickle_writer import to_pickle
 from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped
@@ -93,7 +92,6 @@ class TorchFile:
     size: int
 
     def copy(self, source: Source, copier: Copier, target: OpenFile) -> None:
-        """Submit every storage's bytes for copying."""
         requests: list[Request] = []
         for entry in self.entries:
             storage, at = entry.storage, entry.data_offset

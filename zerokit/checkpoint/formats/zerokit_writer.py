@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from zerokit.checkpoint.checksum import Pieces, along, crc32
-from zerokit.checkpoint.conversion import Options, converting
+from zerokit.checkpoint.copying import Options, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
 from zerokit.checkpoint.extents import rank_file
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, own_checksum
