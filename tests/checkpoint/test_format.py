@@ -245,66 +245,45 @@ def many_scalars(plain: Any) -> None:
     plain["scalars"] = [stretch | {"kind": str(i)} for i in range(1_000)]
 
 
+def stream(number: int, **members: Any) -> Callable[[Any], None]:
+    """These members of a stream."""
+    return lambda plain: plain["streams"][number].update(members)
+
+
+def doubled(key: str, times: int = 2) -> Callable[[Any], None]:
+    return lambda plain: plain.update({key: plain[key] * times})
+
+
+def one_unit(plain: Any) -> None:
+    plain["units"] = [{"scopes": [], "parameters": len(plain["parameters"])}]
+
+
+def in_capitals(plain: Any) -> None:
+    plain["streams"][1]["crc32"] = "ABCDEF01" + plain["streams"][1]["crc32"][8:]
+
+
+OUTSIDE = "../rank-00000-of-00003.safetensors"
 REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
-    "another content": (
-        put("content", value="adapters"),
-        "'adapters', this zerokit knows 'weights': use a newer",
-    ),
-    "weights with more": (
-        put("content", value="weights"),
-        "content is 'weights', but there is optimizer state: 'exp_avg'",
-    ),
+    "another content": (put("content", value="adapters"), "'adapters', this zerokit knows 'weights': use"),
+    "weights with more": (put("content", value="weights"), "but there is optimizer state: 'exp_avg'"),
     "another format": (put("format", value="torch"), "format is 'torch', expected 'zerokit.checkpoint'"),
-    "another major version": (
-        put("version", value=[2, 0]),
-        r"version is 2.0, this zerokit reads 1.x: use a newer",
-    ),
+    "another major version": (put("version", value=[2, 0]), r"version is 2.0, this zerokit reads 1.x: use"),
     "another alignment": (put("alignment", value=32), "alignment is 32, expected 64"),
-    "ranks without files": (
-        put("world", value=2**20),
-        "checksums of eight digits, expected|3 files are listed",
-    ),
+    "ranks without files": (put("world", value=2**20), "of eight digits, expected|3 files are listed"),
     "a truth as a number": (put("step", value=True), "'step' is 'True', expected int"),
     "half a surrogate pair": (put("parameters", 0, "name", value="\ud800"), "surrogates not allowed"),
-    "an alias of another's name": (
-        put("parameters", 0, "aliases", value=["gain"]),
-        "two parameters are called 'gain'",
-    ),
+    "another's alias": (put("parameters", 0, "aliases", value=["gain"]), "two parameters are called 'gain'"),
     "a million dimensions": (put("parameters", 0, "shape", value=[2**62] * 10**6), "is impossible"),
     "an empty unit": (put("units", 0, "parameters", value=0), "'parameters' is 0, expected 1 to"),
-    "a unit of frozen and trainable": (
-        lambda plain: plain.update(units=[{"scopes": [], "parameters": len(plain["parameters"])}]),
-        "mixes frozen and trainable parameters, or groups",
-    ),
-    "a stream twice": (
-        lambda plain: plain["streams"].insert(0, plain["streams"][0] | {"parameters": [], "crc32": ""}),
-        "streams are not in order",
-    ),
-    "a parameter in no stream": (
-        lambda plain: plain["streams"][-1].update(parameters=[], crc32=""),
-        "is in no param stream",
-    ),
-    "a checksum in capitals": (
-        lambda plain: put("streams", 1, "crc32", value="ABCDEF01" + plain["streams"][1]["crc32"][8:])(plain),
-        "'ABCDEF01' is not a CRC-32 of eight hexadecimal digits",
-    ),
-    "scalars twice": (
-        lambda plain: plain.update(scalars=plain["scalars"] * 2),
-        "scalars of one kind are listed twice",
-    ),
+    "a mixed unit": (one_unit, "mixes frozen and trainable parameters, or groups"),
+    "streams twice": (doubled("streams"), "streams are not in order"),
+    "a parameter in no stream": (stream(-1, parameters=[], crc32=""), "is in no param stream"),
+    "a checksum in capitals": (in_capitals, "'ABCDEF01' is not a CRC-32 of eight hexadecimal digits"),
+    "scalars twice": (doubled("scalars"), "scalars of one kind are listed twice"),
     "a flood of scalars": (many_scalars, "hold more than 4194304 parameters together"),
-    "too many streams": (
-        lambda plain: plain.update(streams=plain["streams"] * 1000),
-        "000 streams are listed, 1024 are allowed",
-    ),
-    "scalars that are a stream": (
-        put("scalars", 0, "kind", value="exp_avg"),
-        "'exp_avg' of parameter 0 is in a stream and in scalars",
-    ),
-    "a file outside": (
-        put("files", 0, "name", value="../rank-00000-of-00003.safetensors"),
-        "a file is called '../rank-00000-of-00003.safetensors', expected 'rank-00000-of-00003.safetensors'",
-    ),
+    "too many streams": (doubled("streams", 1000), "000 streams are listed, 1024 are allowed"),
+    "both": (put("scalars", 0, "kind", value="exp_avg"), "'exp_avg' of parameter 0 is in a stream and in"),
+    "a file outside": (put("files", 0, "name", value=OUTSIDE), f"a file is called '{OUTSIDE}', expected"),
     "a negative size": (put("files", 0, "bytes", value=-1), "'bytes' is -1, expected 4096 to"),
     "common elsewhere": (
         put("common", "name", value="/etc/passwd"),

@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -128,27 +129,28 @@ def test_older_steps_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("latest", "weights", "damaged", "superseded", "keep_last", "stays"),
+    ("count", "latest", "weights", "damaged", "superseded", "keep_last", "stays"),
     [
         # The newest whole step, and the one that `latest` names.
-        (3, (5, 6), (), (), 1, [3, 4, 6]),
+        (6, 3, (5, 6), (), (), 1, [3, 4, 6]),
         # Damaged steps do not count: a run whose last ones are damaged would lose those that are not.
-        (7, (), (3, 5, 6), (), 3, [2, 3, 4, 5, 6, 7]),
-        (7, (), (3, 5, 6), (), 2, [4, 5, 6, 7]),
+        (7, 7, (), (3, 5, 6), (), 3, [2, 3, 4, 5, 6, 7]),
+        (7, 7, (), (3, 5, 6), (), 2, [4, 5, 6, 7]),
         # Superseded ones go, and later ones that are damaged stay: they may be out of reach for a moment.
-        (3, (), (6, 7), (4, 5), 2, [2, 3, 6, 7]),
+        (7, 3, (), (6, 7), (4, 5), 2, [2, 3, 6, 7]),
     ],
 )
 def test_which_steps_count(
     tmp_path: Path,
+    count: int,
     latest: int,
-    weights: tuple[int, ...],
-    damaged: tuple[int, ...],
-    superseded: tuple[int, ...],
+    weights: Any,
+    damaged: Any,
+    superseded: Any,
     keep_last: int,
-    stays: list[int],
+    stays: Any,
 ) -> None:
-    run = make_run(tmp_path / "run", *range(1, 7 + (not weights)), weights=weights, latest=latest)
+    run = make_run(tmp_path / "run", *range(1, count + 1), weights=weights, latest=latest)
     name_latest(run, latest, *superseded)
     for step in damaged:
         (run / f"step-0000000{step}" / "extra.json").unlink()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,19 @@ def deepspeed_engine(stage: int, precision: str, accumulated: int = 1) -> Any:
     return engine
 
 
-def train(engine: Any, first: int, last: int) -> list[float]:
+def train(model: Any, learn: Callable[[Tensor], object], first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
-        loss = loss_of(engine, step, dist.get_rank())
-        engine.backward(loss)
-        engine.step()
+        loss = loss_of(model, step, dist.get_rank())
+        learn(loss)
         mean = loss.detach().double()
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
     return losses
+
+
+def learner(engine: Any) -> Callable[[Tensor], object]:
+    return lambda loss: (engine.backward(loss), engine.step())
 
 
 def resume_deepspeed(path: Path, stage: int, precision: str, source_world: int) -> list[float]:
@@ -170,7 +174,7 @@ def make_deepspeed(out: Path, stage: int, precision: str) -> None:
     engine = deepspeed_engine(stage, precision)
     import deepspeed
 
-    losses = train(engine, 0, STEPS)
+    losses = train(engine, learner(engine), 0, STEPS)
     engine.save_checkpoint(str(out), tag=f"global_step{STEPS}", client_state={"seen": 24, "name": "client"})
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -196,7 +200,7 @@ def make_deepspeed(out: Path, stage: int, precision: str) -> None:
     expected |= {
         f"buffer/{name}": value.clone() for name, value in engine.module.named_buffers() if name != "unsaved"
     }
-    later = train(engine, STEPS, 2 * STEPS)
+    later = train(engine, learner(engine), STEPS, 2 * STEPS)
     finish(out, expected, losses + later)
 
 
@@ -223,16 +227,7 @@ def fsdp2_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        loss = loss_of(model, step, dist.get_rank())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().double()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / dist.get_world_size())
-    return losses
+    return train(model, lambda loss: (loss.backward(), optimizer.step(), optimizer.zero_grad()), first, last)
 
 
 def fsdp2_expected(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

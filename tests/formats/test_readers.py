@@ -334,32 +334,20 @@ INDEX = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     ("index", "files", "message"),
     [
         (INDEX, {1: "a"}, r"model-2\.safetensors: cannot be opened: No such file"),
-        (
-            INDEX,
-            {1: "b", 2: "a"},
-            r"says that 'a' is in model-1\.safetensors, but it is in model-2\.safetensors",
-        ),
+        (INDEX, {1: "b", 2: "a"}, "'a' is in model-1.safetensors, but it is in model-2.safetensors"),
         (
             INDEX | {"c": "model-2.safetensors"},
             {1: "a", 2: "b"},
-            "says that 'c' is in model-2.safetensors, but it is in none of its files",
+            "'c' is in .*, but it is in none of its files",
         ),
-        (
-            {"a": "model-1.safetensors"},
-            {1: "ab"},
-            "says that 'b' is in no file, but it is in model-1.safetensors",
-        ),
-        (
-            INDEX,
-            {1: "a", 2: "ab"},
-            "says that 'a' is in model-1.safetensors, but it is in model-2.safetensors",
-        ),
+        ({"a": "model-1.safetensors"}, {1: "ab"}, "'b' is in no file, but it is in model-1.safetensors"),
+        (INDEX, {1: "a", 2: "ab"}, "'a' is in model-1.safetensors, but it is in model-2.safetensors"),
         (
             {"a": "../model.safetensors"},
             {1: "a"},
-            "names '../model.safetensors', expected a safetensors file beside it",
+            "'../model.safetensors', expected a safetensors file beside",
         ),
-        ([1], {1: "a"}, "not in its framework's format|not an index"),
+        ([1], {1: "a"}, "not an index"),
     ],
 )
 def test_an_index_must_be_that_of_its_files(
