@@ -19,7 +19,7 @@ import zerokit
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import Content, write_run
 from zerokit.checkpoint.extents import Stream
-from zerokit.checkpoint.formats.huggingface_model import check_like
+from zerokit.checkpoint.formats.huggingface import check_like
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter, Segment, build_layout
 

@@ -60,9 +60,9 @@ def _refused_saves(directory: str) -> None:
     refused("file", "file")
     refused("rank 1: TypeError: ", None if rank else "run")
     # As on a node with a disk of its own: what is written there is not where rank 0 looks.
-    with patch("zerokit.checkpoint.step_files.new_file", elsewhere if rank else new_file):
+    with patch("zerokit.checkpoint.save.new_file", elsewhere if rank else new_file):
         refused("not shared between the nodes")
-    with patch("zerokit.checkpoint.step_files.write_exactly", full) if rank else contextlib.nullcontext():
+    with patch("zerokit.checkpoint.save.write_exactly", full) if rank else contextlib.nullcontext():
         refused("rank 1: the disk is full")
     assert rank or not [path for path in Path(directory).rglob("*") if path.name not in ("file", "run")]
     save(f"{directory}/run", zero, step=7)

@@ -1,6 +1,6 @@
 """Reads checkpoints of DeepSpeed's ZeRO, stages 1, 2 and 3: the places of their elements.
 
-`deepspeed_files` finds the files, `deepspeed_cut` says how parameters are cut for the ranks.
+`deepspeed_files` finds the files, `deepspeed_files` says how parameters are cut for the ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened
-from zerokit.checkpoint.formats import deepspeed_cut
-from zerokit.checkpoint.formats.deepspeed_cut import Cut
+from zerokit.checkpoint.formats import deepspeed_files
 from zerokit.checkpoint.formats.deepspeed_files import (
     KNOWN,
     LATEST,
+    Cut,
     Files,
     Shapes,
     find_files,
@@ -219,7 +219,7 @@ class Reader:
         sizes = [tensor.numel for tensor in self.masters(0)]
         group_of = {n: group for group, options in enumerate(self.options(0)) for n in options["params"]}
         try:
-            return deepspeed_cut.saved_sub_groups(self.shapes, self.world, sizes, group_of)
+            return deepspeed_files.saved_sub_groups(self.shapes, self.world, sizes, group_of)
         except ValueError as error:
             raise CheckpointError(f"{self.files.optimizers[0]}: {error}") from error
 
@@ -227,7 +227,7 @@ class Reader:
         """The groups of stages 1 and 2, cut for so many ranks."""
         paddings = self.optimizers[0].get("param_alignment_paddings") or [None] * len(self.groups)
         groups = zip(self.groups, paddings, strict=True)
-        return [deepspeed_cut.group_of(n, shapes, world, after) for n, (shapes, after) in enumerate(groups)]
+        return [deepspeed_files.group_of(n, shapes, world, after) for n, (shapes, after) in enumerate(groups)]
 
     def state(self, rank: int) -> dict[int, dict[str, Any]]:
         """The optimizer's states of a rank, by group (stages 1 and 2) or sub-group."""
@@ -352,7 +352,7 @@ class Reader:
                 )
             return stretches_of(tensor, 0, f"{self.files.models[0]}: {name}")
         stretches = []
-        for rank, part in deepspeed_cut.parts(math.prod(shape), self.world):
+        for rank, part in deepspeed_files.parts(math.prod(shape), self.world):
             fragment = self.models[rank]["frozen_param_fragments"][name]
             if part.numel > fragment.numel or not fragment.contiguous:
                 raise CheckpointError(

@@ -14,10 +14,9 @@ from typing import Any
 
 from zerokit.checkpoint.copying import Options, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_file
-from zerokit.checkpoint.formats import deepspeed_cut, torchwriter
+from zerokit.checkpoint.formats import deepspeed_files, torchwriter
 from zerokit.checkpoint.formats.deepspeed import Reader
-from zerokit.checkpoint.formats.deepspeed_cut import Cut, Piece
-from zerokit.checkpoint.formats.deepspeed_files import LATEST
+from zerokit.checkpoint.formats.deepspeed_files import LATEST, Cut, Piece
 from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
@@ -71,7 +70,7 @@ class _Writer:
         else:
             config = reader.optimizer_files[0].get("ds_config") or {}
             limit = int(config.get("zero_optimization", {}).get("sub_group_size", _SUB_GROUP_NUMEL))
-            self.cuts = list(deepspeed_cut.sub_groups(reader.groups, world, limit))
+            self.cuts = list(deepspeed_files.sub_groups(reader.groups, world, limit))
 
     def files(self) -> Iterator[tuple[str, torchwriter.TorchFile]]:
         for rank in range(self.world if self.reader.stage == 3 else 1):
@@ -107,9 +106,9 @@ class _Writer:
 
     def _frozen(self, name: str, rank: int, template: StoredTensor) -> torchwriter.NewTensor:
         numel = math.prod(self.reader.model["frozen_param_shapes"][name])
-        held = dict(deepspeed_cut.parts(numel, self.world)).get(rank)
+        held = dict(deepspeed_files.parts(numel, self.world)).get(rank)
         parts = [torchwriter.Part(self._stream(PARAM, name), name, held, 0)] if held else []
-        return torchwriter.flat(template.dtype, deepspeed_cut.part_size(numel, self.world), parts)
+        return torchwriter.flat(template.dtype, deepspeed_files.part_size(numel, self.world), parts)
 
     def _optimizer(self, rank: int) -> dict[str, Any]:
         reader = self.reader

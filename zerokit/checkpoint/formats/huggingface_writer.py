@@ -19,8 +19,7 @@ from pathlib import Path
 
 from zerokit.checkpoint.copying import Copier, Options, converting
 from zerokit.checkpoint.disk import write_exactly, write_file
-from zerokit.checkpoint.formats.huggingface import INDEX
-from zerokit.checkpoint.formats.huggingface_model import check_like, copied_names, copy_like, require_like
+from zerokit.checkpoint.formats.huggingface import INDEX, check_like, copied_names, copy_like, require_like
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
 from zerokit.checkpoint.prune import entries_of, named
 from zerokit.checkpoint.requests import Conversion, OpenFile, Request, requests_for
@@ -200,7 +199,7 @@ def _conversion(tensor: _Tensor) -> Conversion | None:
         return None
 
     def convert(view: memoryview) -> memoryview:
-        from zerokit.checkpoint.formats.rounding import from_array
+        from zerokit.checkpoint.source import from_array
 
         try:
             return from_array(to_array(view, tensor.source_dtype, (-1,)), tensor.dtype)
