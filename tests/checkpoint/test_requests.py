@@ -89,10 +89,11 @@ class Bytes(Memory):
     """Memory that is read to directly, or by a detour."""
 
     def __init__(self, size: int, *, direct: bool) -> None:
-        self.content, self.direct = bytearray(size), direct
+        super().__init__(size)
+        self.direct = direct
 
     def buffer(self, at: int, size: int) -> memoryview:
-        return memoryview(self.content)[at : at + size] if self.direct else memoryview(bytearray(size))
+        return super().buffer(at, size) if self.direct else memoryview(bytearray(size))
 
     def take(self, at: int, content: memoryview) -> None:
         self.content[at : at + content.nbytes] = content

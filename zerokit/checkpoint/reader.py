@@ -16,7 +16,7 @@ from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_part,
 from zerokit.checkpoint.extents import RankFile, file_name, rank_file
 from zerokit.checkpoint.extra import parse_members
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
-from zerokit.checkpoint.requests import Bytes, read, requests_for
+from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step, read_manifest
 from zerokit.checkpoint.safetensors import Header, parse_header, read_header
 from zerokit.checkpoint.source import Source, StoredBuffer, Stretch, to_array
@@ -57,7 +57,7 @@ class Checkpoint(Source):
         ):  # before memory is taken that they may not justify
             with self.open_file(rank):
                 pass
-        memory = Bytes(parameter.numel * self.streams[number].element_bytes)
+        memory = Memory(parameter.numel * self.streams[number].element_bytes)
         wanted = requests_for(self, number, position, Interval(0, parameter.numel), memory, 0)
         self.require_right([read(self, wanted)], ": take another checkpoint")
         return to_array(memory.content, self.streams[number].dtype, parameter.shape)

@@ -5,7 +5,6 @@ Copying and loading differ only in where bytes go: into another file, or into me
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -38,29 +37,18 @@ class OpenFile:
     """Bytes written since the disk was last asked to take what there is."""
 
 
-class Memory(ABC):
-    """Memory as the target of a request."""
-
-    @abstractmethod
-    def buffer(self, at: int, size: int) -> memoryview:
-        """The buffers for `size` bytes at byte `at`."""
-
-    @abstractmethod
-    def take(self, at: int, content: memoryview) -> None:
-        """Note that `content`, an earlier buffer, has been filled."""
-
-
-class Bytes(Memory):
-    """Plain memory: all `size` bytes that are read."""
+class Memory:
+    """Memory as the target of a request: all `size` bytes that are read."""
 
     def __init__(self, size: int) -> None:
         self.content = bytearray(size)
 
     def buffer(self, at: int, size: int) -> memoryview:
+        """The buffer for `size` bytes at byte `at`."""
         return memoryview(self.content)[at : at + size]
 
     def take(self, at: int, content: memoryview) -> None:
-        pass
+        """Note that `content`, an earlier buffer, has been filled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,12 +89,11 @@ def tensor_of(data: ReadableBuffer, dtype: str, shape: Sequence[int]) -> Tensor:
     return (torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)).reshape(shape)
 
 
-@dataclass(frozen=True)
 class Elements(Memory):
     """The flat elements of `tensor` in the file's `dtype`."""
 
-    tensor: Tensor
-    dtype: str
+    def __init__(self, tensor: Tensor, dtype: str) -> None:
+        self.tensor, self.dtype = tensor, dtype
 
     def _within(self, at: int, size: int) -> Tensor:
         width = ELEMENT_BYTES[self.dtype]

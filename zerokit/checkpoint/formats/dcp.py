@@ -66,21 +66,21 @@ class _Reader:
         self.path, self.items = path, items
         self.files, self.tensors, self.values = items.files, items.tensors, dict(_flattened(items.values))
         self.dropped = description.beside(path)
+        self.optimizer = self._optimizer_prefix()
 
     def describe(self) -> description.Description:
-        optimizer = self._optimizer_prefix()
-        options = self._options(optimizer)
+        options = self._options()
         trained = {name: number for number, (_, names) in enumerate(options) for name in names}
-        model = self._model_prefix(optimizer, trained)
+        model = self._model_prefix(trained)
         parameters, buffers = [], {}
         weights = {
             key.removeprefix(model): item
             for key, item in self.tensors.items()
-            if key.startswith(model) and not _within(key, optimizer) and (model or len(item.path) == 1)
+            if key.startswith(model) and not self._of_optimizer(key) and (model or len(item.path) == 1)
         }
         if missing := [name for name in trained if name not in weights]:
             raise CheckpointError(f"{self.path}: the optimizer has {missing[0]}, which has no weights")
-        states = self._states(optimizer, weights, trained)
+        states = self._states(weights, trained)
         aliases = _tied(weights, trained)
         tied = {alias for names in aliases.values() for alias in names}
         divided = any(item.chunks > 1 for item in weights.values())
@@ -95,7 +95,7 @@ class _Reader:
             others, group = tuple(aliases.get(name, ())), trained.get(name, 0)
             parameter = Parameter(name, item.shape, item.dtype, group, name in trained, others)
             parameters.append(description.StoredParameter(parameter, streams, scalars))
-        user, step = self._user(model, optimizer, states)
+        user, step = self._user(model, states)
         return description.Description(
             format="dcp",
             path=self.path,
@@ -126,13 +126,15 @@ class _Reader:
             )
         return prefixes.pop() if prefixes else None
 
-    def _options(self, optimizer: str | None) -> list[tuple[dict[str, Any], list[str]]]:
+    def _of_optimizer(self, key: str) -> bool:
+        start = self.optimizer
+        return start is not None and key.startswith((f"{start}state.", f"{start}param_groups."))
+
+    def _options(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Each group's options and the names of its parameters."""
-        if optimizer is None:
-            return []
         by_number: dict[int, dict[str, Any]] = {}
         by_name: dict[str, dict[str, Any]] = {}
-        start = f"{optimizer}param_groups."
+        start = f"{self.optimizer}param_groups."
         for key, (path, value) in self.values.items():
             if not key.startswith(start):
                 continue
@@ -149,23 +151,16 @@ class _Reader:
                     break
             else:
                 groups.append((options, [name]))
+        for options, _ in groups:
+            options.pop("param_names", None)
         return [
-            (
-                description.plain_value(
-                    {k: v for k, v in options.items() if k != "param_names"}, "param_groups", self.dropped
-                ),
-                names,
-            )
+            (description.plain_value(options, "param_groups", self.dropped), names)
             for options, names in groups
         ]
 
-    def _states(
-        self, optimizer: str | None, weights: Mapping[str, StoredItem], trained: Mapping[str, int]
-    ) -> dict[str, _State]:
-        if optimizer is None:
-            return {}
+    def _states(self, weights: Mapping[str, StoredItem], trained: Mapping[str, int]) -> dict[str, _State]:
         states: dict[str, _State] = {}
-        start = f"{optimizer}state."
+        start = f"{self.optimizer}state."
         for key, item in self.tensors.items():
             if not key.startswith(start):
                 continue
@@ -198,9 +193,9 @@ class _Reader:
         with opened(path) as fd:
             return content_of(path, fd, Blob(place.offset, size, item.crcs[0]))
 
-    def _model_prefix(self, optimizer: str | None, trained: Mapping[str, int]) -> str:
+    def _model_prefix(self, trained: Mapping[str, int]) -> str:
         """What the model's keys begin with, such as "model."."""
-        outside = [key for key in self.tensors if not _within(key, optimizer)]
+        outside = [key for key in self.tensors if not self._of_optimizer(key)]
         if trained:
             name = max(trained, key=len)
             found = [key.removesuffix(name) for key in outside if key == name or key.endswith(f".{name}")]
@@ -225,16 +220,14 @@ class _Reader:
             )
         return best[0]
 
-    def _user(
-        self, model: str, optimizer: str | None, states: Mapping[str, _State]
-    ) -> tuple[dict[str, Any], int]:
+    def _user(self, model: str, states: Mapping[str, _State]) -> tuple[dict[str, Any], int]:
         """What the program saved beside model and optimizer, and the step that it was.
 
         The step is what the program called so, or in the folder's name, or what the optimizer has counted.
         """
         own: dict[str, Any] = {}
         for key, (path, value) in self.values.items():
-            if _within(key, optimizer) or (model and key.startswith(model)):
+            if self._of_optimizer(key) or (model and key.startswith(model)):
                 continue
             place = own
             for part in path[:-1]:
@@ -248,7 +241,7 @@ class _Reader:
             if key in ("step", "train_state.step", "global_step") and item.numel == 1:
                 content = self._content(item)
                 step = int.from_bytes(content, "little") if item.dtype.startswith("int") else step
-            elif not key.startswith(model) and not _within(key, optimizer):
+            elif not key.startswith(model) and not self._of_optimizer(key):
                 self.dropped.append(key)
         if step is None and (match := _STEP.search(self.path.name)):
             step = int(match[1])
@@ -273,10 +266,6 @@ def _flattened(
                 yield f"{key}.{number}.{option}", ((*path, number, option), part)
 
 
-def _within(key: str, optimizer: str | None) -> bool:
-    return optimizer is not None and key.startswith((f"{optimizer}state.", f"{optimizer}param_groups."))
-
-
 def _tied(weights: Mapping[str, StoredItem], trained: Mapping[str, int]) -> dict[str, list[str]]:
     """Other names of matrices that are stored twice, by the trained name: equal bytes, and no state of their own."""
     known = {
@@ -298,11 +287,7 @@ def _is_buffer(name: str, item: StoredItem, *, divided: bool) -> bool:
         return False
     if not item.dtype.startswith(("float", "bfloat")):
         return True
-    return (divided and item.chunks == 1) or name.rpartition(".")[2] in (
-        "running_mean",
-        "running_var",
-        "inv_freq",
-    )
+    return (divided and item.chunks == 1) or name.endswith(("running_mean", "running_var", "inv_freq"))
 
 
 def _named(value: Any, names: Sequence[str]) -> Iterator[Any]:

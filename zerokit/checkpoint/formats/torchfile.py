@@ -236,15 +236,6 @@ class _Window(io.RawIOBase):
     def __init__(self, fd: int, offset: int, size: int) -> None:
         self._fd, self._offset, self._size, self._position = fd, offset, size, 0
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         if base + offset < 0:
