@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from tests.support.checkpoints import common_file, example_extra
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.extents import Extent, Stream, rank_file
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest
+from zerokit.checkpoint.safetensors import Extent, Stream, rank_file
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

@@ -93,8 +93,8 @@ def check_header(data: bytes) -> None:
 
 def check_manifest(data: bytes) -> None:
     """The checksum is made right. What is accepted is written again as it was understood, and places its files."""
-    from zerokit.checkpoint.extents import rank_file
     from zerokit.checkpoint.manifest import parse_manifest
+    from zerokit.checkpoint.safetensors import rank_file
 
     manifest = parse_manifest(b'{"crc32":"%08x",' % zlib.crc32(data) + data, "input")
     assert parse_manifest(manifest.to_bytes(), "input") == manifest

@@ -22,9 +22,9 @@ from tests.support.checkpoints import (
     write_run,
 )
 from zerokit.checkpoint.diff import Difference, diff
-from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.run import Latest, mark_superseded, stated_checksum, write_latest
+from zerokit.checkpoint.safetensors import Stream
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.process import Process
 

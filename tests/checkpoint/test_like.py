@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import zerokit
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import Content, write_run
-from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.formats.huggingface import check_like
+from zerokit.checkpoint.safetensors import Stream
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter, Segment, build_layout
 

@@ -30,12 +30,11 @@ from tests.support.checkpoints import (
 )
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.diff import diff
-from zerokit.checkpoint.extents import Stream, rank_file
 from zerokit.checkpoint.formats.convert import consolidate, reshard
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.manifest import File, Manifest
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out, rank_file
 from zerokit.checkpoint.source import to_array
 from zerokit.checkpoint.verify import verify
 from zerokit.cli import cli

@@ -19,11 +19,11 @@ import zerokit
 from tests.formats.conftest import DEEPSPEED, FSDP2, expected_bytes, held_bytes
 from tests.formats.make_fixtures import STEPS
 from tests.support.checkpoints import example_content, example_extra, example_layout, write_checkpoint
-from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.deepspeed_files import read_states
 from zerokit.checkpoint.formats.description import ModelNames
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.safetensors import Stream
 from zerokit.checkpoint.verify import verify
 from zerokit.errors import CheckpointError, ZerokitWarning
 

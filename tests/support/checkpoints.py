@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.extents import Stream, rank_file
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, WEIGHT_KINDS, File, Manifest, Scalars
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out, rank_file
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.process import Process
 

@@ -73,7 +73,8 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
         changes.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
     mixed = left.weights_only != right.weights_only
     if mixed:
-        changes.append(Difference("checkpoint", "content", _describe_content(left), _describe_content(right)))
+        contents = ("weights only" if side.weights_only else "a whole state" for side in (left, right))
+        changes.append(Difference("checkpoint", "content", *contents))
     changes += _compare("parameter", _parameters(left), _parameters(right))
     equal = 0
     for kind in dict.fromkeys(stream.kind for side in (left, right) for stream in side.streams):
@@ -144,10 +145,6 @@ def _extra(checkpoint: Source, *, weights: bool) -> dict[str, str]:
         for name, value in checkpoint.extra_plain().items()
         if name == "user" or (name != "step" and not weights)
     }
-
-
-def _describe_content(checkpoint: Source) -> str:
-    return "weights only" if checkpoint.weights_only else "a whole state"
 
 
 def _layouts(left: Source, right: Source) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The manifest: a checkpoint's state, its sharding, and the checksum of every slice.
 
-Where a slice lies follows from the layout (see `extents`), so the manifest lists no offsets. It is one JSON object
+Where a slice lies follows from the layout (see `safetensors`), so the manifest lists no offsets. It is one JSON object
 whose first member is the CRC-32 of all bytes that follow that member, so that the file verifies itself.
 """
 
@@ -15,8 +15,7 @@ from itertools import accumulate, pairwise, product
 from typing import Any
 
 from zerokit.checkpoint.checksum import crc32, from_text, to_text
-from zerokit.checkpoint.extents import Stream, file_name, slice_count
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, file_name, slice_count
 from zerokit.checkpoint.strict import bounded, compact, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Interval, Layout, Parameter, Unit

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from zerokit.checkpoint.checksum import Piece, Pieces, along, combine, crc32, damaged
 from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_part, read_whole
-from zerokit.checkpoint.extents import RankFile, file_name, rank_file
 from zerokit.checkpoint.extra import parse_members
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
 from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step, read_manifest
-from zerokit.checkpoint.safetensors import Header, parse_header, read_header
+from zerokit.checkpoint.safetensors import Header, RankFile, file_name, parse_header, rank_file, read_header
 from zerokit.checkpoint.source import Source, StoredBuffer, Stretch, to_array
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval

@@ -21,7 +21,6 @@ from zerokit.checkpoint import run as runs
 from zerokit.checkpoint.background import Saving
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import MAX_TEXT_BYTES, explained, new_file, write_exactly, write_file
-from zerokit.checkpoint.extents import Extent, RankFile, Stream, file_name, rank_file, slice_count
 from zerokit.checkpoint.extra import decode, parse_members
 from zerokit.checkpoint.manifest import (
     COMMON_NAME,
@@ -36,7 +35,16 @@ from zerokit.checkpoint.manifest import (
 )
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.run import step_name
-from zerokit.checkpoint.safetensors import LENGTH_BYTES, parse_header
+from zerokit.checkpoint.safetensors import (
+    LENGTH_BYTES,
+    Extent,
+    RankFile,
+    Stream,
+    file_name,
+    parse_header,
+    rank_file,
+    slice_count,
+)
 from zerokit.checkpoint.snapshot import Arguments, Part, Rest, Slices, complete, require_agreement, take
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import host_bytes, merge

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from zerokit.checkpoint.checksum import Piece, Pieces
-from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode
 from zerokit.checkpoint.manifest import File, Manifest
+from zerokit.checkpoint.safetensors import Stream
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Interval, Layout
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.manifest import Scalars
 from zerokit.checkpoint.requests import Memory
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime

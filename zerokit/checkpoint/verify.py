@@ -10,12 +10,12 @@ from pathlib import Path
 from zerokit.checkpoint.checksum import damaged
 from zerokit.checkpoint.copying import Progress
 from zerokit.checkpoint.disk import explained, opened
-from zerokit.checkpoint.extents import Extent
 from zerokit.checkpoint.formats import open_source, recognised
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
 from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
+from zerokit.checkpoint.safetensors import Extent
 from zerokit.errors import CheckpointError
 
 

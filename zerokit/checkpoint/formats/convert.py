@@ -17,7 +17,6 @@ from pathlib import Path
 from zerokit.checkpoint.checksum import Pieces, along, crc32
 from zerokit.checkpoint.copying import Options, Progress, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
-from zerokit.checkpoint.extents import rank_file
 from zerokit.checkpoint.formats import FORMATS, open_source
 from zerokit.checkpoint.formats.dcp_writer import write_dcp
 from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed
@@ -27,6 +26,7 @@ from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME
 from zerokit.checkpoint.prune import foreign_to_checkpoint
 from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import LATEST_NAME, Latest, step_name
+from zerokit.checkpoint.safetensors import rank_file
 from zerokit.checkpoint.source import Source
 from zerokit.errors import UsageError
 from zerokit.layout import Layout

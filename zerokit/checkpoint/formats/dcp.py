@@ -69,7 +69,7 @@ class _Reader:
         self.optimizer = self._optimizer_prefix()
 
     def describe(self) -> description.Description:
-        options = self._options()
+        options = [] if self.optimizer is None else self._options()
         trained = {name: number for number, (_, names) in enumerate(options) for name in names}
         model = self._model_prefix(trained)
         parameters, buffers = [], {}
@@ -80,7 +80,7 @@ class _Reader:
         }
         if missing := [name for name in trained if name not in weights]:
             raise CheckpointError(f"{self.path}: the optimizer has {missing[0]}, which has no weights")
-        states = self._states(weights, trained)
+        states = {} if self.optimizer is None else self._states(weights, trained)
         aliases = _tied(weights, trained)
         tied = {alias for names in aliases.values() for alias in names}
         divided = any(item.chunks > 1 for item in weights.values())

@@ -18,7 +18,6 @@ from typing import Any
 
 from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, damaged
 from zerokit.checkpoint.disk import opened, read_part
-from zerokit.checkpoint.extents import Stream
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.formats.description import (
     MASTER,
@@ -41,7 +40,7 @@ from zerokit.checkpoint.manifest import (
     Scalars,
 )
 from zerokit.checkpoint.reader import file_checksum
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES, lay_out
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out
 from zerokit.checkpoint.source import Source, StoredBuffer, Stretch
 from zerokit.checkpoint.strict import compact
 from zerokit.errors import CheckpointError, UsageError
