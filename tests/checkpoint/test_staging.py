@@ -127,9 +127,8 @@ def test_source_and_target_are_apart(tmp_path: Path) -> None:
 def test_what_killed_writers_have_left_goes_with_the_next_work_beside_it(tmp_path: Path) -> None:
     own = Process.current()
     gone = leave_work(tmp_path, ended_process())
-    again = leave_work(
-        tmp_path, replace(own, start=own.start + 1), "other"
-    )  # the number, given to another process
+    other = replace(own, start=own.start + 1)  # the number, given to another process
+    again = leave_work(tmp_path, other, "other")
     mine = leave_work(tmp_path, own)
     elsewhere = leave_work(tmp_path, replace(own, host="elsewhere", boot="00000000"))
     stranger = tmp_path / ".out.tmp-mine"

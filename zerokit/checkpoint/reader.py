@@ -51,9 +51,8 @@ class Checkpoint(Source):
         """
         number, position = self.find(stream, name)
         parameter = self.layout.parameters[position]
-        for rank, _, _ in self.manifest.slices(
-            number, position
-        ):  # before memory is taken that they may not justify
+        # Before memory is taken that they may not justify.
+        for rank, _, _ in self.manifest.slices(number, position):
             with self.open_file(rank):
                 pass
         memory = Memory(parameter.numel * self.streams[number].element_bytes)

@@ -186,9 +186,8 @@ def to_array(content: bytes | bytearray | memoryview, dtype: str, shape: tuple[i
     elif dtype == "float8_e5m2":  # the upper half of a float16
         flat = (np.frombuffer(content, np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
     elif dtype == "float8_e4m3fn":
-        code = np.arange(
-            256
-        )  # sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity (arXiv:2209.05433)
+        # Sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity (arXiv:2209.05433).
+        code = np.arange(256)
         sign, exponent, mantissa = 1 - 2 * (code >> 7), (code >> 3) & 15, code & 7
         size = np.where(exponent > 0, np.ldexp(8 + mantissa, exponent - 10), np.ldexp(mantissa, -9))
         values = np.where((code & 127) == 127, np.nan, np.copysign(size, sign)).astype(np.float32)
