@@ -21,12 +21,12 @@ from tests.support.models import CASES
 from tests.support.saving import Held, in_turn, newest_step, small_optimizer, train
 from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit import files
-from zerokit.checkpoint import background
-from zerokit.checkpoint.background import Saving
+from zerokit.checkpoint import together
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.run import list_steps
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.staging import leftovers
+from zerokit.checkpoint.together import Saving
 
 CASE = CASES["gpt_groups"]
 
@@ -158,10 +158,10 @@ def _nobody_asks(directory: str) -> None:
         while not saving.done():
             time.sleep(0.01)
     with pytest.warns(zerokit.ZerokitWarning, match=r"without a wait\(\): .*No space left on device"):
-        background.warn_of_failures()
+        together.warn_of_failures()
     with pytest.raises(zerokit.CheckpointError):
         saving.wait()
-    background.warn_of_failures()
+    together.warn_of_failures()
 
 
 def _of_two_optimizers(directory: str) -> None:

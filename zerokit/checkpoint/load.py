@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokit.checkpoint import background, rng
+from zerokit.checkpoint import rng
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.description import ModelNames, Rename
@@ -27,7 +27,7 @@ from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_na
 from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, outer_slices, own_slices, tensor_of
-from zerokit.checkpoint.together import Together
+from zerokit.checkpoint.together import Together, last_failure
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
@@ -74,7 +74,7 @@ def load(
     """
     optimizer.require_own_weights("load()")
     runtime = optimizer.runtime
-    failed = background.failure(optimizer)
+    failed = last_failure(optimizer)
     together = Together(runtime.collectives)
     together.raise_any(failed)
     if optimizer.islands is not None:

@@ -16,9 +16,7 @@ from typing import Any, Literal, overload
 from safetensors.torch import save as save_tensors
 
 from zerokit import files
-from zerokit.checkpoint import background
 from zerokit.checkpoint import run as runs
-from zerokit.checkpoint.background import Saving
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import MAX_TEXT_BYTES, explained, new_file, write_exactly, write_file
 from zerokit.checkpoint.extra import decode, parse_members
@@ -49,7 +47,7 @@ from zerokit.checkpoint.snapshot import Arguments, Part, Rest, Slices, complete,
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import host_bytes, merge
 from zerokit.checkpoint.strict import compact
-from zerokit.checkpoint.together import Together
+from zerokit.checkpoint.together import Saving, Together, last_failure, start_saving
 from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
@@ -141,7 +139,7 @@ def save(
     runtime = optimizer.runtime
     runtime.control.finish()
     runtime.gathering.take_changes()  # weights that were clamped, say, since the last step: masters are what is written
-    failed = background.failure(optimizer)
+    failed = last_failure(optimizer)
     together = Together(runtime.collectives, background=not blocking)
     together.raise_any(failed)  # here, where it cannot be overlooked: a failed save ends no later one
     retention = Retention(keep_last, keep_every, keep)
@@ -175,7 +173,7 @@ def save(
             runs.set_aside_islands(run, islands.count, step)
         return runs.island_run(run, islands.index) / runs.step_name(step)
 
-    return work() if blocking else background.start(optimizer, work)
+    return work() if blocking else start_saving(optimizer, work)
 
 
 def _commit(

@@ -26,7 +26,7 @@ from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
     from zerokit.bench.worker.training import Measured
-    from zerokit.checkpoint.background import Saving
+    from zerokit.checkpoint.together import Saving
     from zerokit.runtime import ZeroOptimizer
 
 _IDENTITY = ("model", "seed", "data")
