@@ -24,6 +24,7 @@ from tests.cli.commands import environment
 from tests.support import forked
 from tests.support.distributed import server_context
 from zerokit.cli import main
+from zerokit.launch import agents
 from zerokit.launch.failures import Failure, WorkerFailed, explain_failures
 from zerokit.launch.interrupts import Interrupted, Interrupts
 
@@ -116,7 +117,7 @@ def _start(
     """The starter: answers with the failures of its ranks."""
     os.chdir(folder)
     sys.path.insert(0, folder)
-    forked.FOLLOW_SECONDS = FOLLOW_SECONDS
+    agents.PEERS_FOLLOW_SECONDS = FOLLOW_SECONDS
 
     def alone() -> None:
         if pipe.poll():  # nothing is ever sent: the other end is closed
@@ -125,7 +126,7 @@ def _start(
     failures: list[Failure] = []
     with Interrupts() as interrupts:
         try:
-            forked.launch_forks(module, arguments, interrupts=interrupts, poll=alone, **shape)  # type: ignore[arg-type]
+            forked.launch_forks(module, arguments, interrupts=interrupts, poll=alone, **shape)
         except WorkerFailed as error:
             failures = list(error.failures)
         except Interrupted:

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 import zerokit
-from tests.cli.commands import CLI, FORKS, Torchrun, processes_of, start, wait_for, zerokit_forked
+from tests.cli.commands import CLI, FORKS, Torchrun, processes_of, rank_pid, start, wait_for, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
     hold_at,
-    kill_node,
     kill_rank,
     let_go,
     prepare,
@@ -137,17 +136,17 @@ def test_islands_go_on_from_the_last_round_without_one_that_was_killed(
 
 
 def test_a_killed_node_leaves_the_other_one(tmp_path: Path) -> None:
-    """With torchrun's agents; their ranks' output is followed."""
+    """Of ranks that are no forks; their output is followed."""
     seen = prepare(tmp_path, hold=4)
     options = ("--nodes", "2", "--nproc-per-node", "1", "--steps", "6", "--no-mlflow", "--follow")
     with start(tmp_path, [*ELASTIC, *options], **ONE_THREAD) as process:
         wait_for(trained(tmp_path, 0, 4), process)
         let_go(seen)
-        kill_node(tmp_path, 1)
+        os.kill(rank_pid(tmp_path, 1), signal.SIGKILL)
         _, said = process.communicate(timeout=800)
     assert process.returncode == 0, said
     assert all(f"rank {rank}: forward of 2\n" in said for rank in (0, 1))
-    assert "node 1: its torchrun agent" in said
+    assert "rank 1 (node 1, pid" in said
     assert "restart 1 of at most 3: 1 rank left" in said
     record = read_record(tmp_path / "record.json")
     first, second = record.parts

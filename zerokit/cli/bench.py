@@ -209,7 +209,7 @@ def _as_given(option: click.Option, value: Any) -> Any:
 _EPILOG = """\b
 Several values after commas make a sweep of all combinations:
   zerokit bench --stage 0,1,2,3 --engine zerokit,ddp,fsdp2 --nodes 2
-Without --launcher, N nodes are N torchrun agents on this machine: real ranks over loopback.
+Without --launcher, N nodes are simulated on this machine: real ranks over loopback.
 \b
 Exit codes: 0 ok, 1 a cell failed, 2 wrong use, 4 nothing ran (all out of memory
 or unsupported), 128 + N ended by signal N.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -166,20 +165,18 @@ class Chosen:
         )
 
 
-def _followed(
-    launch: Launch, *what: Any, log_dir: Path, nproc_per_node: int, poll: Callable[[], None], **more: Any
-) -> None:
+def _followed(launch: Launch, *what: Any, log_dir: Path, poll: Callable[[], None], **more: Any) -> None:
     """A launch whose ranks' output is shown on stderr."""
     from zerokit.launch.logs import RankLogs
 
-    logs = RankLogs(log_dir, nproc_per_node, lambda line: click.echo(printable(line), err=True))
+    logs = RankLogs(log_dir, lambda line: click.echo(printable(line), err=True))
 
     def look() -> None:
         poll()
         logs.look()
 
     try:
-        launch(*what, log_dir=log_dir, nproc_per_node=nproc_per_node, poll=look, **more)
+        launch(*what, log_dir=log_dir, poll=look, **more)
     finally:
         logs.look()
 
@@ -284,10 +281,8 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
 
     Returns the leader's exit code, on all of them.
     """
-    from zerokit.launch.failures import LaunchError
     from zerokit.launch.interrupts import Interrupted, Interrupts
     from zerokit.launch.joined import Leader, follow
-    from zerokit.launch.meeting import Meeting
     from zerokit.launch.processes import end_with_parent
 
     member = chosen.member
@@ -296,12 +291,12 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
         end_with_parent()  # other launchers' daemons end what they have started, nohup shall not
     if member.leads:
         click.echo(f"zerokit: {member.describe()} leads", err=True)
-    with Interrupts() as interrupts, contextlib.closing(Meeting(member)) as meeting:
+    with Interrupts() as interrupts:
         if not member.leads:
-            return follow(meeting, command_line, interrupts)
-        code = 1
+            return follow(member, command_line, interrupts)
+        leader, code = Leader(member, command_line, interrupts), 1
         try:
-            code = run(Leader(meeting, command_line, interrupts))
+            code = run(leader)
         except click.ClickException as error:
             code = error.exit_code
             raise
@@ -312,6 +307,5 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
             code = 128 + error.signal_number
             raise
         finally:
-            with contextlib.suppress(LaunchError):  # the others notice that the store is gone
-                meeting.dismiss(code)
+            leader.dismiss(code)
     return code
