@@ -42,25 +42,6 @@ def bench(*arguments: str, **variables: str) -> Result:
     return CliRunner().invoke(cli, ["bench", *arguments], env=variables)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "no json", '["--arguments", "options"]'])
-def test_a_file_without_options_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "options").write_text(text)
-    done = bench("--arguments", str(tmp_path / "options"))
-    assert done.exit_code == 2
-    assert "JSON list of options" in done.output
-
-
-def test_options_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And go into the job's, as they were given."""
-    monkeypatch.chdir(tmp_path)
-    options = ["--launcher", "slurm", "--nodes", "3", "--gpus-per-node", "4", "--partition", "gpu"]
-    (tmp_path / "options").write_text(json.dumps(options))
-    done = bench("--arguments", "options", "--dry-run")
-    assert done.exit_code == 0, done.output
-    assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=4\n" in done.output
-    assert "#SBATCH --partition=gpu\n" in done.output
-
-
 def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     """Ranks that srun has started refuse options of other launchers."""
     options = (
@@ -73,6 +54,7 @@ def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     (line,) = (line for line in done.output.splitlines() if line.startswith("srun "))
     assert line.endswith(' py -m zerokit.cli bench --stage 3 --launcher env --output "$folder"/record.json')
     assert "\nexport A=1\nexport MASTER_ADDR=n1\n" in done.output
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=3\n" in done.output
 
 
 @pytest.mark.parametrize("options", ["slurm --dry-run", "kubernetes --container-image i"])

@@ -16,7 +16,7 @@ from rich.text import Text
 from zerokit.cli.bench import setting_option
 from zerokit.cli.details import annotate
 from zerokit.cli.launcher_options import launcher_options, take_options
-from zerokit.cli.launchers import Chosen, FromFile, choose_launcher, given_arguments, join
+from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, join
 from zerokit.cli.work import PATH, counted, json_option, print_json, tracking_uri_option
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.text import printable
@@ -32,7 +32,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
 """
 
 
-@click.command(cls=FromFile, epilog=_EPILOG)
+@click.command(epilog=_EPILOG)
 @click.argument("directory", metavar="[RUN_DIRECTORY]", default=".", type=PATH)
 @setting_option("nodes", several=False)
 @setting_option(

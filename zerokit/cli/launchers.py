@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -24,32 +23,6 @@ if TYPE_CHECKING:
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.joined import Leader
     from zerokit.launch.membership import Membership
-
-
-class FromFile(click.Command):
-    """A command that also reads its options from a JSON list in a file, given as `--arguments FILE`."""
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Replace `--arguments FILE` by the file's options; raises `click.UsageError` for an invalid file."""
-        if "--arguments" in args:
-            at = args.index("--arguments")
-            where = args[at + 1] if at + 1 < len(args) else ""
-            try:
-                if where.startswith("env:"):
-                    text = os.environ.get(where.removeprefix("env:"), "")
-                else:
-                    text = Path(where).read_text(encoding="utf-8")
-                words = json.loads(text)
-            except (OSError, ValueError) as error:
-                raise click.UsageError(
-                    f"--arguments needs a file, or env:NAME, with a JSON list of options: {error}"
-                ) from error
-            if not isinstance(words, list) or not all(
-                isinstance(word, str) and word != "--arguments" for word in words
-            ):
-                raise click.UsageError(f"{where} is not a JSON list of options")
-            args[at : at + 2] = words
-        return super().parse_args(context, args)
 
 
 def is_given(context: click.Context, name: str) -> bool:
