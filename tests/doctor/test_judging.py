@@ -15,7 +15,7 @@ from zerokit.doctor.clock import Offset
 from zerokit.doctor.devices import Device, Devices, judge_devices
 from zerokit.doctor.examine import judge
 from zerokit.doctor.facts import GroupFacts, RankFacts
-from zerokit.doctor.findings import CHECKS, Severity, by_machine, by_rank, ok, warning, where
+from zerokit.doctor.findings import CHECKS, Severity, Verdict, by_machine, by_rank, where
 from zerokit.doctor.interfaces import Interface, Port, nccl_takes
 from zerokit.doctor.names import Lookups
 from zerokit.doctor.processor import Processor
@@ -249,7 +249,9 @@ def test_places_are_whole_nodes_where_they_can_be() -> None:
 
 def test_ranks_with_the_same_verdict_share_a_finding() -> None:
     answers = [(one, one.rank % 2) for one in SEATS]
-    findings = by_rank("ZD403", answers, lambda odd: warning("few", "m", "r") if odd else ok("many"))
+    findings = by_rank(
+        "ZD403", answers, lambda odd: Verdict.warning("few", "m", "r") if odd else Verdict.ok("many")
+    )
     assert [(one.found, one.where) for one in findings] == [
         ("many", "ranks 0, 2, 4, 6 (host-0, host-1, host-2, host-3)"),
         ("few", "ranks 1, 3, 5, 7 (host-0, host-1, host-2, host-3)"),
@@ -258,7 +260,7 @@ def test_ranks_with_the_same_verdict_share_a_finding() -> None:
 
 def test_of_a_machine_the_first_rank_is_asked() -> None:
     answers = [(one, one.rank) for one in SEATS]
-    findings = by_machine("ZD401", answers, lambda rank: ok(str(rank)))
+    findings = by_machine("ZD401", answers, lambda rank: Verdict.ok(str(rank)))
     assert [(one.found, one.where[:6]) for one in findings] == [
         (str(2 * node), f"node {node}") for node in range(4)
     ]

@@ -22,16 +22,7 @@ from zerokit.doctor.clock import judge_clocks
 from zerokit.doctor.devices import judge_devices
 from zerokit.doctor.directory import judge_directories
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
-from zerokit.doctor.findings import (
-    CHECKS,
-    Finding,
-    Severity,
-    fault,
-    finding,
-    machines,
-    ok,
-    skipped,
-)
+from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, finding, machines
 from zerokit.doctor.interfaces import judge_network
 from zerokit.doctor.limits import judge_limits
 from zerokit.doctor.names import Neighbourhood, judge_lookups, judge_own_names, within
@@ -169,7 +160,7 @@ def examine_quickly(plan: Plan) -> Report:
     except TimeoutError as error:
         tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", False, error=str(error))
     findings = judge([here], None, plan.world) + judge_tracking(tracking)
-    findings.append(finding("ZD901", skipped("--quick: none were started")))
+    findings.append(finding("ZD901", Verdict.skipped("--quick: none were started")))
     return _report(plan, True, here, [], None, tracking, findings)
 
 
@@ -195,7 +186,7 @@ def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda te
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
     findings = judge(ranks or [here], group, plan.world) + judge_tracking(tracking)
-    findings.append(trouble or finding("ZD901", ok(f"{plan.world} on {plan.nodes} nodes, all met")))
+    findings.append(trouble or finding("ZD901", Verdict.ok(f"{plan.world} on {plan.nodes} nodes, all met")))
     return _report(plan, False, here, ranks, group, tracking, findings)
 
 
@@ -283,7 +274,7 @@ def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = (
         where = f"node {cause.node}{f' ({host})' if host else ''}, rank {cause.rank}"
     return finding(
         "ZD901",
-        fault(
+        Verdict.fault(
             lines[0][:400] + last,
             f"Training would fail in the same way. Ranks were last seen {_progress(plan, work)}.",
             f"look at the faults above, if any, and at the logs in {work}",
@@ -295,7 +286,7 @@ def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = (
 def _hung(plan: Plan, work: Path, reason: str) -> Finding:
     return finding(
         "ZD901",
-        fault(
+        Verdict.fault(
             f"{reason}; last seen {_progress(plan, work)}",
             "A rank hangs, was never started, or cannot reach the others: training would wait in the same way.",
             "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
