@@ -49,10 +49,7 @@ def run_python(folder: Path, *arguments: str, **more: str) -> subprocess.Complet
 
 
 def zerokit_forked(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """As `zerokit` for a bench that only serves a test: its ranks are forks, see `tests.support.forked`.
-
-    Not with MLflow, which has threads of its own: a fork would lack them, and what they hold would stay locked.
-    """
+    """As `zerokit` for a bench that only serves a test: its ranks are forks, see `tests.support.forked`."""
     return run_forked(folder, arguments, environment(folder, **more))
 
 
@@ -79,7 +76,7 @@ class Torchrun(ForkedProcess):
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """As a `Popen`'s, but for the error: `TimeoutError`."""
         _, errors = super().communicate(timeout)
-        return (self._outputs / "stdout").read_text(), errors
+        return (self._outputs / "stdout.log").read_text(), errors
 
 
 def _torchrun(folder: str, arguments: list[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import io
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,12 +17,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, NoReturn
-from unittest import mock
+from typing import Any
 
 from tests.support.distributed import server_context
-from zerokit.launch import local, ranks
+from zerokit.launch import ranks
 
 
 def run_forked(
@@ -47,7 +48,7 @@ def run_forked(
         finally:
             process.kill()
             process.join()
-        said, errors = (Path(outputs, name).read_text() for name in ("stdout", "stderr"))
+        said, errors = (Path(outputs, f"{name}.log").read_text() for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(list(arguments), process.exitcode, said, errors)
 
 
@@ -63,7 +64,7 @@ class ForkedProcess:
     def __init__(
         self, outputs: Path, variables: Mapping[str, str], function: Callable[..., None], *args: Any
     ) -> None:
-        self._stderr = outputs / "stderr"
+        self._stderr = outputs / "stderr.log"
         self._process = server_context().Process(
             target=_program, args=(str(outputs), dict(variables), function, args)
         )
@@ -106,12 +107,14 @@ def _command(folder: str, arguments: list[str], variables: dict[str, str], outpu
     _move_into(folder, variables, Path(outputs))
     from zerokit.cli import main
 
-    ranks.start_rank = fork_rank  # type: ignore[assignment]
+    ranks.start_rank = ForkedRank  # type: ignore[assignment]
+    # The server that this process is from also makes the ranks; it would start another.
+    vars(forkserver)["ensure_running"] = vars(forkserver._forkserver)["ensure_running"] = lambda: None
     sys.argv = ["zerokit", *arguments]
     main()
 
 
-def _move_into(folder: str, variables: Mapping[str, str], outputs: Path, suffix: str = "") -> None:
+def _move_into(folder: str, variables: Mapping[str, str], outputs: Path) -> None:
     """Make this fork what a fresh `python -m` in that folder would be."""
     os.chdir(folder)
     sys.path.insert(0, folder)
@@ -119,7 +122,7 @@ def _move_into(folder: str, variables: Mapping[str, str], outputs: Path, suffix:
     os.environ.update(variables)
     tempfile.tempdir = None  # TMPDIR is read again
     for number, name in ((1, "stdout"), (2, "stderr")):
-        log = os.open(outputs / f"{name}{suffix}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        log = os.open(outputs / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, number)
         os.close(log)
         setattr(
@@ -127,54 +130,37 @@ def _move_into(folder: str, variables: Mapping[str, str], outputs: Path, suffix:
         )
 
 
-def launch_forks(module: str, arguments: Sequence[str], **more: Any) -> None:
-    """`zerokit.launch.local.launch` with forks of this process, which must have one thread: a fork itself, say."""
-    with mock.patch.object(ranks, "start_rank", fork_rank):
-        local.launch(module, arguments, **more)
-
-
-class fork_rank:
-    """As `zerokit.launch.ranks.start_rank`, by a fork: as a `Popen`."""
+class ForkedRank(ForkedProcess):
+    """In the place of `zerokit.launch.ranks.start_rank`."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str], folder: Path) -> None:
-        assert threading.active_count() == 1, "a fork would lack threads: leave MLflow out with --no-mlflow"
-        self._code: int | None = None
-        here, self.pid = os.getpid(), os.fork()
-        if self.pid == 0:
-            _be_rank(here, command, {**variables, "ZEROKIT_ERROR_FILE": str(folder / "error.json")}, folder)
+        variables = {**variables, "ZEROKIT_ERROR_FILE": str((folder / "error.json").absolute())}
+        super().__init__(folder.absolute(), variables, _be_rank, os.getcwd(), list(command))
 
     def poll(self) -> int | None:
         """As a `Popen`'s."""
-        return self.wait(os.WNOHANG)
+        return self.returncode
 
-    def wait(self, options: int = 0) -> int | None:
+    def wait(self) -> None:
         """As a `Popen`'s."""
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, options)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
-
-    def send_signal(self, number: int) -> None:
-        """As a `Popen`'s."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """As a `Popen`'s."""
-        self.send_signal(signal.SIGKILL)
+        self._process.join()
 
 
-def _be_rank(parent: int, command: Sequence[str], variables: dict[str, str], outputs: Path) -> NoReturn:
-    """The body of a rank, which leaves by itself."""
-    try:
-        _move_into(os.getcwd(), variables, outputs, ".log")
-        import torch
+def _be_rank(folder: str, command: list[str]) -> None:
+    """The body of a rank, which leaves by itself, or with who has asked for it."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    import torch
 
-        from zerokit.launch.processes import die_with_parent
-        from zerokit.launch.rank import main
+    from zerokit.launch.rank import main
 
-        die_with_parent(parent)
-        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch has read the variable long ago
-        main(command[0], list(command[1:]))
-    finally:
-        os._exit(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch has read the variable long ago
+    main(command[0], command[1:])
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
