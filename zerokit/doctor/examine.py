@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zerokit import __version__
 from zerokit.bench.record.schema import SchemaError, from_plain, to_plain
@@ -36,6 +36,8 @@ from zerokit.launch.failures import Failure, WorkerFailed
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
+
+T = TypeVar("T")
 
 FORMAT = "zerokit.doctor/1"
 WORKER = "zerokit.doctor.worker"
@@ -161,7 +163,7 @@ def examine_quickly(plan: Plan) -> Report:
         tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", False, error=str(error))
     findings = judge([here], None, plan.world) + judge_tracking(tracking)
     findings.append(finding("ZD901", Verdict.skipped("--quick: none were started")))
-    return _report(plan, True, here, [], None, tracking, findings)
+    return Report(plan, True, _now(), here, [], None, tracking, _by_code(findings))
 
 
 def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda text: None) -> Report:
@@ -187,7 +189,7 @@ def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda te
             shutil.rmtree(work, ignore_errors=True)
     findings = judge(ranks or [here], group, plan.world) + judge_tracking(tracking)
     findings.append(trouble or finding("ZD901", Verdict.ok(f"{plan.world} on {plan.nodes} nodes, all met")))
-    return _report(plan, False, here, ranks, group, tracking, findings)
+    return Report(plan, False, _now(), here, ranks, group, tracking, _by_code(findings))
 
 
 def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> list[Finding]:
@@ -334,31 +336,24 @@ def _behind(plan: Plan, work: Path) -> str:
 
 
 def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:
-    """What ranks have left: all of it, or as far as they came."""
-    ranks = []
-    for rank in range(world):
-        try:
-            ranks.append(from_plain(RankFacts, json.loads((work / f"rank-{rank}.json").read_text())))
-        except (OSError, ValueError, SchemaError):
-            continue  # it never came so far: ZD901 reports it
-    if len(ranks) < world:
-        return ranks, None
+    """What ranks have left: all of it, or as far as they came, which ZD901 reports."""
+    ranks = [
+        one for rank in range(world) if (one := _load(RankFacts, work / f"rank-{rank}.json")) is not None
+    ]
+    return ranks, _load(GroupFacts, work / "group.json") if len(ranks) == world else None
+
+
+def _load(kind: type[T], path: Path) -> T | None:
     try:
-        return ranks, from_plain(GroupFacts, json.loads((work / "group.json").read_text()))
+        return from_plain(kind, json.loads(path.read_text()))
     except (OSError, ValueError, SchemaError):
-        return ranks, None
+        return None
 
 
-def _report(
-    plan: Plan,
-    quick: bool,
-    here: RankFacts,
-    ranks: Sequence[RankFacts],
-    group: GroupFacts | None,
-    tracking: Tracking,
-    findings: Sequence[Finding],
-) -> Report:
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _by_code(findings: Sequence[Finding]) -> list[Finding]:
     order = list(CHECKS)
-    ordered = sorted(findings, key=lambda one: order.index(one.code))
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Report(plan, quick, created, here, ranks, group, tracking, ordered)
+    return sorted(findings, key=lambda one: order.index(one.code))
