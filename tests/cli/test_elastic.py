@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import zerokit
-from tests.cli.commands import CLI, FORKS, Torchrun, processes_of, rank_pid, start, wait_for, zerokit_forked
+from tests.cli.commands import CLI, FORKS, Torchrun, processes_of, wait_for, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
@@ -133,29 +133,6 @@ def test_islands_go_on_from_the_last_round_without_one_that_was_killed(
     assert zerokit.list_steps(tmp_path / "run")[-1] == 9
     former = [path.name for path in (tmp_path / "run").glob("former-*")]
     assert former == (["former-island-2-until-step-00000006"] if left > 1 else [])
-
-
-def test_a_killed_node_leaves_the_other_one(tmp_path: Path) -> None:
-    """Of ranks that are no forks; their output is followed."""
-    seen = prepare(tmp_path, hold=4)
-    options = ("--nodes", "2", "--nproc-per-node", "1", "--steps", "6", "--no-mlflow", "--follow")
-    with start(tmp_path, [*ELASTIC, *options], **ONE_THREAD) as process:
-        wait_for(trained(tmp_path, 0, 4), process)
-        let_go(seen)
-        os.kill(rank_pid(tmp_path, 1), signal.SIGKILL)
-        _, said = process.communicate(timeout=800)
-    assert process.returncode == 0, said
-    assert all(f"rank {rank}: forward of 2\n" in said for rank in (0, 1))
-    assert "rank 1 (node 1, pid" in said
-    assert "restart 1 of at most 3: 1 rank left" in said
-    record = read_record(tmp_path / "record.json")
-    first, second = record.parts
-    assert (first.world, first.nodes, first.first_step, first.last_step) == (2, 2, 1, 4)
-    assert "was killed by SIGKILL" in first.ended
-    assert (second.world, second.nodes, second.first_step, second.last_step) == (1, 1, 4, 6)
-    assert second.ended == "finished"
-    require_plain_order(tmp_path, record.parts)
-    assert processes_of(tmp_path) == {}
 
 
 def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_one_run(
