@@ -48,6 +48,16 @@ def run_python(folder: Path, *arguments: str, **more: str) -> subprocess.Complet
     )
 
 
+def zerokit_imports(
+    folder: Path, *arguments: str, **more: str
+) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run the command to its end; what it printed, and the modules that it imported."""
+    code = "import sys; from zerokit.cli import main\ntry: main()\nfinally: print('', *sys.modules)"
+    done = run_python(folder, "-c", code, *arguments, **more)
+    done.stdout, _, modules = done.stdout.rstrip("\n").rpartition("\n")
+    return done, set(modules.split())
+
+
 def zerokit_forked(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """As `zerokit` for a bench that only serves a test: its ranks are forks, see `tests.support.forked`."""
     return run_forked(folder, arguments, environment(folder, **more))

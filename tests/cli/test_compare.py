@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.bench.records import make_cell, make_failure, make_sweep
-from tests.cli.commands import environment
+from tests.cli.commands import zerokit_imports
 from tests.cli.inside import zerokit_inside
 from zerokit.bench.record.record import write_record
 from zerokit.cli import cli
@@ -122,17 +120,9 @@ def test_a_page_is_written_or_its_error_told(folder: Path) -> None:
 
 
 def test_a_process_imports_neither_torch_nor_mlflow_and_tells_what_is_no_record(folder: Path) -> None:
-    program = (
-        "import atexit, sys; from zerokit.cli import main\n"
-        "slow = {'torch', 'mlflow', 'scipy.stats', 'altair', 'vl_convert'}\n"
-        "atexit.register(lambda: print(sorted(slow & set(sys.modules))))\nmain()"
-    )
-    words = [sys.executable, "-c", program, "compare", "sweep"]
-    done = subprocess.run(
-        words, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True
-    )
+    done, imported = zerokit_imports(folder, "compare", "sweep")
     assert "FSDP2 3" in done.stdout
-    assert done.stdout.endswith("[]\n")
+    assert not {"torch", "mlflow", "scipy.stats", "altair", "vl_convert"} & imported
     (folder / "bad.json").write_text("{")
     bad = zerokit_inside(folder, "compare", "bad.json")
     assert (bad.returncode, bad.stdout) == (1, "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.doctor.healthy import LIMITS, LOOPBACK, bad, group_facts, judged, network, rank_facts, seat, world
-from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.doctor.clock import Offset
 from zerokit.doctor.devices import Device, Devices, judge_devices
 from zerokit.doctor.examine import judge
@@ -216,13 +214,6 @@ def test_nccls_rules_for_interfaces(wanted: str | None, names: list[str]) -> Non
         Interface("eth1", False, False, [], 1500),
     ]
     assert [one.name for one in nccl_takes(interfaces, wanted)] == names
-
-
-def test_facts_survive_the_file_they_travel_in() -> None:
-    ranks = world(2)
-    group = group_facts(ranks)
-    assert from_plain(RankFacts, json.loads(json.dumps(to_plain(ranks[1])))) == ranks[1]
-    assert from_plain(GroupFacts, json.loads(json.dumps(to_plain(group)))) == group
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3, 3), (2, 1), (4, 4, 4)])
