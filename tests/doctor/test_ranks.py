@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 
 from tests.doctor.healthy import SERVER, bad
-from tests.support.distributed import server_context
 from tests.support.forked import ForkedRank
 from zerokit.doctor import examine as examination
 from zerokit.doctor.examine import FAULTS, Plan, Report, examine
@@ -25,17 +24,6 @@ from zerokit.launch.local import launch
 
 # These depend on what else the machine does meanwhile.
 BUSY = {"ZD305", "ZD502", "ZD503", "ZD603", "ZD701"}
-
-
-@pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    server_context()  # its files lie elsewhere
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "ZEROKIT_CMA"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "run").mkdir()
-    return Plan(2, 1, tmp_path / "run", f"sqlite:///{tmp_path}/runs.db")
 
 
 def examined(plan: Plan, what: str = "", **changes: Any) -> Report:

@@ -216,13 +216,6 @@ def test_a_host_that_never_answers_is_given_up(tmp_path: Path, logs: Path) -> No
     assert not [pid for pid in children_of(os.getpid()) if "sleep 1000; true" in words_of(pid)]
 
 
-def test_a_node_waits_for_slower_ones(tmp_path: Path, logs: Path) -> None:
-    """Longer than it would wait for a launcher that says nothing."""
-    late = remote("second", f"sleep 7; {HASTY}")
-    run(tmp_path, logs, "finish", remote("first", HASTY), late)
-    assert sorted(started(tmp_path)) == [0, 1]
-
-
 def test_a_file_that_cannot_be_kept_fails_the_launch(tmp_path: Path, logs: Path) -> None:
     hello = frame("hello", versions=versions(), port=1)
     frames = [hello, frame("file", name="../outside", content=pack(b"x")), frame("exit", code=0, failures=[])]

@@ -107,7 +107,7 @@ def explain_failures(failures: Sequence[Failure], logs: Path, note: str = "") ->
     lines = [cause.describe()]
     if not cause.expected and (end := tail(logs / f"rank-{cause.rank}" / "stderr.log")):
         lines += [f"the end of rank {cause.rank}'s stderr:", end]
-    # The others mostly lost their peer, or were ended by their agent.
+    # The others mostly lost their peer.
     if others := [one for one in failures[1:] if one.exit_code >= 0]:
         ranks = ", ".join(str(one.rank) for one in sorted(others, key=lambda one: one.rank))
         consequence = textwrap.shorten(others[0].message, 120, placeholder=" …") or "without a message"
