@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.forked import ForkedProcess, run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -136,17 +138,8 @@ def start(folder: Path, arguments: Sequence[str], **more: str) -> subprocess.Pop
 
 def processes_of(folder: Path) -> dict[int, dict[str, str]]:
     """The environment of every live process that was started by a command in `folder`, by process id."""
-    wanted = f"TMPDIR={folder / 'tmp'}".encode()
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            entries = (directory / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if wanted in entries:
-            pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
-            found[int(directory.name)] = {name: value for name, _, value in pairs}
-    return found
+    environments = {one.pid: one.info["environ"] or {} for one in psutil.process_iter(["environ"])}
+    return {pid: seen for pid, seen in environments.items() if seen.get("TMPDIR") == str(folder / "tmp")}
 
 
 def rank_pid(folder: Path, rank: int) -> int:
