@@ -110,12 +110,11 @@ def marked(launch_id: str) -> list[int]:
     return sorted(pids)
 
 
-def kill_marked(launch_id: str, *, spare: frozenset[int] = frozenset(), seconds: float = 10.0) -> list[int]:
-    """Send SIGKILL to every process of the launch except `spare` until none is left; returns those that remain."""
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in marked(launch_id) if pid not in spare]) and time.monotonic() < deadline:
+def kill_marked(launch_id: str) -> None:
+    """Send SIGKILL to every process of the launch until none is left, or ten seconds are over."""
+    deadline = time.monotonic() + 10.0
+    while (left := marked(launch_id)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return left
