@@ -1,25 +1,17 @@
-"""Checkpoints without a training: numbers that do not compress, or holes in files for shapes that no disk here holds.
-
-python benchmarks/synthetic.py DIR      a step of 70 billion parameters' shapes on 1,024 ranks, sparse, in seconds
-"""
+"""Checkpoints without a training: numbers that do not compress."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from array import array
-from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 from tests.support.checkpoints import common_file, example_extra
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest
 from zerokit.checkpoint.safetensors import Extent, Stream, rank_file
-from zerokit.layout import Layout, Parameter, Segment, build_layout
+from zerokit.layout import Parameter, Segment, build_layout
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 _WIDTH = 1024
@@ -48,34 +40,6 @@ def make_checkpoint(path: Path, size_gb: float, world: int) -> None:
         start = random.Random(extent.offset).randrange(1 << 18) * 4
         return bytes((noise * (extent.size // len(noise) + 2))[start : start + extent.size])
 
-    _write_step(path, layout, data)
-
-
-def make_large_checkpoint(path: Path, world: int = 1024) -> None:
-    """Write a step of Llama 70B's parameters at a 2,700th of their size: 82 units and, at 1,024 ranks, 250,000 slices.
-
-    The data are holes in the files, 0.3 GB that take no room.
-    """
-
-    def segments() -> Iterator[Segment]:
-        yield Segment("embed", (Parameter("embed.weight", (640, 160)),))
-        for i in range(80):
-            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("q", "o"), (160, 160))
-            shapes |= dict.fromkeys(("k", "v"), (20, 160)) | dict.fromkeys(("gate", "up"), (560, 160))
-            shapes |= {"down": (160, 560), "norm1": (160,), "norm2": (160,)}
-            yield Segment(f"b{i}", tuple(Parameter(f"b{i}.{name}", s) for name, s in shapes.items()))
-        yield Segment("head", (Parameter("norm", (160,)), Parameter("head.weight", (640, 160))))
-
-    _write_step(path, build_layout(segments(), world=world, bucket_bytes=0), lambda _: None)
-
-
-@cache
-def _crc_of_zeros(size: int) -> int:
-    return crc32(bytes(size))
-
-
-def _write_step(path: Path, layout: Layout, data: Callable[[Extent], bytes | None]) -> None:
-    """Write a step; what `data` gives no bytes of is a hole."""
     streams = tuple(Stream(kind, "float32", tuple(range(len(layout.parameters)))) for kind in KINDS)
     path.mkdir(parents=True)
     files, crcs = [], {(stream, p): array("I") for stream in range(len(KINDS)) for p in streams[0].parameters}
@@ -85,10 +49,8 @@ def _write_step(path: Path, layout: Layout, data: Callable[[Extent], bytes | Non
             out.write(file.header)
             for extent in file.extents:
                 content = data(extent)
-                crc = _crc_of_zeros(extent.size) if content is None else crc32(content)
-                crcs[extent.stream, extent.position].append(crc)
-                out.write(content or b"")
-            out.truncate(file.size)
+                crcs[extent.stream, extent.position].append(crc32(content))
+                out.write(content)
         files.append(File(file.name, file.size, len(file.header), crc32(file.header)))
     common, extra = common_file(()), json.dumps(example_extra(1, 1, user=None)).encode()
     for name, content in ((COMMON_NAME, common), (EXTRA_NAME, extra)):
@@ -107,7 +69,3 @@ def _write_step(path: Path, layout: Layout, data: Callable[[Extent], bytes | Non
         extra=File(EXTRA_NAME, len(extra), 0, crc32(extra)),
     )
     (path / NAME).write_bytes(manifest.to_bytes())
-
-
-if __name__ == "__main__":
-    make_large_checkpoint(Path(sys.argv[1]))

@@ -26,54 +26,13 @@ sys.path.insert(0, str(ROOT))
 
 SECONDS = 120
 # What the readers look for: without it, bytes seldom form a known key.
-WORDS = (
-    *(
-        '"name"',
-        '"shape"',
-        '"dtype"',
-        '"group"',
-        '"trainable"',
-        '"aliases"',
-        '"units"',
-        '"scopes"',
-        '"parameters"',
-    ),
-    *(
-        '"streams"',
-        '"kind"',
-        '"crc32"',
-        '"scalars"',
-        '"files"',
-        '"common"',
-        '"extra"',
-        '"bytes"',
-        '"header_bytes"',
-    ),
-    *(
-        '"data_offsets"',
-        '"__metadata__"',
-        '"float32"',
-        '"bfloat16"',
-        '"F32"',
-        '"BF16"',
-        '"param"',
-        '"master"',
-    ),
-    *(
-        '"$"',
-        '"items"',
-        '"tuple"',
-        '"dict"',
-        '"Counter"',
-        '"set"',
-        '"torch"',
-        '"hex"',
-        '"0x1"',
-        '"base64"',
-        "\\\\ud800",
-    ),
-    *("true", "false", "null", "1e999", "-1", "18446744073709551615", "[0,1]", "{}", "[]", "},{", "[[0,1]]"),
-)
+WORDS = r"""
+"name" "shape" "dtype" "group" "trainable" "aliases" "units" "scopes" "parameters" "streams" "kind"
+"crc32" "scalars" "files" "common" "extra" "bytes" "header_bytes" "data_offsets" "__metadata__"
+"float32" "bfloat16" "F32" "BF16" "param" "master" "$" "items" "tuple" "dict" "Counter" "set"
+"torch" "hex" "0x1" "base64" \\ud800 true false null 1e999 -1 18446744073709551615 [0,1] {} [] },{
+[[0,1]]
+"""
 
 
 def check_header(data: bytes) -> None:
@@ -285,7 +244,9 @@ def main() -> int:
             for number, seed in enumerate(seeds(target)):
                 (folder / f"seed-{number}").write_bytes(seed)
             words = folder.with_suffix(".dict")
-            words.write_text("".join(f'"{word.replace(chr(34), chr(92) + chr(34))}"\n' for word in WORDS))
+            words.write_text(
+                "".join(f'"{word.replace(chr(34), chr(92) + chr(34))}"\n' for word in WORDS.split())
+            )
             command = [sys.executable, __file__, "--inside", target, f"-max_total_time={options.seconds}"]
             command += ["-timeout=10", "-rss_limit_mb=2048", "-max_len=65536", "-print_final_stats=1"]
             command += [f"-dict={words}", f"-artifact_prefix={ROOT / f'fuzz-{target}-'}", str(folder)]

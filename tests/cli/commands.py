@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.forked import ForkedProcess, run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -48,11 +50,18 @@ def run_python(folder: Path, *arguments: str, **more: str) -> subprocess.Complet
     )
 
 
-def zerokit_forked(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    """As `zerokit` for a bench that only serves a test: its ranks are forks, see `tests.support.forked`.
+def zerokit_imports(
+    folder: Path, *arguments: str, **more: str
+) -> tuple[subprocess.CompletedProcess[str], set[str]]:
+    """Run the command to its end; what it printed, and the modules that it imported."""
+    code = "import sys; from zerokit.cli import main\ntry: main()\nfinally: print('', *sys.modules)"
+    done = run_python(folder, "-c", code, *arguments, **more)
+    done.stdout, _, modules = done.stdout.rstrip("\n").rpartition("\n")
+    return done, set(modules.split())
 
-    Not with MLflow, which has threads of its own: a fork would lack them, and what they hold would stay locked.
-    """
+
+def zerokit_forked(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """As `zerokit` for a bench that only serves a test: its ranks are forks, see `tests.support.forked`."""
     return run_forked(folder, arguments, environment(folder, **more))
 
 
@@ -79,7 +88,7 @@ class Torchrun(ForkedProcess):
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """As a `Popen`'s, but for the error: `TimeoutError`."""
         _, errors = super().communicate(timeout)
-        return (self._outputs / "stdout").read_text(), errors
+        return (self._outputs / "stdout.log").read_text(), errors
 
 
 def _torchrun(folder: str, arguments: list[str]) -> None:
@@ -129,17 +138,8 @@ def start(folder: Path, arguments: Sequence[str], **more: str) -> subprocess.Pop
 
 def processes_of(folder: Path) -> dict[int, dict[str, str]]:
     """The environment of every live process that was started by a command in `folder`, by process id."""
-    wanted = f"TMPDIR={folder / 'tmp'}".encode()
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        try:
-            entries = (directory / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if wanted in entries:
-            pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
-            found[int(directory.name)] = {name: value for name, _, value in pairs}
-    return found
+    environments = {one.pid: one.info["environ"] or {} for one in psutil.process_iter(["environ"])}
+    return {pid: seen for pid, seen in environments.items() if seen.get("TMPDIR") == str(folder / "tmp")}
 
 
 def rank_pid(folder: Path, rank: int) -> int:

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zerokit
-from tests.cli.commands import processes_of
-from tests.support.processes import words_of
 from zerokit.bench.record.journal import Part
 from zerokit.bench.workloads.build import draw_seed
 
@@ -101,14 +99,6 @@ def kill_rank(seen: Path, rank: int) -> None:
     """By SIGKILL, the newest one; the others go on, and meet their dead peer."""
     os.kill(int((seen / f"pid-{rank}").read_text()), signal.SIGKILL)
     hold_at(seen, 1000)
-
-
-def kill_node(folder: Path, node: int) -> None:
-    """The agent of a simulated node, and so its ranks."""
-    for pid in processes_of(folder):
-        words = words_of(pid)
-        if "zerokit.launch.agent" in words and words[words.index("--node-rank") + 1] == str(node):
-            os.kill(pid, signal.SIGKILL)
 
 
 def samples_of(folder: Path, part: Part, steps: int) -> list[list[int]]:

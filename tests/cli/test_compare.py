@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.bench.records import make_cell, make_failure, make_sweep
-from tests.cli.commands import environment
+from tests.bench.records import make_cell, make_sweep
+from tests.cli.commands import zerokit_imports
 from tests.cli.inside import zerokit_inside
 from zerokit.bench.record.record import write_record
 from zerokit.cli import cli
@@ -80,17 +78,10 @@ def test_the_gate(folder: Path) -> None:
     assert worse.exit_code == 3
     assert "worse than" in worse.stderr
     assert compare(folder / "after", folder / "before", "--fail-on", "step/p50_ms:3%").exit_code == 0
-    assert compare(folder / "before", folder / "after", "--fail-on", "step/p50_ms:40").exit_code == 0
     for pair in (("old", "new"), ("new", "old")):  # single runs
         unknown = compare(*(folder / f"{name}.json" for name in pair), "--fail-on", "step/p50_ms:3%")
         assert unknown.exit_code == 4
         assert "bench both with --repeats 3" in unknown.stderr
-    write_record(make_failure("killed", "signal 9", bucket_mb=5.0), folder / "killed.json")
-    failed = compare(folder / "old.json", folder / "new.json", "--fail-on", "mfu:3%")  # not measured
-    assert isinstance(failed.exception, ZerokitError)
-    gone = compare(folder / "old.json", folder / "killed.json", "--fail-on", "memory/peak_host_mib:10")
-    assert gone.exit_code == 3
-    assert "killed" in gone.stderr
 
 
 def test_losses_that_should_agree(folder: Path) -> None:
@@ -102,8 +93,6 @@ def test_losses_that_should_agree(folder: Path) -> None:
     differ = compare(folder / "losses", "--losses-agree", "1e-6")
     assert differ.exit_code == 3
     assert "of step 1 differs from that of" in differ.stderr
-    single = compare(folder / "old.json", "--losses-agree", "1e-6")
-    assert isinstance(single.exception, ZerokitError)
     write_record(replace(make_cell("ddp", 0), loss=[5.5, None, 4.5]), folder / "losses" / "diverged.json")
     diverged = compare(folder / "losses", "--losses-agree", "1e-4")
     assert diverged.exit_code == 3
@@ -122,17 +111,9 @@ def test_a_page_is_written_or_its_error_told(folder: Path) -> None:
 
 
 def test_a_process_imports_neither_torch_nor_mlflow_and_tells_what_is_no_record(folder: Path) -> None:
-    program = (
-        "import atexit, sys; from zerokit.cli import main\n"
-        "slow = {'torch', 'mlflow', 'scipy.stats', 'altair', 'vl_convert'}\n"
-        "atexit.register(lambda: print(sorted(slow & set(sys.modules))))\nmain()"
-    )
-    words = [sys.executable, "-c", program, "compare", "sweep"]
-    done = subprocess.run(
-        words, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True
-    )
+    done, imported = zerokit_imports(folder, "compare", "sweep")
     assert "FSDP2 3" in done.stdout
-    assert done.stdout.endswith("[]\n")
+    assert not {"torch", "mlflow", "scipy.stats", "altair", "vl_convert"} & imported
     (folder / "bad.json").write_text("{")
     bad = zerokit_inside(folder, "compare", "bad.json")
     assert (bad.returncode, bad.stdout) == (1, "")

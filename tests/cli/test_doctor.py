@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.cli.commands import environment, start, wait_for
+from tests.cli.commands import start, wait_for, zerokit_imports
 from tests.cli.inside import zerokit_inside
 from zerokit.bench.record.schema import from_plain
 from zerokit.doctor.facts import GroupFacts, RankFacts
@@ -17,22 +15,16 @@ from zerokit.doctor.findings import CHECKS, Severity
 
 def test_a_fault_is_told_last_and_in_full(tmp_path: Path) -> None:
     """By a process that imports neither torch nor MLflow, and does not wait for a silent server."""
-    code = (
-        "import sys, atexit; from zerokit.cli import main;"
-        "atexit.register(lambda: print(sorted({'torch', 'mlflow', 'numpy'} & set(sys.modules))));"
-        "main()"
-    )
     (tmp_path / "file").write_text("")
-    variables = environment(tmp_path, COLUMNS="80", GLOO_SOCKET_IFNAME="warp9")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://me:s3cret@127.0.0.1:{silent.getsockname()[1]}"
-        words = [sys.executable, "-c", code, "doctor", "--quick", "file/run", "--tracking-uri", uri]
-        done = subprocess.run(words, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+        words = ("doctor", "--quick", "file/run", "--tracking-uri", uri)
+        done, imported = zerokit_imports(tmp_path, *words, COLUMNS="80", GLOO_SOCKET_IFNAME="warp9")
     assert done.returncode == 5
     assert "s3cret" not in done.stdout + done.stderr
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "tmp"]
-    *lines, imported = done.stdout.splitlines()
-    assert imported == "[]"
+    lines = done.stdout.rstrip().splitlines()
+    assert not {"torch", "mlflow", "numpy"} & imported
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in done.stdout  # no terminal, no colours
     faults = [place for place, line in enumerate(lines) if line.startswith("fault ")]

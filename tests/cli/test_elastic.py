@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 import zerokit
-from tests.cli.commands import CLI, FORKS, Torchrun, processes_of, start, wait_for, zerokit_forked
+from tests.cli.commands import CLI, FORKS, Torchrun, processes_of, wait_for, zerokit_forked
 from tests.cli.elastic import (
     MODEL,
     copy_run,
     hold_at,
-    kill_node,
     kill_rank,
     let_go,
     prepare,
@@ -50,7 +49,7 @@ class Bench:
     ) -> CompletedProcess[str]:
         where = ("--tracking-uri", self._uri, "--experiment", str(self._folder))
         words = (*ELASTIC, *options, *(where if mlflow else ("--no-mlflow",)))
-        done = zerokit_inside(self._folder, *words, meanwhile=strike or (lambda starter: None), **ONE_THREAD)
+        done = zerokit_inside(self._folder, *words, meanwhile=strike or (lambda rank: None), **ONE_THREAD)
         assert done.returncode == code, done.stdout + done.stderr
         assert strike is None or strike.done
         return done
@@ -83,7 +82,7 @@ def resumed(folder: Path, step: int, steps: int, *world: str) -> Record:
 def kill_when(condition: Callable[[], bool], seen: Path, rank: int) -> Strike:
     """Kill a rank that is held; those of the next part are not held."""
 
-    def kill(starter: int) -> None:
+    def kill(_: int) -> None:
         let_go(seen)
         kill_rank(seen, rank)
 
@@ -136,34 +135,11 @@ def test_islands_go_on_from_the_last_round_without_one_that_was_killed(
     assert former == (["former-island-2-until-step-00000006"] if left > 1 else [])
 
 
-def test_a_killed_node_leaves_the_other_one(tmp_path: Path) -> None:
-    """With torchrun's agents; their ranks' output is followed."""
-    seen = prepare(tmp_path, hold=4)
-    options = ("--nodes", "2", "--nproc-per-node", "1", "--steps", "6", "--no-mlflow", "--follow")
-    with start(tmp_path, [*ELASTIC, *options], **ONE_THREAD) as process:
-        wait_for(trained(tmp_path, 0, 4), process)
-        let_go(seen)
-        kill_node(tmp_path, 1)
-        _, said = process.communicate(timeout=800)
-    assert process.returncode == 0, said
-    assert all(f"rank {rank}: forward of 2\n" in said for rank in (0, 1))
-    assert "node 1: its torchrun agent" in said
-    assert "restart 1 of at most 3: 1 rank left" in said
-    record = read_record(tmp_path / "record.json")
-    first, second = record.parts
-    assert (first.world, first.nodes, first.first_step, first.last_step) == (2, 2, 1, 4)
-    assert "was killed by SIGKILL" in first.ended
-    assert (second.world, second.nodes, second.first_step, second.last_step) == (1, 1, 4, 6)
-    assert second.ended == "finished"
-    require_plain_order(tmp_path, record.parts)
-    assert processes_of(tmp_path) == {}
-
-
 def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_one_run(
     tmp_path: Path, bench: Bench
 ) -> None:
     seen = prepare(tmp_path, hold=4)
-    interrupt = Strike(trained(tmp_path, 0, 4), lambda starter: os.kill(os.getpid(), signal.SIGINT))
+    interrupt = Strike(trained(tmp_path, 0, 4), lambda rank: os.kill(os.getpid(), signal.SIGINT))
     bench("--steps", "8", strike=interrupt, code=128 + signal.SIGINT)
     assert read_record(tmp_path / "record.json").status == "killed"
     let_go(seen)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,25 +41,6 @@ def bench(*arguments: str, **variables: str) -> Result:
     return CliRunner().invoke(cli, ["bench", *arguments], env=variables)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "no json", '["--arguments", "options"]'])
-def test_a_file_without_options_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "options").write_text(text)
-    done = bench("--arguments", str(tmp_path / "options"))
-    assert done.exit_code == 2
-    assert "JSON list of options" in done.output
-
-
-def test_options_come_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And go into the job's, as they were given."""
-    monkeypatch.chdir(tmp_path)
-    options = ["--launcher", "slurm", "--nodes", "3", "--gpus-per-node", "4", "--partition", "gpu"]
-    (tmp_path / "options").write_text(json.dumps(options))
-    done = bench("--arguments", "options", "--dry-run")
-    assert done.exit_code == 0, done.output
-    assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=4\n" in done.output
-    assert "#SBATCH --partition=gpu\n" in done.output
-
-
 def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     """Ranks that srun has started refuse options of other launchers."""
     options = (
@@ -73,6 +53,7 @@ def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     (line,) = (line for line in done.output.splitlines() if line.startswith("srun "))
     assert line.endswith(' py -m zerokit.cli bench --stage 3 --launcher env --output "$folder"/record.json')
     assert "\nexport A=1\nexport MASTER_ADDR=n1\n" in done.output
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=3\n" in done.output
 
 
 @pytest.mark.parametrize("options", ["slurm --dry-run", "kubernetes --container-image i"])
@@ -152,49 +133,23 @@ def by_torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     return torchrun(folder, "--nproc-per-node", "2", *port, *arguments)
 
 
-@pytest.fixture(scope="module")
-def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
-    """The losses of ranks started here."""
-    folder = tmp_path_factory.mktemp("here")
-    here = zerokit_forked(folder, *BENCH, "--nproc-per-node", "2", "--no-mlflow", OMP_NUM_THREADS="1")
-    assert here.returncode == 0, here.stderr
-    return read_record(folder / "record.json").loss
-
-
-def require_one_record(
-    folder: Path, done: subprocess.CompletedProcess[str], losses: list[float | None]
-) -> None:
-    """Require one record of all ranks, with the losses of ranks started here, and nothing is left."""
+def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path) -> None:
+    """One record of all ranks, with the losses of ranks started here, and nothing is left."""
+    (here := tmp_path / "here").mkdir()
+    (there := tmp_path / "there").mkdir()
+    alone = zerokit_forked(here, *BENCH, "--nproc-per-node", "2", "--no-mlflow", OMP_NUM_THREADS="1")
+    assert alone.returncode == 0, alone.stderr
+    done = by_torchrun(there, "-m", "zerokit.cli", *BENCH)
     assert done.returncode == 0, done.stderr
-    assert len(list(folder.glob("*.json"))) == 1
-    record = read_record(folder / "record.json")
+    assert len(list(there.glob("*.json"))) == 1
+    record = read_record(there / "record.json")
     assert record.status == "ok"
     assert [(rank.rank, rank.node, len(rank.step_ms)) for rank in record.ranks] == [(0, 0, 4), (1, 0, 4)]
-    assert record.loss == losses
+    assert record.loss == read_record(here / "record.json").loss
     assert done.stderr.count("leads") == 1
-    assert "TCPStore" not in done.stderr
-    assert list((folder / "tmp").glob("zerokit-*")) == []
-    assert processes_of(folder) == {}
-
-
-def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path, losses: list[float | None]) -> None:
-    require_one_record(tmp_path, by_torchrun(tmp_path, "-m", "zerokit.cli", *BENCH), losses)
-    assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-def test_mpiruns_ranks_leave_one_record(tmp_path: Path, losses: list[float | None]) -> None:
-    starter = (
-        "mpirun",
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "-n",
-        "2",
-        sys.executable,
-        "-m",
-        "zerokit.cli",
-    )
-    require_one_record(tmp_path, run(tmp_path, *starter, *BENCH, "--no-mlflow"), losses)
+    assert list((there / "tmp").glob("zerokit-*")) == []
+    assert processes_of(there) == {}
+    assert [run.info.status for run in logged_runs(there)] == ["FINISHED"]
 
 
 def test_a_killed_torchrun_leaves_nothing(tmp_path: Path) -> None:

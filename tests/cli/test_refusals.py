@@ -21,7 +21,6 @@ REFUSED = {
     "bench --model nowhere.at_all:tiny": "no module 'nowhere' here or on the Python path",
     "bench --staeg 2": "No such option",
     "bench extra": "File 'extra' does not exist",
-    "bench --arguments": "--arguments needs a file, or env:NAME, with a JSON list of options",
     # Sweeps.
     "bench --stage 1,4": "4 is not in the range 0<=x<=3",
     "bench --stage 1,,2": "'1,,2' has an empty value between its commas",

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from tests.cli.commands import processes_of, training
 from tests.cli.elastic import MODEL, let_go, prepare
 from tests.cli.inside import Strike, zerokit_inside
-from tests.support.processes import children_of
 from zerokit.bench.record.record import Record, read_record
 from zerokit.bench.run.sweep import SweepFolder
 from zerokit.cli import cli
@@ -36,10 +35,10 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     options = ("--engine", "zerokit,ddp", "--stage", "2", "--repeats", "1", "--output", "sweep", *MODEL)
 
     def sweep(*words: str, action: Callable[[int], object] | None = None) -> CompletedProcess[str]:
-        strike = Strike(lambda: training(tmp_path), action) if action else lambda starter: None
+        strike = Strike(lambda: training(tmp_path), action) if action else lambda rank: None
         return zerokit_inside(tmp_path, "bench", "--no-mlflow", *words, meanwhile=strike, OMP_NUM_THREADS="1")
 
-    done = sweep(*options, "--steps", "7", action=lambda starter: os.kill(os.getpid(), signal.SIGINT))
+    done = sweep(*options, "--steps", "7", action=lambda rank: os.kill(os.getpid(), signal.SIGINT))
     assert done.returncode == 128 + signal.SIGINT
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
@@ -50,9 +49,7 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert list((tmp_path / "tmp").glob("zerokit-*")) == []
     assert statuses(tmp_path) == ["killed"]
 
-    done = sweep(
-        "--continue", "sweep", action=lambda starter: os.kill(children_of(starter)[0], signal.SIGKILL)
-    )
+    done = sweep("--continue", "sweep", action=lambda rank: os.kill(rank, signal.SIGKILL))
     assert done.returncode == 1
     assert re.search(
         r"\[1/2\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", done.stderr

@@ -17,7 +17,7 @@ from zerokit.cli.details import notes
 from zerokit.cli.tables import show
 from zerokit.cli.work import mib, ms, rate
 
-WIDTHS = (40, 80, 160)
+WIDTHS = (80, 160)
 
 
 def table(records: Sequence[Record], width: int) -> str:

@@ -172,8 +172,7 @@ def test_manifests_are_what_the_command_in_them_prints(form: str, monkeypatch: p
         (container,) = job["template"]["spec"]["containers"]
         member = _member({one["name"]: one.get("value", "1") for one in container["env"]})
         assert (member.index, member.nodes, member.nproc_per_node) == (1, job["completions"], 8)
-    options = {"ZEROKIT_BENCH_ARGUMENTS": manifests["ConfigMap"]["data"]["bench.json"]}
-    _parses(container["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"} | options)
+    _parses(container["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"})
 
 
 def test_slurms_script_is_what_the_command_in_it_prints() -> None:

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.doctor.cluster import NODES, launcher
-from tests.support.distributed import server_context
 from tests.support.namespaces import HUB, Hosts, wired_hosts
 from zerokit.doctor.examine import Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
-
-
-@pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    server_context()  # its files lie elsewhere
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "ZEROKIT_CMA"):
-        monkeypatch.delenv(name, raising=False)
-    return Plan(3, 1, tmp_path, f"sqlite:///{tmp_path}/runs.db", pairs=True, timeout_s=150.0)
 
 
 def of(report: Report, code: str) -> Finding:
@@ -39,6 +27,7 @@ def change_link(hosts: Hosts, host: str, line: str) -> None:
 
 @pytest.mark.netns
 def test_a_slow_wire_a_smaller_mtu_and_a_missing_name(plan: Plan) -> None:
+    plan = replace(plan, nodes=3, pairs=True, timeout_s=150.0)
     with wired_hosts(NODES, servers=False) as hosts:
         for host, end in (("node-2", "eth0"), (HUB, "to-node-2")):
             change_link(hosts, host, f"tc qdisc add dev {end} root tbf rate 80mbit burst 64kb latency 200ms")
@@ -71,7 +60,7 @@ def test_nodes_that_are_named_after_loopback_do_not_meet(plan: Plan) -> None:
     with wired_hosts(NODES, servers=False) as hosts:
         for host in NODES:
             (hosts.folder / f"hosts-{host}").write_text(f"127.0.1.1 {host}\n")
-        report = examine(replace(plan, timeout_s=8.0), launcher(hosts))
+        report = examine(replace(plan, nodes=3, timeout_s=8.0), launcher(hosts))
     assert report.exit_code == 5
     assert of(report, "ZD901").severity is Severity.FAULT
     assert of(report, "ZD301").severity is Severity.FAULT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import pytest
 
 from tests.doctor.healthy import LIMITS, LOOPBACK, bad, group_facts, judged, network, rank_facts, seat, world
-from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.doctor.clock import Offset
 from zerokit.doctor.devices import Device, Devices, judge_devices
 from zerokit.doctor.examine import judge
 from zerokit.doctor.facts import GroupFacts, RankFacts
-from zerokit.doctor.findings import CHECKS, Severity, by_machine, by_rank, ok, warning, where
+from zerokit.doctor.findings import CHECKS, Severity, Verdict, by_machine, by_rank, where
 from zerokit.doctor.interfaces import Interface, Port, nccl_takes
 from zerokit.doctor.names import Lookups
 from zerokit.doctor.processor import Processor
@@ -218,13 +216,6 @@ def test_nccls_rules_for_interfaces(wanted: str | None, names: list[str]) -> Non
     assert [one.name for one in nccl_takes(interfaces, wanted)] == names
 
 
-def test_facts_survive_the_file_they_travel_in() -> None:
-    ranks = world(2)
-    group = group_facts(ranks)
-    assert from_plain(RankFacts, json.loads(json.dumps(to_plain(ranks[1])))) == ranks[1]
-    assert from_plain(GroupFacts, json.loads(json.dumps(to_plain(group)))) == group
-
-
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3, 3), (2, 1), (4, 4, 4)])
 def test_neighbours_on_an_axis_agree_about_each_other(sizes: tuple[int, ...]) -> None:
     ranks = iter(range(sum(sizes)))
@@ -249,7 +240,9 @@ def test_places_are_whole_nodes_where_they_can_be() -> None:
 
 def test_ranks_with_the_same_verdict_share_a_finding() -> None:
     answers = [(one, one.rank % 2) for one in SEATS]
-    findings = by_rank("ZD403", answers, lambda odd: warning("few", "m", "r") if odd else ok("many"))
+    findings = by_rank(
+        "ZD403", answers, lambda odd: Verdict.warning("few", "m", "r") if odd else Verdict.ok("many")
+    )
     assert [(one.found, one.where) for one in findings] == [
         ("many", "ranks 0, 2, 4, 6 (host-0, host-1, host-2, host-3)"),
         ("few", "ranks 1, 3, 5, 7 (host-0, host-1, host-2, host-3)"),
@@ -258,7 +251,7 @@ def test_ranks_with_the_same_verdict_share_a_finding() -> None:
 
 def test_of_a_machine_the_first_rank_is_asked() -> None:
     answers = [(one, one.rank) for one in SEATS]
-    findings = by_machine("ZD401", answers, lambda rank: ok(str(rank)))
+    findings = by_machine("ZD401", answers, lambda rank: Verdict.ok(str(rank)))
     assert [(one.found, one.where[:6]) for one in findings] == [
         (str(2 * node), f"node {node}") for node in range(4)
     ]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,43 +13,29 @@ from unittest import mock
 import pytest
 
 from tests.doctor.healthy import SERVER, bad
-from tests.support.distributed import run_alone, server_context
-from tests.support.forked import launch_forks
+from tests.support.forked import ForkedRank
 from zerokit.doctor import examine as examination
 from zerokit.doctor.examine import FAULTS, Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.errors import ZerokitError
+from zerokit.launch import ranks
 from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.local import launch
 
 # These depend on what else the machine does meanwhile.
 BUSY = {"ZD305", "ZD502", "ZD503", "ZD603", "ZD701"}
 
 
-@pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    server_context()  # its files lie elsewhere
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "ZEROKIT_CMA"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "run").mkdir()
-    return Plan(2, 1, tmp_path / "run", f"sqlite:///{tmp_path}/runs.db")
-
-
 def examined(plan: Plan, what: str = "", **changes: Any) -> Report:
     """With the worker of `tests.doctor.wrapped`, in forks of the tests' server, and a tracking store that is well."""
-    return run_alone(_examine_in_forks, replace(plan, **changes), what, dict(os.environ))  # type: ignore[no-any-return]
-
-
-def _examine_in_forks(plan: Plan, what: str, variables: dict[str, str]) -> Report:
-    os.environ |= variables | {"WRAPPED": what}
-    tempfile.tempdir = None
-
-    def instead(module: str, arguments: Sequence[str], **more: Any) -> None:
-        launch_forks("tests.doctor.wrapped", arguments, **more, interrupts=interrupts)
-
-    with Interrupts() as interrupts, mock.patch.object(examination, "look_at_tracking", return_value=SERVER):
-        return examine(plan, instead)
+    with (
+        Interrupts() as interrupts,
+        mock.patch.object(ranks, "start_rank", ForkedRank),
+        mock.patch.object(examination, "look_at_tracking", return_value=SERVER),
+        mock.patch.object(examination, "WORKER", "tests.doctor.wrapped"),
+        mock.patch.dict(os.environ, WRAPPED=what),
+    ):
+        return examine(replace(plan, **changes), partial(launch, interrupts=interrupts))
 
 
 def faults(report: Report) -> dict[str, Finding]:

@@ -27,6 +27,10 @@ _INFINIBAND = (  # the kernel's folder is covered by one with a device, for ther
     "echo '1: DOWN' > /sys/class/infiniband/mlx5_0/ports/1/state; ulimit -l 8192"
 )
 _NAMELESS = "ip link set lo up; hostname nowhere-to-be-found"
+_STORE = (
+    f"mount -t tmpfs none disk; {shlex.quote(sys.executable)} -c 'import sqlite3;"
+    'sqlite3.connect("disk/runs.db").execute("CREATE TABLE t (a)")\'; mount -o remount,ro disk'
+)
 _NO_ADDRESS = "warning: the host's own name resolves to no address, which no interface has"
 
 # In which namespaces, with which variable, after what; what is found then, by check.
@@ -36,6 +40,7 @@ FAULTS: list[tuple[str, str, str, dict[str, str]]] = [
     (_MOUNT, "", _FULL, {"ZD601": "fault: disk: No space left on device", "ZD602": "fault: 0.0 MiB free in "}),
     (_MOUNT, "", _INODES, {"ZD601": "fault: disk: No space left on device", "ZD602": "fault: no inode is left"}),
     (_MOUNT, "", _READ_ONLY, {"ZD601": "fault: disk: Read-only file system"}),
+    (_MOUNT, "MLFLOW_TRACKING_URI=sqlite:///disk/runs.db", _STORE, {"ZD803": "fault: ", "ZD601": "fault: "}),
     ("", "", "ulimit -n 128; ulimit -l 64", {"ZD402": "warning: at most 0.1 MiB", "ZD403": "warning: at most 128"}),
     ("", "NCCL_SOCKET_IFNAME=warp9", "", {"ZD302": "fault: no such interface", "ZD301": "ok: "}),
     (_NET, "", "", {"ZD301": "fault: no interface is up", "ZD302": "warning: no interface is up"}),

@@ -211,26 +211,3 @@ def test_a_database_that_somebody_else_writes_to(tmp_path: Path) -> None:
         findings = looked(f"sqlite:///{path}")
     assert bad(findings) == {"ZD803": Severity.WARNING}
     assert "database is locked" in findings[-1].found
-
-
-@pytest.mark.netns
-def test_a_database_on_a_read_only_disk(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    code = (
-        "from zerokit.doctor.tracking import *; import sys;"
-        "print(*[(one.code, one.severity) for one in judge_tracking(look_at_tracking(sys.argv[1], quick=False))])"
-    )
-    make = 'import sqlite3; sqlite3.connect("disk/runs.db").execute("CREATE TABLE t (a)")'
-    script = (
-        f"mount -t tmpfs none disk; \"$0\" -c '{make}';"
-        f"mount -o remount,ro disk; \"$0\" -c '{code}' sqlite:///disk/runs.db"
-    )
-    done = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", f"set -e; {script}", sys.executable],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "('ZD803', <Severity.FAULT: 'fault'>)" in done.stdout, done.stderr

@@ -5,35 +5,31 @@ python -m tests.launch.member FOLDER WHAT TIMES
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
 
 from tests.launch.ranks import WORKLOAD
 from zerokit import versions
-from zerokit.launch import agents, joined, processes
+from zerokit.launch import agents, frames, joined, processes
 from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.meeting import Meeting, Patience
 from zerokit.launch.membership import find_membership
 
 
 def be_member(folder: str, what: str, times: str) -> None:
     """The leader launches as often as it is told; both have little patience. Ends this process."""
-    patience = Patience(meet=300.0, lost=4.0 if what == "wait" else 60.0, alive=0.25)
-    agents.PEERS_FOLLOW_SECONDS = 0.5
-    processes.STOPPED_SECONDS = 2.0
+    frames.SILENCE_SECONDS, frames.HEARTBEAT_SECONDS = 4.0 if what == "wait" else 60.0, 0.25
+    agents.PEERS_FOLLOW_SECONDS, processes.STOPPED_SECONDS = 0.5, 2.0
     asked = [os.environ.get("ASKED", "bench")]
     if "PACKAGE" in os.environ:
         versions._PACKAGE = Path(os.environ["PACKAGE"])
     found = find_membership(os.environ)
     assert found is not None
-    with Interrupts() as interrupts, contextlib.closing(Meeting(found, patience)) as meeting:
+    with Interrupts() as interrupts:
         if not found.leads:
-            sys.exit(joined.follow(meeting, asked, interrupts))
-        code = 1
+            sys.exit(joined.follow(found, asked, interrupts))
+        leader, code = joined.Leader(found, asked, interrupts), 1
         try:
-            leader = joined.Leader(meeting, asked, interrupts)
             for number in range(int(times)):
                 log_dir = Path(folder, "logs", str(number))
                 log_dir.mkdir()
@@ -48,7 +44,7 @@ def be_member(folder: str, what: str, times: str) -> None:
                 )
             code = 3
         finally:
-            meeting.dismiss(code)
+            leader.dismiss(code)
     sys.exit(code)
 
 

@@ -114,7 +114,7 @@ def test_kubernetes(tmp_path: Path, command: str) -> None:
     command = command.replace("IMAGE", "registry.example/zerokit:1")
     printed = finish(begin(f"PATH=$PWD:$PATH; {command}", os.environ))
     objects = list(yaml.safe_load_all(printed))
-    assert [made["kind"] for made in objects] == ["ConfigMap", "TrainingRuntime", "TrainJob"]
+    assert [made["kind"] for made in objects] == ["TrainingRuntime", "TrainJob"]
     for made in objects:
         require_known(made)
     trainer = objects[-1]["spec"]["trainer"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerokit.launch.frames import FrameError, frame, pack, parse, put_file, relocate, unpack
+from tests.launch.ranks import wait_for
+from zerokit.launch import frames
+from zerokit.launch.frames import FrameError, Peer, frame, pack, parse, put_file, relocate, unpack
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 
@@ -26,6 +29,27 @@ def test_a_frame_is_one_line(kind: str, content: dict[str, object]) -> None:
 )
 def test_other_programs_output_is_no_frame(line: bytes) -> None:
     assert parse(line) is None
+
+
+def test_a_peer_that_says_nothing_is_alive_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two launches a leader may write a report for longer than others would wait for a word."""
+    monkeypatch.setattr(frames, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "SILENCE_SECONDS", 2.0)
+    (ours, our_end), (their_end, theirs) = os.pipe(), os.pipe()
+    other_lines: list[bytes] = []
+    here = Peer(os.fdopen(their_end, "rb"), open(os.devnull, "wb"), other_lines.append)  # noqa: SIM115
+    there = Peer(os.fdopen(ours, "rb"), os.fdopen(theirs, "wb"))
+    os.write(theirs, b"Welcome!\n")
+    there.say("hello", a=1)
+    wait_for(lambda: here.hear() == ("hello", {"a": 1}))
+    wait_for(lambda: there.silent)  # longer than that the other one has only been alive
+    assert not here.silent
+    assert here.hear() is None
+    there.close()
+    with pytest.raises(EOFError):
+        wait_for(lambda: here.hear() is not None)
+    assert other_lines == [b"Welcome!\n"]
+    os.close(our_end)
 
 
 @given(st.binary())

@@ -22,14 +22,12 @@ def test_single_names_and_several_brackets() -> None:
     assert expand_hostlist("") == []
 
 
-NO_LISTS = "a[1-2|a1-2]|a]1[|a[[1-2]]|a[]|a[2-1]|a[x-y]|a[1-]|a[1,,2]|a b|a[0-9999][0-9999]"
+NO_LISTS = "a[1-2|a1-2]|a]1[|a[[1-2]]|a[]|a[2-1]|a[x-y]|a[1-]|a[1,,2]|a b"
 
 
 def test_what_is_no_list_of_nodes_is_refused() -> None:
     for text in NO_LISTS.split("|"):
-        with pytest.raises(
-            UsageError, match=r"not a list of nodes in Slurm's form|more than a million nodes"
-        ):
+        with pytest.raises(UsageError, match="not a list of nodes in Slurm's form"):
             expand_hostlist(text)
 
 

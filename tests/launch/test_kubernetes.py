@@ -26,7 +26,7 @@ PODS = Pods(
     image="registry.example/zerokit:1",
     nodes=2,
     nproc_per_node=8,
-    arguments=["--stage", "3", "--model", "gpt2"],
+    arguments=["--stage", "3", "--model", "$(x):y"],
     gpus_per_node=8,
     environment={"NCCL_DEBUG": "INFO"},
     secrets=["tracker"],
@@ -49,23 +49,11 @@ def test_objects_survive_kubeflows_and_jobsets_models(form: str) -> None:
         require_known(made)
 
 
-def test_a_train_job_names_the_runtime_that_is_made_before_it() -> None:
+def test_a_runtime_is_made_before_the_train_job_that_names_it() -> None:
     """Kubeflow's webhook refuses a TrainJob whose runtime is not there."""
     made = by_kind(PODS, "trainjob")
-    assert list(made) == ["ConfigMap", "TrainingRuntime", "TrainJob"]
-    trainer = made["TrainJob"]["spec"]["trainer"]
+    assert list(made) == ["TrainingRuntime", "TrainJob"]
     assert made["TrainJob"]["spec"]["runtimeRef"]["name"] == made["TrainingRuntime"]["metadata"]["name"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
-    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8"}
-
-
-def test_a_job_set_says_what_a_trainer_would() -> None:
-    inner = by_kind(PODS, "jobset")["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
-    assert (inner["completions"], inner["parallelism"], inner["backoffLimit"]) == (2, 2, 0)
-    variables = {one["name"]: one.get("value") for one in inner["template"]["spec"]["containers"][0]["env"]}
-    # JobSet's name of the first pod: SET-JOB-0-INDEX, below the set's own service.
-    assert variables["PET_MASTER_ADDR"] == "zerokit-1-node-0-0.zerokit-1"
-    assert variables["PET_NNODES"] == "2"
 
 
 def pod_of(pods: Pods, form: str) -> dict[str, Any]:
@@ -119,12 +107,9 @@ def test_pods_have_what_was_asked_for(form: str) -> None:
     ]
     assert pod["serviceAccountName"] == "bench"
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
-    settings, *_, job = render(PODS, form)
-    text = json.dumps(job)
-    assert '{"name": "NCCL_DEBUG", "value": "INFO"}' in json.dumps(render(PODS, form))
-    assert '"configMapKeyRef": {"name": "zerokit-1", "key": "bench.json"}' in text
-    assert json.loads(settings["data"]["bench.json"]) == PODS.arguments
-    assert "gpt2" not in text
+    *_, job = render(PODS, form)
+    assert '{"name": "NCCL_DEBUG", "value": "INFO"}' in json.dumps(job)
+    assert '"--json", "--stage", "3", "--model", "$$(x):y"]' in json.dumps(job)
     bare = pod_of(Pods("a", "default", "image", 1, 1, []), form)
     assert {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"} & bare.keys() == set()
 
@@ -201,5 +186,4 @@ def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:
         follow(PODS, "trainjob", interrupts, lambda text: os.kill(os.getpid(), signal.SIGTERM))
     asked = (kubectl / "asked").read_text()
     assert "trainjob/zerokit-1" in asked.rpartition("delete")[0]
-    assert "configmap/zerokit-1" in asked
     assert "trainingruntime/zerokit-1" in asked

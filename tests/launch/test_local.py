@@ -1,22 +1,23 @@
-"""Real torchrun agents: ranks find their environment, a failed one is named, nothing is left behind."""
+"""Ranks of simulated nodes: they find their environment, a failed one is named, nothing is left behind."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.launch.ranks import WORKLOAD, all_ended, started, wait_for
-from zerokit.launch.failures import Failure
+from zerokit.launch.failures import Failure, WorkerFailed
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.local import launch, threads_per_rank
-from zerokit.launch.network import free_port
+from zerokit.launch.local import launch
+from zerokit.launch.ranks import threads_per_rank
 
 
 def run(folder: Path, logs: Path, what: str, *, nproc_per_node: int = 1, **more: Any) -> None:
@@ -27,29 +28,23 @@ def run(folder: Path, logs: Path, what: str, *, nproc_per_node: int = 1, **more:
 
 
 def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: Path) -> None:
-    """On the second port, since somebody listens on the first."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        ports = iter([taken.getsockname()[1], (second := free_port())])
-        added = {"ADDED": "yes"}
-        run(tmp_path, logs, "finish", nproc_per_node=2, port=lambda: next(ports), environment=added)
+    run(tmp_path, logs, "finish", nproc_per_node=2, environment={"ADDED": "yes"})
     ranks = started(tmp_path)
     assert sorted(ranks) == [0, 1, 2, 3]
     assert [ranks[rank]["GROUP_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
     assert [ranks[rank]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
     assert {rank["WORLD_SIZE"] for rank in ranks.values()} == {"4"}
-    assert {rank["MASTER_PORT"] for rank in ranks.values()} == {str(second)}
+    assert len({rank["MASTER_PORT"] for rank in ranks.values()}) == 1
     assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads_per_rank(4))}
     assert {rank["ADDED"] for rank in ranks.values()} == {"yes"}
 
 
 def failure(rank: int, exit_code: int, message: str = "", moment: float = 0.0) -> Failure:
-    return Failure(rank, rank // 2, 1000 + rank, exit_code, message, False, moment, None)
+    return Failure(rank, rank // 2, 1000 + rank, exit_code, message, False, moment)
 
 
 def test_causes_come_before_consequences() -> None:
-    """A kill is noticed late, and SIGTERM is how an agent ends the ranks beside one that failed."""
+    """A kill may be noticed late, and SIGTERM asks a rank to end beside one that failed."""
     lost_its_peer = failure(0, 1, "connection closed", moment=1.0)
     killed = failure(1, -signal.SIGKILL, moment=2.0)
     ended = failure(2, -signal.SIGTERM, moment=0.5)
@@ -69,6 +64,21 @@ def test_causes_come_before_consequences() -> None:
 )
 def test_a_failure_in_one_line(one: Failure, said: str) -> None:
     assert one.describe() == said
+
+
+def test_a_failed_rank_ends_the_others_and_a_full_disk_is_named(
+    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(WorkerFailed) as caught:
+        run(tmp_path, logs, "exit")
+    (failed,) = caught.value.failures  # the other was ended
+    assert str(caught.value).splitlines() == [
+        f"rank 1 (node 1, pid {failed.pid}) failed: exit code 7",
+        "its disk has 4096 bytes left: make room, or set TMPDIR to another",
+        f"logs: {logs}",
+    ]
+    assert all_ended(tmp_path)
 
 
 def test_a_signal_ends_all_ranks(tmp_path: Path, logs: Path) -> None:

@@ -20,7 +20,7 @@ from zerokit.launch import frames
 from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.local import threads_per_rank
+from zerokit.launch.ranks import threads_per_rank
 from zerokit.launch.remote import RemoteHost, launch_on, node_command
 from zerokit.versions import versions
 
@@ -43,9 +43,9 @@ def remote(host: str = "first", line: str | None = None) -> RemoteHost:
     return RemoteHost(host, ("sh", "-c", node_command(sys.executable) if line is None else line))
 
 
-def hasty(line: str = HASTY) -> list[RemoteHost]:
-    """Two nodes that start no agents, unless the line says so."""
-    return [remote("first", line), remote("second", line)]
+def hasty() -> list[RemoteHost]:
+    """Two nodes with little patience."""
+    return [remote("first", HASTY), remote("second", HASTY)]
 
 
 def saying(*frames: bytes) -> str:
@@ -97,7 +97,7 @@ def test_results_come_whole_and_of_long_logs_the_end(tmp_path: Path, logs: Path)
     noisy = remote("first", noise + HASTY)
     run(tmp_path, logs, "talk", noisy, copied=str(logs / "job"))
     assert (logs / "result-0").stat().st_size == 12 << 20
-    (log,) = logs.glob("node-0/**/stdout.log")
+    log = logs / "rank-0" / "stdout.log"
     assert log.stat().st_size == 1 << 20
     assert log.read_text().endswith("the last line\n")
     said = (logs / "node-0" / "connection.log").read_bytes()
@@ -109,7 +109,7 @@ def test_logs_are_sent_while_they_grow(tmp_path: Path, logs: Path) -> None:
     found: list[str] = []
 
     def look() -> None:
-        found.extend(path.read_text() for path in logs.glob("node-*/**/stdout.log"))
+        found.extend(path.read_text() for path in logs.glob("rank-*/stdout.log"))
         if sum("a first word" in text for text in found):
             (tmp_path / "heard").touch()
 
@@ -176,22 +176,10 @@ def test_a_node_program_that_is_killed_or_stopped_takes_its_ranks_along(
     wait_for(lambda: all_ended(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (
-            f"{HASTY} agents",
-            r"rank 1 \(node 1 on second, pid \d+\) was stopped \(SIGSTOP\) for 2 s, and killed then",
-        ),
-        # The rank of a hasty node takes the agent's place.
-        (HASTY, "node 1 on second: its torchrun agent was stopped"),
-    ],
-)
-def test_a_stopped_rank_or_agent_is_named_and_all_end(
-    tmp_path: Path, logs: Path, line: str, said: str
-) -> None:
+def test_a_stopped_rank_is_named_and_all_end(tmp_path: Path, logs: Path) -> None:
+    said = r"rank 1 \(node 1 on second, pid \d+\) was stopped \(SIGSTOP\) for 2 s, and killed then"
     with pytest.raises(WorkerFailed, match=f"^{said}"):
-        run(tmp_path, logs, "stop", *hasty(line))
+        run(tmp_path, logs, "stop", *hasty())
     assert all_ended(tmp_path)
 
 
@@ -228,16 +216,9 @@ def test_a_host_that_never_answers_is_given_up(tmp_path: Path, logs: Path) -> No
     assert not [pid for pid in children_of(os.getpid()) if "sleep 1000; true" in words_of(pid)]
 
 
-def test_a_node_waits_for_slower_ones(tmp_path: Path, logs: Path) -> None:
-    """Longer than it would wait for a launcher that says nothing."""
-    late = remote("second", f"sleep 7; {HASTY}")
-    run(tmp_path, logs, "finish", remote("first", HASTY), late)
-    assert sorted(started(tmp_path)) == [0, 1]
-
-
 def test_a_file_that_cannot_be_kept_fails_the_launch(tmp_path: Path, logs: Path) -> None:
     hello = frame("hello", versions=versions(), port=1)
-    frames = [hello, frame("file", name="../outside", content=pack(b"x")), frame("exit", code=0)]
+    frames = [hello, frame("file", name="../outside", content=pack(b"x")), frame("exit", code=0, failures=[])]
     line = f"{saying(*frames)}; read start"
     said = "file named '../outside', which lies outside the folder of its launch"
     with pytest.raises(WorkerFailed, match=f"node 0 on first: what it sent could not be kept: .*{said}"):
@@ -248,14 +229,13 @@ def test_a_file_that_cannot_be_kept_fails_the_launch(tmp_path: Path, logs: Path)
 LAUNCHER = """
 import sys, pathlib
 from tests.launch import test_remote
-folder, logs, line = sys.argv[1:]
-test_remote.run(pathlib.Path(folder), pathlib.Path(logs), "wait", *test_remote.hasty(line))
+test_remote.run(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "wait", *test_remote.hasty())
 """
 
 
 def test_a_launcher_that_says_nothing_any_more_is_left(tmp_path: Path, logs: Path) -> None:
     """Also where it does not read, so that a node's pipe is full; one that is killed is lost in the same way."""
-    with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path), str(logs), HASTY]) as launcher:
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path), str(logs)]) as launcher:
         try:
             wait_for(lambda: len(started(tmp_path)) == 2)
             launcher.send_signal(signal.SIGSTOP)

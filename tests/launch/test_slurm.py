@@ -71,7 +71,7 @@ def test_a_script_starts_ranks_with_their_cores_and_leaves_their_code(
         ["bash", str(script)], cwd=folder, env=environment, capture_output=True, check=False
     )
     assert (done.returncode, done.stderr) == (3, b"")
-    assert (folder / folder_of("7") / "exit-code").read_text() == "3\n"
+    assert (folder / folder_of("7")).is_dir()
     assert (tmp_path / "said").read_text().splitlines() == [
         f"--cpus-per-task={cores}",
         "--kill-on-bad-exit=0",
@@ -124,29 +124,26 @@ class Stubs:
     """Slurm's commands; what each is asked is kept in a file of its name."""
 
     def __init__(self, folder: Path) -> None:
-        self.programs, self.folder = folder / "programs", folder / folder_of("7")
+        self.programs, self.results = folder / "programs", folder / "record.json"
         self.programs.mkdir()
-        self.folder.mkdir(parents=True)
         self.put("scancel", "true")
-        self.put("scontrol", "echo JobId=7 JobState=CANCELLED Reason=None ExitCode=0:15")
 
     def put(self, name: str, body: str) -> None:
         path = self.programs / name
         path.write_text(f'#!/bin/bash\necho "$*" >> {self.programs}/{name}.asked\n{body}\n')
         path.chmod(0o755)
 
-    def queue(self, *answers: str) -> None:
-        """What squeue says, one time after the other; then that it knows no such job."""
-        cases = "\n".join(f"{number}) {answer};;" for number, answer in enumerate(answers, 1))
+    def tell(self, *answers: str) -> None:
+        """What scontrol does, one time after the other; the last one for ever."""
+        cases = "\n".join(f"{number}) {answer};;" for number, answer in enumerate(answers[:-1], 1))
         self.put(
-            "squeue",
-            f"case $(wc -l < {self.programs}/squeue.asked) in\n{cases}\n"
-            "*) echo Invalid job id specified >&2; exit 1;;\nesac",
+            "scontrol",
+            f"case $(wc -l < {self.programs}/scontrol.asked) in\n{cases}\n*) {answers[-1]};;\nesac",
         )
 
-    def ends_with(self, code: int) -> str:
-        """The job's end, as an answer of squeue's."""
-        return f"echo {code} > {self.folder}/exit-code; echo COMPLETING None"
+    def ends(self, state: str, code: str = "0:0", more: str = "") -> str:
+        """The job's end, with a record."""
+        return f"touch {self.results}; echo JobId=7 JobState={state} Reason=None ExitCode={code} {more}"
 
     def asked(self, name: str) -> list[str]:
         path = self.programs / f"{name}.asked"
@@ -155,7 +152,12 @@ class Stubs:
     def follow(self) -> tuple[int, list[str]]:
         shown: list[str] = []
         with Interrupts() as interrupts:
-            return follow("7", interrupts, shown.append, seconds=0.05), shown
+            return follow("7", self.results, interrupts, shown.append, seconds=0.05), shown
+
+
+PENDING, RUNNING = (
+    f"echo JobState={state} ExitCode=0:0" for state in ("PENDING Reason=Resources", "RUNNING Reason=None")
+)
 
 
 @pytest.fixture
@@ -168,10 +170,10 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
 
 def test_a_job_is_submitted(stubs: Stubs) -> None:
     stubs.put("sbatch", "echo '7;cluster'")
-    assert submit(stubs.folder / "job.sh") == "7"
+    assert submit(Path("job.sh")) == "7"
     stubs.put("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     with pytest.raises(LaunchError, match=r"refused the job: sbatch: error: invalid partition; .*job\.sh"):
-        submit(stubs.folder / "job.sh")
+        submit(Path("job.sh"))
 
 
 def test_without_slurm_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -189,54 +191,56 @@ def test_a_node_is_reached_at_slurms_address(stubs: Stubs) -> None:
 
 
 def test_a_job_is_followed_to_its_end(stubs: Stubs) -> None:
-    stubs.queue("echo PENDING Resources", "echo PENDING Resources", "echo RUNNING None", stubs.ends_with(1))
+    stubs.tell(PENDING, PENDING, RUNNING, stubs.ends("FAILED", "1:0"))
     code, shown = stubs.follow()
     assert code == 1
-    assert shown == ["job 7: pending (Resources)", "job 7: running", "job 7: completing"]
+    assert shown == ["job 7: pending (Resources)", "job 7: running"]
     assert stubs.asked("scancel") == []
 
 
-def test_a_busy_queue_is_asked_again(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_controller_is_asked_again(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_FOLLOW_SECONDS", 0.05)
     busy = "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1"
-    stubs.queue("echo RUNNING None", busy, busy, stubs.ends_with(0))
+    stubs.tell(RUNNING, busy, busy, stubs.ends("COMPLETED"))
     assert stubs.follow()[0] == 0
     monkeypatch.setattr(slurm, "_QUEUE_SECONDS", 0.2)
-    stubs.put("squeue", busy)
+    stubs.tell(busy)
     with pytest.raises(LaunchError, match=r"not answered for 0.2 s: .*timed out; .* end it with scancel 7"):
+        stubs.follow()
+    stubs.tell("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    with pytest.raises(LaunchError, match="does not know job 7 any more"):
         stubs.follow()
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("state", "exited", "times", "code", "named"),
     [
-        ("JobState=FAILED RunTime=00:03:01 TimeLimit=00:05:00", True),
-        ("JobState=TIMEOUT RunTime=00:00:01 TimeLimit=UNLIMITED", True),
-        ("JobState=CANCELLED RunTime=00:02:59 TimeLimit=00:05:00", False),
-        ("JobState=FAILED RunTime=00:03:59 TimeLimit=UNLIMITED", False),
+        ("FAILED", "143:0", "RunTime=00:03:01 TimeLimit=00:05:00", 143, True),
+        ("TIMEOUT", "0:0", "RunTime=00:00:01 TimeLimit=UNLIMITED", 1, True),
+        ("CANCELLED", "0:15", "RunTime=00:02:59 TimeLimit=00:05:00", 143, False),
+        ("FAILED", "143:0", "RunTime=00:03:59 TimeLimit=UNLIMITED", 143, False),
     ],
 )
 def test_what_ended_a_job_is_told_and_its_time_limit_where_that_was_the_cause(
-    stubs: Stubs, told: str, named: bool
+    stubs: Stubs, state: str, exited: str, times: str, code: int, named: bool
 ) -> None:
-    stubs.put("scontrol", f"echo JobId=7 {told}")
-    stubs.queue("echo RUNNING None", stubs.ends_with(143))
-    code, shown = stubs.follow()
-    assert code == 143
+    stubs.tell(RUNNING, stubs.ends(state, exited, times))
+    ended, shown = stubs.follow()
+    assert ended == code
     assert ("at its time limit (--time)" in shown[-1]) == named
-    assert named or shown[-1].startswith(f"job 7 was ended: {told.split()[0].replace('=', ' ')}")
+    assert named or shown[-1].startswith(f"job 7 was ended: JobState {state}")
 
 
-def test_a_job_without_a_code_failed(stubs: Stubs) -> None:
+def test_a_job_without_results_failed(stubs: Stubs) -> None:
     log_of("7").write_text("a last word\n")
-    stubs.queue("echo RUNNING None", "echo NODE_FAIL None")
-    said = r"(?s)job 7 ended before the bench did: JobState CANCELLED.*a last word"
+    stubs.tell(RUNNING, "echo JobState=NODE_FAIL Reason=None ExitCode=1:0")
+    said = r"(?s)job 7 ended before the bench did: JobState NODE_FAIL.*a last word"
     with pytest.raises(LaunchError, match=said):
         stubs.follow()
 
 
 def test_a_signal_cancels_the_job(stubs: Stubs) -> None:
-    stubs.put("squeue", f"mkdir {stubs.folder}/once && kill -TERM {os.getpid()}; echo RUNNING None")
-    stubs.put("scancel", f"echo 130 > {stubs.folder}/exit-code")
+    stubs.tell(f"kill -TERM {os.getpid()}; {RUNNING}", RUNNING, stubs.ends("CANCELLED", "0:15"))
     with pytest.raises(Interrupted, match="SIGTERM"):
         stubs.follow()
     assert stubs.asked("scancel") == ["7"]

@@ -113,10 +113,13 @@ def test_a_wrong_key_is_named(hosts: Hosts, tmp_path: Path) -> None:
     assert "ssh-copy-id" in json.loads(done.stdout)["reason"]
 
 
-@contextlib.contextmanager
-def running(hosts: Hosts, folder: Path, python: str) -> Iterator[subprocess.Popen[str]]:
+@pytest.fixture
+def launcher(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A launcher on host a, once ranks that wait run on both hosts. Its output says what became of it."""
-    words = ["-m", "tests.launch.over_ssh", str(hosts.config), python, str(folder), "wait"]
+    python = tmp_path / "hasty-python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -m tests.launch.hasty_node\n")
+    python.chmod(0o755)
+    words = ["-m", "tests.launch.over_ssh", str(hosts.config), str(python), str(tmp_path), "wait"]
     with subprocess.Popen(
         [*hosts.inside("a"), sys.executable, *words],
         stdout=subprocess.PIPE,
@@ -125,33 +128,18 @@ def running(hosts: Hosts, folder: Path, python: str) -> Iterator[subprocess.Pope
         start_new_session=True,
     ) as process:
         try:
-            wait_for(lambda: process.poll() is not None or len(started(folder)) == 2)
+            wait_for(lambda: process.poll() is not None or len(started(tmp_path)) == 2)
             assert process.poll() is None, process.communicate()
-            assert [rank["pid"] in everything(hosts, "a") for rank in by_rank(folder)] == [True, False]
-            assert [rank["pid"] in everything(hosts, "b") for rank in by_rank(folder)] == [False, True]
+            for rank, host in enumerate(("a", "b")):
+                pids = [one["pid"] for _, one in sorted(started(tmp_path).items())]
+                assert [pid in everything(hosts, host) for pid in pids] == [rank == 0, rank == 1]
             yield process
         finally:
-            with_children = subprocess.run(
-                ["pgrep", "-g", str(process.pid)], capture_output=True, check=False
-            )
-            if process.poll() is None and with_children.stdout:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     require_nothing_left(hosts, 60.0)
-    assert all_ended(folder)
-
-
-def by_rank(folder: Path) -> list[dict[str, Any]]:
-    return [rank for _, rank in sorted(started(folder).items())]
-
-
-@pytest.fixture
-def launcher(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    python = tmp_path / "hasty-python"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} -m tests.launch.hasty_node\n")
-    python.chmod(0o755)
-    with running(hosts, tmp_path, str(python)) as process:
-        yield process
+    assert all_ended(tmp_path)
 
 
 def ended(process: subprocess.Popen[str], code: int) -> str:

@@ -1,34 +1,28 @@
 """`zerokit bench` in processes that are forked from the tests' server: the command and its ranks.
 
-A process that imports torch costs 1.5 to 3 s of processor time, and the ranks of a bench and torchrun's agents each
-are one. A bench that only serves a test, as what another is compared with, is run here instead: everything is as in
-`zerokit.launch.local` except who starts the ranks, which real processes test in tests/launch and tests/cli.
+A process that imports torch costs 1.5 to 3 s of processor time, and each rank of a bench is one. A bench that only
+serves a test, as what another is compared with, is run here instead: everything is as in `zerokit.launch.local` except
+how a rank is started, which real processes test in tests/launch and tests/cli.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import io
-import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tests.support.distributed import server_context
-from zerokit.launch.failures import Failure, explain_failures
-from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.network import free_port
-
-FOLLOW_SECONDS = 3.0
-"""How long ranks may take to end after one has failed."""
+from zerokit.launch import ranks
 
 
 def run_forked(
@@ -54,7 +48,7 @@ def run_forked(
         finally:
             process.kill()
             process.join()
-        said, errors = (Path(outputs, name).read_text() for name in ("stdout", "stderr"))
+        said, errors = (Path(outputs, f"{name}.log").read_text() for name in ("stdout", "stderr"))
         return subprocess.CompletedProcess(list(arguments), process.exitcode, said, errors)
 
 
@@ -70,7 +64,7 @@ class ForkedProcess:
     def __init__(
         self, outputs: Path, variables: Mapping[str, str], function: Callable[..., None], *args: Any
     ) -> None:
-        self._stderr = outputs / "stderr"
+        self._stderr = outputs / "stderr.log"
         self._process = server_context().Process(
             target=_program, args=(str(outputs), dict(variables), function, args)
         )
@@ -112,9 +106,10 @@ def _command(folder: str, arguments: list[str], variables: dict[str, str], outpu
     gc.freeze()  # as ranks do, see `distributed`
     _move_into(folder, variables, Path(outputs))
     from zerokit.cli import main
-    from zerokit.launch import local
 
-    local.launch = launch_forks
+    ranks.start_rank = ForkedRank  # type: ignore[assignment]
+    # The server that this process is from also makes the ranks; it would start another.
+    vars(forkserver)["ensure_running"] = vars(forkserver._forkserver)["ensure_running"] = lambda: None
     sys.argv = ["zerokit", *arguments]
     main()
 
@@ -127,7 +122,7 @@ def _move_into(folder: str, variables: Mapping[str, str], outputs: Path) -> None
     os.environ.update(variables)
     tempfile.tempdir = None  # TMPDIR is read again
     for number, name in ((1, "stdout"), (2, "stderr")):
-        log = os.open(outputs / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        log = os.open(outputs / f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(log, number)
         os.close(log)
         setattr(
@@ -135,116 +130,37 @@ def _move_into(folder: str, variables: Mapping[str, str], outputs: Path) -> None
         )
 
 
-def launch_forks(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    nodes: int,
-    nproc_per_node: int,
-    log_dir: Path,
-    interrupts: Interrupts,
-    environment: Mapping[str, str] | None = None,
-    poll: Callable[[], None] = lambda: None,
-    port: Callable[[], int] = free_port,
-) -> None:
-    """`zerokit.launch.local.launch` with forks of this process, which must have one thread: a fork itself, say."""
-    from torch._C._distributed_c10d import TCPStore
+class ForkedRank(ForkedProcess):
+    """In the place of `zerokit.launch.ranks.start_rank`."""
 
-    from zerokit.launch.local import threads_per_rank
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str], folder: Path) -> None:
+        variables = {**variables, "ZEROKIT_ERROR_FILE": str((folder / "error.json").absolute())}
+        super().__init__(folder.absolute(), variables, _be_rank, os.getcwd(), list(command))
 
-    assert threading.active_count() == 1, "a fork would lack threads: leave MLflow out with --no-mlflow"
-    world, number = nodes * nproc_per_node, port()
-    here = os.getpid()
-    folders: list[Path] = []
-    pids: list[int] = []
-    for rank in range(world):
-        node, local_rank = divmod(rank, nproc_per_node)
-        folders.append(log_dir / f"node-{node}" / str(local_rank))
-        folders[-1].mkdir(parents=True)
-        variables = {
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": str(threads_per_rank(world)),
-            **os.environ,
-            "ZEROKIT_NODES_ON_MACHINE": str(nodes),
-            **(environment or {}),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(nproc_per_node),
-            "GROUP_RANK": str(node),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(number),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_ERROR_FILE": str(folders[-1] / "error.json"),
-        }
-        pid = os.fork()
-        if pid == 0:
-            _rank(here, module, arguments, variables, folders[-1])
-        pids.append(pid)
-    # After the forks, as it has a thread. It outlives the ranks, as the agents' does.
-    store = TCPStore("127.0.0.1", number, is_master=True, wait_for_workers=False)
-    codes: dict[int, int] = {}
-    try:
-        _await_ranks(pids, codes, interrupts, poll)
-    finally:
-        for rank in codes.keys() ^ range(world):
-            os.kill(pids[rank], 9)
-            codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1])
-        del store
-    failed = [rank for rank, code in codes.items() if code]
-    if failed:
-        raise explain_failures(
-            [
-                _failure(rank, rank // nproc_per_node, pids[rank], codes[rank], folders[rank])
-                for rank in failed
-            ],
-            log_dir,
-        )
+    def poll(self) -> int | None:
+        """As a `Popen`'s."""
+        return self.returncode
+
+    def wait(self) -> None:
+        """As a `Popen`'s."""
+        self._process.join()
 
 
-def _await_ranks(
-    pids: Sequence[int], codes: dict[int, int], interrupts: Interrupts, poll: Callable[[], None]
-) -> None:
-    """Until all have ended, or one has failed and the others had time to follow; `codes` is filled in by rank."""
-    failed_at: float | None = None
-    while len(codes) < len(pids):
-        interrupts.check()
-        poll()
-        for rank in codes.keys() ^ range(len(pids)):
-            pid, status = os.waitpid(pids[rank], os.WNOHANG)
-            if pid:
-                codes[rank] = os.waitstatus_to_exitcode(status)
-        if failed_at is None and any(codes.values()):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > FOLLOW_SECONDS:
-            return
-        time.sleep(0.02)
-    poll()
+def _be_rank(folder: str, command: list[str]) -> None:
+    """The body of a rank, which leaves by itself, or with who has asked for it."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    import torch
+
+    from zerokit.launch.rank import main
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch has read the variable long ago
+    main(command[0], command[1:])
 
 
-def _rank(
-    parent: int, module: str, arguments: Sequence[str], variables: dict[str, str], outputs: Path
-) -> NoReturn:
-    """The body of a rank, which leaves by itself."""
-    try:
-        _move_into(os.getcwd(), variables, outputs)
-        import torch
-
-        from zerokit.launch.processes import die_with_parent
-        from zerokit.launch.rank import main
-
-        die_with_parent(parent)
-        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))  # torch has read the variable long ago
-        main(module, list(arguments))
-    finally:
-        os._exit(1)
-
-
-def _failure(rank: int, node: int, pid: int, code: int, folder: Path) -> Failure:
-    """As `zerokit.launch.failures.read_failures` makes one of torchrun's report."""
-    message, expected, moment = "", False, time.time()
-    with contextlib.suppress(OSError, ValueError):
-        said = json.loads((folder / "error.json").read_text())["message"]
-        message, expected = said["message"], bool(said["extraInfo"]["expected"])
-        moment = float(said["extraInfo"]["time"])
-    return Failure(rank, node, pid, code, message, expected, moment, folder / "stderr")
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

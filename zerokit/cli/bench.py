@@ -17,7 +17,7 @@ from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.settings import CHECKPOINTS, DEFAULT_REPEATS, MEASURED, OPTIONS, Option, Settings
 from zerokit.cli.launcher_options import OPTIONS_OF, launcher_options
-from zerokit.cli.launchers import FromFile, given_arguments, join
+from zerokit.cli.launchers import given_arguments, join
 from zerokit.cli.work import (
     PATH,
     CommaList,
@@ -171,52 +171,27 @@ def use_sweep_file(context: click.Context, parameter: click.Parameter, path: Pat
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = key.replace("_", "-")
-        if name not in known:
+        if (option := known.get(name)) is None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see zerokit bench --help"
             raise click.UsageError(printable(f"{path}: {key!r} is not an option of zerokit bench: {hint}"))
-        option = known[name]
-        if option.name in values:
-            raise click.UsageError(printable(f"{path}: {name} is given twice, once as {key}"))
-        try:
-            values[option.name or ""] = _as_given(option, value)
-        except ValueError as error:
-            raise click.UsageError(printable(f"{path}: {key}: {error}")) from error
+        # As it would stand on the command line, so that both are read by the same types.
+        texts = [str(one) for one in (value if isinstance(value, list) else [value])]
+        values[option.name or ""] = value if option.is_flag else texts if option.multiple else ",".join(texts)
     context.default_map = values
-
-
-def _as_given(option: click.Option, value: Any) -> Any:
-    """A value as it would stand on the command line, so that both are read by the same types."""
-    if option.is_flag != isinstance(value, bool):
-        raise ValueError(
-            "expected true or false" if option.is_flag else "expected a value, not true or false"
-        )
-    if option.is_flag:
-        return value
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(
-        isinstance(one, str | int | float) and not isinstance(one, bool) for one in values
-    ):
-        raise ValueError("expected a string, a number or a list of these")
-    texts = [str(one) for one in values]
-    if option.multiple:
-        return texts
-    if len(texts) > 1 and not isinstance(option.type, CommaList):
-        raise ValueError(f"takes one value, not {len(texts)}")
-    return ",".join(texts)
 
 
 _EPILOG = """\b
 Several values after commas make a sweep of all combinations:
   zerokit bench --stage 0,1,2,3 --engine zerokit,ddp,fsdp2 --nodes 2
-Without --launcher, N nodes are N torchrun agents on this machine: real ranks over loopback.
+Without --launcher, N nodes are simulated on this machine: real ranks over loopback.
 \b
 Exit codes: 0 ok, 1 a cell failed, 2 wrong use, 4 nothing ran (all out of memory
 or unsupported), 128 + N ended by signal N.
 """
 
 
-class _Bench(FromFile):
+class _Bench(click.Command):
     """Its help has headings: there are too many options for one list."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from zerokit.cli.bench import setting_option
-from zerokit.cli.details import annotate
+from zerokit.cli.details import NARROWEST, annotate
 from zerokit.cli.launcher_options import launcher_options, take_options
-from zerokit.cli.launchers import Chosen, FromFile, choose_launcher, given_arguments, join
+from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, join
 from zerokit.cli.work import PATH, counted, json_option, print_json, tracking_uri_option
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.text import printable
@@ -32,7 +32,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
 """
 
 
-@click.command(cls=FromFile, epilog=_EPILOG)
+@click.command(epilog=_EPILOG)
 @click.argument("directory", metavar="[RUN_DIRECTORY]", default=".", type=PATH)
 @setting_option("nodes", several=False)
 @setting_option(
@@ -137,18 +137,14 @@ _GAP = 2
 def show(report: Report) -> None:
     """Print the report on stdout."""
     console = Console(highlight=False)
-    console.print(Group(*report_tables(report, console.width)))
-
-
-def report_tables(report: Report, width: int) -> list[RenderableType]:
-    """The parts of the report, from top to bottom; `width` is the terminal's, in characters."""
+    console.width = max(console.width, NARROWEST)
     quiet = [one for one in report.findings if one.severity in (Severity.OK, Severity.SKIPPED)]
-    parts: list[RenderableType] = [_heading(report), Text(), _table(quiet, width)]
+    console.print(_heading(report), Text(), _table(quiet), sep="\n")
     for kind in (Severity.WARNING, Severity.FAULT):
         for one in report.findings:
             if one.severity is kind:
-                parts += [Text(), *_explained(one)]
-    return [*parts, Text(), _summary(report)]
+                console.print(Text(), *_explained(one), sep="\n")
+    console.print(Text(), _summary(report), sep="\n")
 
 
 def _heading(report: Report) -> Text:
@@ -161,7 +157,7 @@ def _heading(report: Report) -> Text:
     return Text(f"zerokit doctor: {report.here.seat.host}, {what}", style="bold")
 
 
-def _table(findings: Sequence[Finding], width: int) -> RenderableType:
+def _table(findings: Sequence[Finding]) -> Table:
     rows = []
     for one in findings:
         style = "dim" if one.severity is Severity.SKIPPED else ""
@@ -172,7 +168,7 @@ def _table(findings: Sequence[Finding], width: int) -> RenderableType:
             Text(one.check, style),
         )
         rows.append((cells, Text(printable(text), style)))
-    return annotate(rows, width)
+    return annotate(rows)
 
 
 def _explained(one: Finding) -> list[RenderableType]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shlex
 import sys
@@ -25,32 +23,6 @@ if TYPE_CHECKING:
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.joined import Leader
     from zerokit.launch.membership import Membership
-
-
-class FromFile(click.Command):
-    """A command that also reads its options from a JSON list in a file, given as `--arguments FILE`."""
-
-    def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """Replace `--arguments FILE` by the file's options; raises `click.UsageError` for an invalid file."""
-        if "--arguments" in args:
-            at = args.index("--arguments")
-            where = args[at + 1] if at + 1 < len(args) else ""
-            try:
-                if where.startswith("env:"):
-                    text = os.environ.get(where.removeprefix("env:"), "")
-                else:
-                    text = Path(where).read_text(encoding="utf-8")
-                words = json.loads(text)
-            except (OSError, ValueError) as error:
-                raise click.UsageError(
-                    f"--arguments needs a file, or env:NAME, with a JSON list of options: {error}"
-                ) from error
-            if not isinstance(words, list) or not all(
-                isinstance(word, str) and word != "--arguments" for word in words
-            ):
-                raise click.UsageError(f"{where} is not a JSON list of options")
-            args[at : at + 2] = words
-        return super().parse_args(context, args)
 
 
 def is_given(context: click.Context, name: str) -> bool:
@@ -166,20 +138,18 @@ class Chosen:
         )
 
 
-def _followed(
-    launch: Launch, *what: Any, log_dir: Path, nproc_per_node: int, poll: Callable[[], None], **more: Any
-) -> None:
+def _followed(launch: Launch, *what: Any, log_dir: Path, poll: Callable[[], None], **more: Any) -> None:
     """A launch whose ranks' output is shown on stderr."""
     from zerokit.launch.logs import RankLogs
 
-    logs = RankLogs(log_dir, nproc_per_node, lambda line: click.echo(printable(line), err=True))
+    logs = RankLogs(log_dir, lambda line: click.echo(printable(line), err=True))
 
     def look() -> None:
         poll()
         logs.look()
 
     try:
-        launch(*what, log_dir=log_dir, nproc_per_node=nproc_per_node, poll=look, **more)
+        launch(*what, log_dir=log_dir, poll=look, **more)
     finally:
         logs.look()
 
@@ -284,10 +254,8 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
 
     Returns the leader's exit code, on all of them.
     """
-    from zerokit.launch.failures import LaunchError
     from zerokit.launch.interrupts import Interrupted, Interrupts
     from zerokit.launch.joined import Leader, follow
-    from zerokit.launch.meeting import Meeting
     from zerokit.launch.processes import end_with_parent
 
     member = chosen.member
@@ -296,12 +264,12 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
         end_with_parent()  # other launchers' daemons end what they have started, nohup shall not
     if member.leads:
         click.echo(f"zerokit: {member.describe()} leads", err=True)
-    with Interrupts() as interrupts, contextlib.closing(Meeting(member)) as meeting:
+    with Interrupts() as interrupts:
         if not member.leads:
-            return follow(meeting, command_line, interrupts)
-        code = 1
+            return follow(member, command_line, interrupts)
+        leader, code = Leader(member, command_line, interrupts), 1
         try:
-            code = run(Leader(meeting, command_line, interrupts))
+            code = run(leader)
         except click.ClickException as error:
             code = error.exit_code
             raise
@@ -312,6 +280,5 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
             code = 128 + error.signal_number
             raise
         finally:
-            with contextlib.suppress(LaunchError):  # the others notice that the store is gone
-                meeting.dismiss(code)
+            leader.dismiss(code)
     return code

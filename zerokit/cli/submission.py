@@ -182,9 +182,9 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     job = sbatch(file)
     display, log = Display(), log_of(job)
     display.warn(f"submitted as Slurm's job {job}; its log is {log}")
-    with Interrupts() as interrupts, display:
-        code = follow(job, interrupts, display.warn)
     target = Path(inside) if inside else folder_of(job) / name
+    with Interrupts() as interrupts, display:
+        code = follow(job, target, interrupts, display.warn)
     _show(target, display, as_json=request.as_json, single=single, log=log)
     return code
 

@@ -23,7 +23,7 @@ from zerokit.bench.comparison.tables import (
 )
 from zerokit.bench.record.metrics import METRICS, PACED, instrumented
 from zerokit.bench.record.schema import to_plain
-from zerokit.cli.details import annotate, detailed_metrics, notes, rank_table, record_rows
+from zerokit.cli.details import NARROWEST, annotate, detailed_metrics, notes, rank_table, record_rows
 from zerokit.text import printable
 
 _ANY_WIDTH = 1000
@@ -35,8 +35,8 @@ def show(console: Console, cells: Sequence[Cell], metrics: Sequence[str] = ()) -
 
     A single run is shown with its ranks and what each figure means. Without `metrics`, those that matter most.
     """
-    if not console.is_terminal:
-        console.width = _ANY_WIDTH  # no line of a pipe is folded
+    # No line of a pipe is folded.
+    console.width = max(console.width, NARROWEST) if console.is_terminal else _ANY_WIDTH
     ran = [cell for cell in cells if cell.status != "unsupported"]
     single = len(cells) == 1 and len(cells[0].records) == 1 and cells[0].status == "ok"
     usual = detailed_metrics(cells) if single else usual_metrics(cells)
@@ -45,7 +45,7 @@ def show(console: Console, cells: Sequence[Cell], metrics: Sequence[str] = ()) -
     for note in drift_notes(cells):
         console.print(Text(note, style="yellow"))
     if single:
-        console.print(_annotated(cells[0], columns, console.width))
+        console.print(_annotated(cells[0], columns))
         if not metrics:
             console.print(Text(), rank_table(console, cells[0].first.ranks), sep="\n")
     elif columns:
@@ -101,7 +101,7 @@ def _marks(cells: Sequence[Cell], shown: set[str]) -> str:
     return " ".join(marks)
 
 
-def _annotated(cell: Cell, columns: Sequence[Column], width: int) -> RenderableType:
+def _annotated(cell: Cell, columns: Sequence[Column]) -> Table:
     """A single run: each figure with what it means, then what is no figure."""
     meaning = notes(cell.first)
     rows = [(column.title, _with_unit(column), meaning.get(column.metric, "")) for column in columns]
@@ -113,7 +113,6 @@ def _annotated(cell: Cell, columns: Sequence[Column], width: int) -> RenderableT
             ((Text(printable(name), "bold"), Text(printable(value))), Text(printable(note), "dim"))
             for name, value, note in rows
         ],
-        width,
         right=1,
     )
 

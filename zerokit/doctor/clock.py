@@ -14,18 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zerokit.doctor.findings import (
-    Answers,
-    Finding,
-    Seat,
-    Verdict,
-    fault,
-    finding,
-    machines,
-    ok,
-    skipped,
-    warning,
-)
+from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, finding, machines
 from zerokit.doctor.findings import where as named
 
 if TYPE_CHECKING:
@@ -80,7 +69,7 @@ def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.tim
 def judge_clocks(answers: Answers[Offset]) -> list[Finding]:
     """ZD501."""
     if len(answers) < 2:
-        return [finding("ZD501", skipped("one rank: nothing to compare"))]
+        return [finding("ZD501", Verdict.skipped("one rank: nothing to compare"))]
     first, last = (pick(answers, key=lambda entry: entry[1].seconds) for pick in (min, max))
     skew = last[1].seconds - first[1].seconds
     doubt = first[1].uncertainty_s + last[1].uncertainty_s
@@ -101,14 +90,14 @@ def _judge(skew: float, doubt: float, several: bool) -> Verdict:
     remedy = "let every node follow a time server: timedatectl set-ntp true, chronyc makestep"
     # What the measurement cannot distinguish from zero is no skew.
     if skew - doubt > SKEW_REFUSED_S:
-        return fault(
+        return Verdict.fault(
             listed,
             "Signed requests and tickets are refused, and newer files look older than old ones.",
             remedy,
         )
     if skew - doubt > SKEW_NOTICED_S:
-        return warning(listed, "Logs and traces of different nodes cannot be put in order.", remedy)
-    return ok(listed if several else f"one machine, one clock (measured: {listed})")
+        return Verdict.warning(listed, "Logs and traces of different nodes cannot be put in order.", remedy)
+    return Verdict.ok(listed if several else f"one machine, one clock (measured: {listed})")
 
 
 def _time(seconds: float) -> str:

@@ -10,19 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.bench.machine.host import find_gpus, torch_uses_cuda, visible
-from zerokit.doctor.findings import (
-    Answers,
-    Finding,
-    Seat,
-    Verdict,
-    by_machine,
-    by_rank,
-    fault,
-    finding,
-    ok,
-    skipped,
-    warning,
-)
+from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine, by_rank, finding
 
 _DRIVER = Path("/proc/driver/nvidia")
 
@@ -95,27 +83,27 @@ def judge_devices(answers: Answers[Devices]) -> list[Finding]:
 def _verdict(devices: Devices) -> Verdict:
     if devices.driver is None and devices.present == 0:
         built = "; torch is built for CUDA" if devices.built_for_cuda else ""
-        return ok(f"none: CPU only{built}")
+        return Verdict.ok(f"none: CPU only{built}")
     seen = f"driver {devices.driver}, {devices.present} devices, {devices.visible} visible"
     if not devices.built_for_cuda:
-        return fault(
+        return Verdict.fault(
             f"{seen}; torch is built without CUDA",
             "torch cannot use the devices of this machine and trains on its CPU.",
             "install a build of torch for CUDA, see https://pytorch.org/get-started/locally",
         )
     if devices.visible == 0:
-        return warning(
+        return Verdict.warning(
             f"{seen}",
             "CUDA_VISIBLE_DEVICES hides all devices, or a container shows none: training runs on the CPU.",
             "unset CUDA_VISIBLE_DEVICES, or start the container with devices (--gpus all)",
         )
     if devices.usable is not None and devices.usable < devices.visible:
-        return fault(
+        return Verdict.fault(
             f"{seen}; torch can use {devices.usable}",
             "The driver is too old for the CUDA that torch was built for, or a device does not answer.",
             "compare nvidia-smi with torch.version.cuda; update the driver, or install torch for an older CUDA",
         )
-    return ok(seen)
+    return Verdict.ok(seen)
 
 
 def _one_a_rank(used: Sequence[tuple[Seat, Device]]) -> list[Finding]:
@@ -127,8 +115,8 @@ def _one_a_rank(used: Sequence[tuple[Seat, Device]]) -> list[Finding]:
         seat, device = entry
         ranks = users[seat.machine, device.identity]
         if len(ranks) == 1:
-            return ok("every rank has a device of its own")
-        return warning(
+            return Verdict.ok("every rank has a device of its own")
+        return Verdict.warning(
             f"ranks {', '.join(map(str, ranks))} share {device.name} {device.identity}",
             "NCCL refuses two ranks on one device: gloo would serve them, through the host's memory.",
             "lower --nproc-per-node to the number of visible devices",
@@ -141,10 +129,10 @@ def _same(names: Sequence[str]) -> Verdict:
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     listed = ", ".join(f"{count} × {name}" for name, count in counts.items())
     if len(counts) == 1:
-        return ok(listed)
+        return Verdict.ok(listed)
     if not names:
-        return skipped("no rank uses a device")
-    return warning(
+        return Verdict.skipped("no rank uses a device")
+    return Verdict.warning(
         listed,
         "Shards are equal, devices are not: the slowest and the smallest device set the pace and the size.",
         "use nodes of one kind",

@@ -9,18 +9,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.doctor.findings import (
-    Answers,
-    Finding,
-    Verdict,
-    by_machine,
-    by_rank,
-    fault,
-    finding,
-    ok,
-    skipped,
-    warning,
-)
+from zerokit.doctor.findings import Answers, Finding, Verdict, by_machine, by_rank, finding
 
 _MIB = 2**20
 PREFIX = ".zerokit-doctor-"
@@ -152,7 +141,7 @@ def judge_directories(answers: Answers[Directory], seen: Answers[bool] | None = 
     if len(answers) > 1:
         if seen is None:
             findings.append(
-                finding("ZD604", skipped("rank 0 could not write there, or the ranks did not meet"))
+                finding("ZD604", Verdict.skipped("rank 0 could not write there, or the ranks did not meet"))
             )
         else:
             findings += by_rank("ZD604", seen, lambda saw: _judge_seen(saw, answers[0][1].path))
@@ -163,8 +152,8 @@ def _judge_writable(directory: Directory) -> Verdict:
     new = directory.existing != directory.path
     listed = f"{directory.path}{f' (to be made in {directory.existing})' if new else ''}"
     if directory.error is None:
-        return ok(listed)
-    return fault(
+        return Verdict.ok(listed)
+    return Verdict.fault(
         f"{directory.existing}: {directory.error}",
         "Ranks cannot write checkpoints there.",
         "choose another directory, or give this user write access (ls -ld, id, mount)",
@@ -174,22 +163,22 @@ def _judge_writable(directory: Directory) -> Verdict:
 def _judge_space(directory: Directory) -> Verdict:
     listed = f"{directory.free_bytes / 2**30:.1f} GiB free in {directory.existing}"
     if directory.free_files == 0:
-        return fault(
+        return Verdict.fault(
             "no inode is left", "New files cannot be created, although there is space.", "remove files there"
         )
     if directory.free_bytes < FREE_LEAST_BYTES:
-        return fault(
+        return Verdict.fault(
             f"{directory.free_bytes / _MIB:.1f} MiB free in {directory.existing}",
             "No checkpoint fits, and perhaps not even a bench's record.",
             "free space there, or choose another directory",
         )
     if directory.free_bytes < FREE_LITTLE_BYTES:
-        return warning(
+        return Verdict.warning(
             listed,
             "Few checkpoints fit: one takes 12 bytes per parameter with Adam.",
             "free space, or keep fewer steps",
         )
-    return ok(listed)
+    return Verdict.ok(listed)
 
 
 def _judge_speed(directory: Directory) -> Verdict:
@@ -198,18 +187,18 @@ def _judge_speed(directory: Directory) -> Verdict:
     if directory.bytes_per_s is not None:
         listed = f"{directory.bytes_per_s / 1e6:,.0f} MB/s with sync, {listed}"
     if (directory.bytes_per_s or SLOW_BYTES_PER_S) < SLOW_BYTES_PER_S or sync > SLOW_SYNC_S:
-        return warning(
+        return Verdict.warning(
             listed,
             "Training waits for saves (blocking=False hides a part), and a save may take minutes.",
             "use a local disk or a parallel file system, and check what else writes there (iostat)",
         )
-    return ok(listed)
+    return Verdict.ok(listed)
 
 
 def _judge_seen(saw: bool, path: str) -> Verdict:
     if saw:
-        return ok(f"a file of rank 0 was read by all in {path}")
-    return fault(
+        return Verdict.ok(f"a file of rank 0 was read by all in {path}")
+    return Verdict.fault(
         f"a file that rank 0 wrote to {path} is not there",
         "The ranks' files would be on different disks, so no save would be committed.",
         "mount one file system at the same path on all nodes, or choose a directory on a shared one",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zerokit import __version__
 from zerokit.bench.record.schema import SchemaError, from_plain, to_plain
@@ -22,16 +22,7 @@ from zerokit.doctor.clock import judge_clocks
 from zerokit.doctor.devices import judge_devices
 from zerokit.doctor.directory import judge_directories
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
-from zerokit.doctor.findings import (
-    CHECKS,
-    Finding,
-    Severity,
-    fault,
-    finding,
-    machines,
-    ok,
-    skipped,
-)
+from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, finding, machines
 from zerokit.doctor.interfaces import judge_network
 from zerokit.doctor.limits import judge_limits
 from zerokit.doctor.names import Neighbourhood, judge_lookups, judge_own_names, within
@@ -45,6 +36,8 @@ from zerokit.launch.failures import Failure, WorkerFailed
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
+
+T = TypeVar("T")
 
 FORMAT = "zerokit.doctor/1"
 WORKER = "zerokit.doctor.worker"
@@ -169,8 +162,8 @@ def examine_quickly(plan: Plan) -> Report:
     except TimeoutError as error:
         tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", False, error=str(error))
     findings = judge([here], None, plan.world) + judge_tracking(tracking)
-    findings.append(finding("ZD901", skipped("--quick: none were started")))
-    return _report(plan, True, here, [], None, tracking, findings)
+    findings.append(finding("ZD901", Verdict.skipped("--quick: none were started")))
+    return Report(plan, True, _now(), here, [], None, tracking, _by_code(findings))
 
 
 def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda text: None) -> Report:
@@ -195,8 +188,8 @@ def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda te
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
     findings = judge(ranks or [here], group, plan.world) + judge_tracking(tracking)
-    findings.append(trouble or finding("ZD901", ok(f"{plan.world} on {plan.nodes} nodes, all met")))
-    return _report(plan, False, here, ranks, group, tracking, findings)
+    findings.append(trouble or finding("ZD901", Verdict.ok(f"{plan.world} on {plan.nodes} nodes, all met")))
+    return Report(plan, False, _now(), here, ranks, group, tracking, _by_code(findings))
 
 
 def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> list[Finding]:
@@ -283,7 +276,7 @@ def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = (
         where = f"node {cause.node}{f' ({host})' if host else ''}, rank {cause.rank}"
     return finding(
         "ZD901",
-        fault(
+        Verdict.fault(
             lines[0][:400] + last,
             f"Training would fail in the same way. Ranks were last seen {_progress(plan, work)}.",
             f"look at the faults above, if any, and at the logs in {work}",
@@ -295,7 +288,7 @@ def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = (
 def _hung(plan: Plan, work: Path, reason: str) -> Finding:
     return finding(
         "ZD901",
-        fault(
+        Verdict.fault(
             f"{reason}; last seen {_progress(plan, work)}",
             "A rank hangs, was never started, or cannot reach the others: training would wait in the same way.",
             "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
@@ -343,31 +336,24 @@ def _behind(plan: Plan, work: Path) -> str:
 
 
 def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:
-    """What ranks have left: all of it, or as far as they came."""
-    ranks = []
-    for rank in range(world):
-        try:
-            ranks.append(from_plain(RankFacts, json.loads((work / f"rank-{rank}.json").read_text())))
-        except (OSError, ValueError, SchemaError):
-            continue  # it never came so far: ZD901 reports it
-    if len(ranks) < world:
-        return ranks, None
+    """What ranks have left: all of it, or as far as they came, which ZD901 reports."""
+    ranks = [
+        one for rank in range(world) if (one := _load(RankFacts, work / f"rank-{rank}.json")) is not None
+    ]
+    return ranks, _load(GroupFacts, work / "group.json") if len(ranks) == world else None
+
+
+def _load(kind: type[T], path: Path) -> T | None:
     try:
-        return ranks, from_plain(GroupFacts, json.loads((work / "group.json").read_text()))
+        return from_plain(kind, json.loads(path.read_text()))
     except (OSError, ValueError, SchemaError):
-        return ranks, None
+        return None
 
 
-def _report(
-    plan: Plan,
-    quick: bool,
-    here: RankFacts,
-    ranks: Sequence[RankFacts],
-    group: GroupFacts | None,
-    tracking: Tracking,
-    findings: Sequence[Finding],
-) -> Report:
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _by_code(findings: Sequence[Finding]) -> list[Finding]:
     order = list(CHECKS)
-    ordered = sorted(findings, key=lambda one: order.index(one.code))
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Report(plan, quick, created, here, ranks, group, tracking, ordered)
+    return sorted(findings, key=lambda one: order.index(one.code))

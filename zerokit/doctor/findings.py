@@ -81,6 +81,26 @@ class Verdict:
     meaning: str = ""
     remedy: str = ""
 
+    @staticmethod
+    def ok(found: str) -> Verdict:
+        """A check that passed."""
+        return Verdict(Severity.OK, found)
+
+    @staticmethod
+    def skipped(found: str) -> Verdict:
+        """A check that had nothing to examine, or could not."""
+        return Verdict(Severity.SKIPPED, found)
+
+    @staticmethod
+    def warning(found: str, meaning: str, remedy: str) -> Verdict:
+        """A warning: training works, but slower or less safely than it could."""
+        return Verdict(Severity.WARNING, found, meaning, remedy)
+
+    @staticmethod
+    def fault(found: str, meaning: str, remedy: str) -> Verdict:
+        """A fault: training will fail, hang, or lose data."""
+        return Verdict(Severity.FAULT, found, meaning, remedy)
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -103,26 +123,6 @@ class Finding:
     found: str
     meaning: str
     remedy: str
-
-
-def ok(found: str) -> Verdict:
-    """A check that passed."""
-    return Verdict(Severity.OK, found)
-
-
-def skipped(found: str) -> Verdict:
-    """A check that had nothing to examine, or could not."""
-    return Verdict(Severity.SKIPPED, found)
-
-
-def warning(found: str, meaning: str, remedy: str) -> Verdict:
-    """A warning: training works, but slower or less safely than it could."""
-    return Verdict(Severity.WARNING, found, meaning, remedy)
-
-
-def fault(found: str, meaning: str, remedy: str) -> Verdict:
-    """A fault: training will fail, hang, or lose data."""
-    return Verdict(Severity.FAULT, found, meaning, remedy)
 
 
 def finding(code: str, verdict: Verdict, where: str = "") -> Finding:

@@ -6,17 +6,16 @@ origin and user.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
-import queue
-import ssl
-import threading
-import urllib.error
 import urllib.parse
-import urllib.request
 from dataclasses import dataclass
 from typing import Any
+
+import requests
+import urllib3
+
+from zerokit.doctor.names import within
 
 _API = "api/2.0/mlflow"
 _TAG = "zerokit.doctor"
@@ -25,7 +24,7 @@ _EXCERPT = 200
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one request: the status and the start of the text, or the error."""
+    """The answer to one request: the status and the text, or the error."""
 
     status: int | None
     text: str
@@ -50,61 +49,45 @@ class Server:
 
     def __init__(self, uri: str, timeout_s: float) -> None:
         parts = urllib.parse.urlsplit(uri)
-        user, password = parts.username, parts.password
-        self._base = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
-        self._timeout_s = timeout_s
-        self._headers = {"Content-Type": "application/json"}
-        token = os.environ.get("MLFLOW_TRACKING_TOKEN")
-        user = user or os.environ.get("MLFLOW_TRACKING_USERNAME")
-        password = password or os.environ.get("MLFLOW_TRACKING_PASSWORD")
+        base = parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="")
+        self._base, self._timeout_s = base.geturl().rstrip("/"), timeout_s
+        self._session = requests.Session()
+        user = parts.username or os.environ.get("MLFLOW_TRACKING_USERNAME")
+        password = parts.password or os.environ.get("MLFLOW_TRACKING_PASSWORD")
         if user is not None and password is not None:
-            self._headers["Authorization"] = (
-                "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
-            )
-        elif token:
-            self._headers["Authorization"] = f"Bearer {token}"
-        handlers: list[urllib.request.BaseHandler] = [_Redirects()]
-        if parts.scheme == "https":
-            handlers.append(urllib.request.HTTPSHandler(context=_certificates()))
-        self._opener = urllib.request.build_opener(*handlers)
+            self._session.auth = (user, password)
+        elif token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
+            self._session.headers["Authorization"] = f"Bearer {token}"
+        self._verify: bool | str = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or True
+        if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true"):
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+            self._verify = False
 
     def get(self, path: str) -> Answer:
         """Get `path`."""
-        return self._ask(path, None)
+        return self._ask("GET", path, None)
 
     def post(self, path: str, content: dict[str, str]) -> Answer:
         """Send JSON to `path`."""
-        return self._ask(path, json.dumps(content).encode())
+        return self._ask("POST", path, content)
 
-    def _ask(self, path: str, content: bytes | None) -> Answer:
+    def _ask(self, method: str, path: str, content: dict[str, str] | None) -> Answer:
         """The answer, if all of it comes in time: a time-out of sockets begins anew with every byte."""
-        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        threading.Thread(target=lambda: answers.put(self._request(path, content)), daemon=True).start()
+        how: dict[str, Any] = {"json": content, "timeout": self._timeout_s, "verify": self._verify}
         try:
-            return answers.get(timeout=2 * self._timeout_s)
-        except queue.Empty:
-            return Answer(None, "", f"no whole answer within {2 * self._timeout_s:g} s")
-
-    def _request(self, path: str, content: bytes | None) -> Answer:
-        address = f"{self._base.rstrip('/')}/{path}"
-        try:
-            request = urllib.request.Request(address, content, self._headers)
-            with self._opener.open(request, timeout=self._timeout_s) as response:
-                return Answer(response.status, response.read(1 << 20).decode(errors="replace"))
-        except urllib.error.HTTPError as error:
-            with error:
-                return Answer(error.code, error.read(1 << 16).decode(errors="replace"))
-        except TimeoutError:
+            answer = within(
+                lambda: self._session.request(method, f"{self._base}/{path}", **how), 2 * self._timeout_s
+            )
+        except requests.Timeout:
             return Answer(None, "", f"no answer within {self._timeout_s:g} s")
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, TimeoutError):
-                return Answer(None, "", f"no answer within {self._timeout_s:g} s")
-            reason = error.reason
-            return Answer(None, "", getattr(reason, "strerror", None) or str(reason))
-        except (OSError, ValueError, urllib.error.ContentTooShortError) as error:
-            return Answer(None, "", str(error) or type(error).__name__)
-        except Exception as error:  # http.client raises its own for what is no HTTP at all
-            return Answer(None, "", f"no HTTP: {type(error).__name__}: {str(error)[:80]}")
+        except TimeoutError:
+            return Answer(None, "", f"no whole answer within {2 * self._timeout_s:g} s")
+        except (OSError, ValueError) as error:
+            cause: Any = error.args[0] if error.args else error
+            if isinstance(cause, urllib3.exceptions.ProtocolError):
+                return Answer(None, "", f"no HTTP: {str(cause)[:80]}")
+            return Answer(None, "", str(getattr(cause, "reason", cause)).rpartition("] ")[2])
+        return Answer(answer.status_code, answer.text)
 
     def read(self) -> Answer:
         """Get one experiment, as MLflow's clients do."""
@@ -124,28 +107,6 @@ class Server:
         if written.status == 200:
             self.post(f"{_API}/experiments/delete-experiment-tag", tag)
         return written
-
-
-class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects; the user and the password go to the scheme, host and port that they are meant for alone."""
-
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> Any:
-        request = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if request is not None and _origin(request.full_url) != _origin(req.full_url):
-            request.remove_header("Authorization")
-        return request
-
-
-def _origin(url: str) -> tuple[str, str | None, int | None]:
-    parts = urllib.parse.urlsplit(url)
-    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-
-
-def _certificates() -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"))
-    if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true"):
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
 
 
 def excerpt(text: str) -> str:

@@ -11,20 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from zerokit.doctor.findings import (
-    Answers,
-    Finding,
-    Verdict,
-    by_machine,
-    by_rank,
-    fault,
-    finding,
-    machines,
-    ok,
-    skipped,
-    warning,
-    where,
-)
+from zerokit.doctor.findings import Answers, Finding, Verdict, by_machine, by_rank, finding, machines, where
 
 _CLASS = Path("/sys/class")
 
@@ -165,12 +152,12 @@ def _judge_gloo(network: Network, several: bool) -> Verdict:
         if (bad := _unusable(variable, name, by_name)) is not None:
             return bad
         if several and by_name[name].loopback:
-            return fault(
+            return Verdict.fault(
                 f"{variable}: loopback",
                 "gloo would listen where the other nodes cannot reach it.",
                 f"name the interface between the nodes: {_candidates(network)}",
             )
-    return ok(f"{variable}: {_described(by_name[network.gloo.split(',')[0]])}")
+    return Verdict.ok(f"{variable}: {_described(by_name[network.gloo.split(',')[0]])}")
 
 
 _BRING_UP = "bring loopback up: ip link set lo up"
@@ -180,20 +167,20 @@ def _judge_gloos_lookup(network: Network, several: bool) -> Verdict:
     taken = network.gloo_takes()
     remedy = f"set GLOO_SOCKET_IFNAME to the interface between the nodes: {_candidates(network)}"
     if not any(one.running and one.addresses for one in network.interfaces):
-        return fault("no interface is up", "gloo cannot listen, so that ranks never meet.", _BRING_UP)
+        return Verdict.fault("no interface is up", "gloo cannot listen, so that ranks never meet.", _BRING_UP)
     if taken is None:
         what = ", ".join(network.own_addresses) or "no address"
         listed = f"the host's own name resolves to {what}, which no interface has"
         meaning = "gloo falls back to loopback, so that other nodes cannot reach it."
-        return fault(listed, meaning, remedy) if several else warning(listed, meaning, remedy)
+        return Verdict.fault(listed, meaning, remedy) if several else Verdict.warning(listed, meaning, remedy)
     if taken.loopback and several:
-        return fault(
+        return Verdict.fault(
             f"the host's own name resolves to loopback ({', '.join(network.own_addresses)})",
             "gloo would listen where the other nodes cannot reach it.",
             remedy,
         )
     note = ": ranks of this machine only" if taken.loopback else ""
-    return ok(f"by the host's name: {_described(taken)}{note}")
+    return Verdict.ok(f"by the host's name: {_described(taken)}{note}")
 
 
 def _judge_nccl(network: Network, several: bool) -> Verdict:
@@ -201,29 +188,29 @@ def _judge_nccl(network: Network, several: bool) -> Verdict:
     if network.nccl is not None:
         variable = f"NCCL_SOCKET_IFNAME={network.nccl}"
         if not taken:
-            return fault(
+            return Verdict.fault(
                 f"{variable}: no such interface",
                 "NCCL finds no interface and fails when it starts.",
                 f"name one of {_candidates(network)}",
             )
         if not any(one.running and one.addresses for one in taken):
             names = ", ".join(one.name for one in taken)
-            return fault(
+            return Verdict.fault(
                 f"{variable}: {names} is down or has no address",
                 "NCCL cannot meet the other ranks over it.",
                 f"bring it up, or name one of {_candidates(network)}",
             )
     usable = [one for one in taken if one.running and one.addresses]
     if not usable:
-        return warning("no interface is up", "NCCL cannot start.", _BRING_UP)
+        return Verdict.warning("no interface is up", "NCCL cannot start.", _BRING_UP)
     if several and all(one.loopback for one in usable):
-        return fault(
+        return Verdict.fault(
             f"only {usable[0].name}",
             "Other nodes cannot be reached over loopback.",
             f"set NCCL_SOCKET_IFNAME to one of {_candidates(network)}",
         )
     prefix = "" if network.nccl is None else f"NCCL_SOCKET_IFNAME={network.nccl}: "
-    return ok(prefix + ", ".join(map(_described, usable)))
+    return Verdict.ok(prefix + ", ".join(map(_described, usable)))
 
 
 def _unusable(variable: str, name: str, by_name: Mapping[str, Interface]) -> Verdict | None:
@@ -232,7 +219,7 @@ def _unusable(variable: str, name: str, by_name: Mapping[str, Interface]) -> Ver
         return None
     what = "no such interface" if one is None else "has no address" if one.running else "is down"
     others = ", ".join(other.name for other in by_name.values() if other.running and other.addresses)
-    return fault(
+    return Verdict.fault(
         f"{variable}: {name}: {what}",
         "gloo fails when it starts.",
         f"name one that is up: {others or 'there is none'}",
@@ -258,7 +245,7 @@ def _judge_mtu(answers: Answers[Network]) -> list[Finding]:
             sizes.setdefault(taken.mtu, []).append(taken.name)
             by_size.setdefault(taken.mtu, []).append(index)
     if not sizes:
-        return [finding("ZD305", skipped("no interface but loopback"))]
+        return [finding("ZD305", Verdict.skipped("no interface but loopback"))]
     if len(sizes) > 1:
         listed = "; ".join(
             f"{size} on {names[0]}, {where([seats[index] for index in by_size[size]], seats)}"
@@ -267,7 +254,7 @@ def _judge_mtu(answers: Answers[Network]) -> list[Finding]:
         return [
             finding(
                 "ZD305",
-                warning(
+                Verdict.warning(
                     listed,
                     "Large packets of one node may be too large for another: connections open and then hang.",
                     f"set one MTU on all nodes: ip link set dev INTERFACE mtu {min(sizes)}",
@@ -279,14 +266,14 @@ def _judge_mtu(answers: Answers[Network]) -> list[Finding]:
         return [
             finding(
                 "ZD305",
-                warning(
+                Verdict.warning(
                     f"{size} on {names[0]}",
                     f"Less than {SMALL_MTU}, which IPv6 needs; more packets take more processor time.",
                     f"ip link set dev {names[0]} mtu 1500, or 9000 where switches allow it",
                 ),
             )
         ]
-    return [finding("ZD305", ok(f"{size} on {names[0]}"))]
+    return [finding("ZD305", Verdict.ok(f"{size} on {names[0]}"))]
 
 
 def _between_nodes(network: Network) -> Interface | None:
@@ -298,12 +285,12 @@ def _between_nodes(network: Network) -> Interface | None:
 
 def _judge_ports(network: Network) -> Verdict:
     if not network.ports:
-        return ok("no devices")
+        return Verdict.ok("no devices")
     listed = ", ".join(f"{port.device} port {port.port} {port.state}" for port in network.ports)
     down = [port for port in network.ports if port.state != "ACTIVE"]
     if not down:
-        return ok(listed)
-    return warning(
+        return Verdict.ok(listed)
+    return Verdict.warning(
         listed,
         "NCCL leaves out ports that are not active: less bandwidth, or only sockets.",
         "look at the cable and the subnet manager (ibstat), or name the ports in use in NCCL_IB_HCA",

@@ -7,18 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.doctor.findings import (
-    Answers,
-    Finding,
-    Verdict,
-    by_machine,
-    by_rank,
-    fault,
-    finding,
-    ok,
-    skipped,
-    warning,
-)
+from zerokit.doctor.findings import Answers, Finding, Verdict, by_machine, by_rank, finding
 
 _MIB = 2**20
 _SHM = Path("/dev/shm")
@@ -103,7 +92,7 @@ def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | No
     if routes is None:
         return [*findings, *by_rank("ZD404", answers, _judge_rules)]
     if not routes:
-        return [*findings, finding("ZD404", skipped("every rank is alone on its node"))]
+        return [*findings, finding("ZD404", Verdict.skipped("every rank is alone on its node"))]
     cma = answers[0][1].cma
     scopes = {seat: limits.ptrace_scope for seat, limits in answers}
     routed = [(seat, (route, scopes.get(seat))) for seat, route in routes]
@@ -114,43 +103,43 @@ def _judge_shm(limits: Limits) -> Verdict:
     listed = f"{_mib(limits.shm_free_bytes)} free of {_mib(limits.shm_bytes)}"
     remedy = "mount it larger: mount -o remount,size=8G /dev/shm; for a container --shm-size=8g or --ipc=host"
     if limits.shm_bytes == 0:
-        return fault("there is none", "NCCL and data loaders with workers fail.", remedy)
+        return Verdict.fault("there is none", "NCCL and data loaders with workers fail.", remedy)
     if limits.shm_free_bytes < SHM_LEAST_BYTES:
-        return fault(
+        return Verdict.fault(
             listed,
             "It is full: NCCL fails when it starts, data loaders' workers die with bus errors.",
             f"remove what dead processes left (ls -l /dev/shm), or {remedy}",
         )
     if limits.shm_bytes <= SHM_SMALL_BYTES:
-        return warning(
+        return Verdict.warning(
             listed, "Docker's default: NCCL with many ranks, and data loaders, soon fill it.", remedy
         )
-    return ok(listed)
+    return Verdict.ok(listed)
 
 
 def _judge_memlock(limits: Limits) -> Verdict:
     if limits.memlock_bytes is None:
-        return ok("unlimited")
+        return Verdict.ok("unlimited")
     listed = f"at most {_mib(limits.memlock_bytes)}"
     remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1; for services LimitMEMLOCK=infinity"
     if limits.infiniband:
-        return warning(
+        return Verdict.warning(
             listed, "NCCL cannot register its buffers with the InfiniBand device (ibv_reg_mr fails).", remedy
         )
     if limits.memlock_bytes < MEMLOCK_LOW_BYTES:
-        return warning(
+        return Verdict.warning(
             listed,
             f"This is less than the kernel's default of {_mib(MEMLOCK_LOW_BYTES)}: RDMA would fail.",
             remedy,
         )
-    return ok(listed)
+    return Verdict.ok(listed)
 
 
 def _judge_files(limits: Limits, world: int) -> Verdict:
     needed = FILES_BESIDES + FILES_A_PEER * world
     if limits.open_files is None or limits.open_files >= needed:
-        return ok("unlimited" if limits.open_files is None else f"at most {limits.open_files}")
-    return warning(
+        return Verdict.ok("unlimited" if limits.open_files is None else f"at most {limits.open_files}")
+    return Verdict.warning(
         f"at most {limits.open_files}",
         f"{world} ranks may need {needed} each: connections then fail with “too many open files”.",
         f"ulimit -n {max(65536, needed)}",
@@ -160,16 +149,16 @@ def _judge_files(limits: Limits, world: int) -> Verdict:
 def _judge_rules(limits: Limits) -> Verdict:
     """What the rules allow, where no rank has tried."""
     if limits.cma != "1":
-        return ok(f"not used: ZEROKIT_CMA={limits.cma}")
+        return Verdict.ok(f"not used: ZEROKIT_CMA={limits.cma}")
     if (limits.ptrace_scope or 0) >= 2:
         return _forbidden(f"Yama's ptrace_scope is {limits.ptrace_scope}", "sockets", limits.ptrace_scope)
     scope = "no Yama" if limits.ptrace_scope is None else f"Yama's ptrace_scope is {limits.ptrace_scope}"
-    return ok(f"nothing forbids it ({scope}); ranks were not asked")
+    return Verdict.ok(f"nothing forbids it ({scope}); ranks were not asked")
 
 
 def _judge_route(route: str, cma: str, scope: int | None) -> Verdict:
     if route == "memory" or cma == "0":
-        return ok(f"through {route}" + ("" if cma == "1" else f" (ZEROKIT_CMA={cma})"))
+        return Verdict.ok(f"through {route}" + ("" if cma == "1" else f" (ZEROKIT_CMA={cma})"))
     return _forbidden(f"through {route}", route, scope)
 
 
@@ -177,7 +166,7 @@ def _forbidden(listed: str, route: str, scope: int | None) -> Verdict:
     because = (
         f"Yama's ptrace_scope {scope} forbids" if (scope or 0) >= 2 else "the kernel or a sandbox forbids"
     )
-    return warning(
+    return Verdict.warning(
         listed,
         f"{because} reading other processes' memory; {route} costs more copies. Results are the same bits.",
         "sysctl kernel.yama.ptrace_scope=1; in a container --cap-add SYS_PTRACE, and a seccomp profile with "

@@ -9,17 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from zerokit.doctor.findings import (
-    Answers,
-    Finding,
-    Verdict,
-    by_machine,
-    by_rank,
-    fault,
-    machines,
-    ok,
-    warning,
-)
+from zerokit.doctor.findings import Answers, Finding, Verdict, by_machine, by_rank, machines
 
 T = TypeVar("T")
 
@@ -112,17 +102,17 @@ def _judge_own(own: OwnName, several: bool) -> Verdict:
         listed = f"{own.host} cannot be looked up: {own.error}"
         meaning = "gloo falls back to loopback, and torchrun may not find its own node."
         remedy = f"add a line with this node's address and {own.host} to /etc/hosts, or to the name server"
-        return fault(listed, meaning, remedy) if several else warning(listed, meaning, remedy)
+        return Verdict.fault(listed, meaning, remedy) if several else Verdict.warning(listed, meaning, remedy)
     listed = f"{own.host} → {', '.join(own.addresses)}"
     if several and all(ipaddress.ip_address(address).is_loopback for address in own.addresses):
-        return warning(
+        return Verdict.warning(
             listed,
             "The name resolves to loopback, an address that other nodes cannot use.",
             f"give {own.host} its address on the network between the nodes in /etc/hosts",
         )
     if own.back is None:
-        return ok(f"{listed}, which has no name")
-    return ok(f"{listed} → {own.back}")
+        return Verdict.ok(f"{listed}, which has no name")
+    return Verdict.ok(f"{listed} → {own.back}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +133,16 @@ def _judge_lookups(one: Neighbourhood) -> Verdict:
     if one.lookups.errors:
         name, error = next(iter(one.lookups.errors.items()))
         more = len(one.lookups.errors) - 1
-        return warning(
+        return Verdict.warning(
             f"{name} cannot be looked up: {error}" + (f", nor {more} more" if more else ""),
             "torchrun and ssh fail where nodes are given by name; addresses work.",
             remedy,
         )
     for name, addresses in one.lookups.found.items():
         if not set(addresses) & set(one.truth.get(name, addresses)):
-            return warning(
+            return Verdict.warning(
                 f"{name} → {', '.join(addresses)}, but it has {', '.join(one.truth[name])}",
                 "Connections by this name reach another machine, or none.",
                 remedy,
             )
-    return ok(", ".join(f"{name} → {addresses[0]}" for name, addresses in one.lookups.found.items()))
+    return Verdict.ok(", ".join(f"{name} → {addresses[0]}" for name, addresses in one.lookups.found.items()))

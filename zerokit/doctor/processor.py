@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine, ok, warning
+from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -58,7 +58,7 @@ def _judge_cores(ranks: Sequence[Processor]) -> Verdict:
     listed = f"{len(shared)} of {one.cores} for {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}{quota}"
     if len(shared) < len(ranks):
         pinned = len(shared) < one.cores
-        return warning(
+        return Verdict.warning(
             listed,
             "Ranks take turns on a core, and each step waits for the last of them.",
             "let the ranks use more cores: look at taskset, numactl and the launcher's binding"
@@ -66,20 +66,20 @@ def _judge_cores(ranks: Sequence[Processor]) -> Verdict:
             else "start fewer ranks on this machine",
         )
     if one.quota is not None and one.quota < len(ranks):
-        return warning(
+        return Verdict.warning(
             listed,
             "The control group stops the ranks for a part of each tenth of a second.",
             "raise the container's limit: --cpus, or resources.limits.cpu",
         )
-    return ok(listed)
+    return Verdict.ok(listed)
 
 
 def _judge_load(ranks: Sequence[Processor]) -> Verdict:
     one = ranks[0]
     listed = f"{one.load:.1f} on {one.cores} cores over the last minute"
     if one.load <= one.cores:
-        return ok(listed)
-    return warning(
+        return Verdict.ok(listed)
+    return Verdict.warning(
         listed,
         "Others are computing here: steps take longer, and measurements vary.",
         "look at top; measure when the machine is quiet",

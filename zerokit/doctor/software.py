@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerokit import __version__
-from zerokit.doctor.findings import Answers, Finding, Severity, Verdict, by_rank, fault, finding, ok, warning
+from zerokit.doctor.findings import Answers, Finding, Severity, Verdict, by_rank, finding
 from zerokit.versions import program
 
 OLDEST_TORCH = (2, 6)
@@ -97,7 +97,7 @@ def _verdict(software: Software) -> Verdict:
     listed = _listed(software)
     missing = [name for name in ("torch", "safetensors") if getattr(software, name) is None]
     if missing:
-        return fault(
+        return Verdict.fault(
             f"{listed}; {' and '.join(missing)} not installed",
             "zerokit requires these packages.",
             f"pip install {' '.join(missing)}",
@@ -108,18 +108,18 @@ def _verdict(software: Software) -> Verdict:
     ):
         if version is not None and _numbers(version) < oldest:
             needed = ".".join(map(str, oldest))
-            return fault(
+            return Verdict.fault(
                 f"{name} {version}",
                 f"zerokit needs {name} {needed} or later.",
                 f"install {name} {needed} or later",
             )
     if software.mlflow is None:
-        return warning(
+        return Verdict.warning(
             f"{listed}; mlflow not installed",
             "Benches keep their records, but write no MLflow runs.",
             "pip install mlflow, or use --no-mlflow",
         )
-    return ok(listed)
+    return Verdict.ok(listed)
 
 
 def _listed(software: Software) -> str:
@@ -150,7 +150,7 @@ def _agreement(answers: Answers[Software]) -> Verdict:
         if len(versions) > 1:
             differing[field.name] = versions
     if not differing:
-        return ok(f"all {len(answers)} ranks have the same versions")
+        return Verdict.ok(f"all {len(answers)} ranks have the same versions")
     listed = "; ".join(
         f"{_NAMES.get(name, name)}: "
         + ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in versions.items())

@@ -15,7 +15,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.doctor.findings import Finding, Verdict, fault, finding, ok, skipped, warning
+from zerokit.doctor.findings import Finding, Verdict, finding
 from zerokit.doctor.http import Answer, Server, excerpt
 from zerokit.text import without_secrets
 
@@ -164,14 +164,16 @@ def judge_tracking(tracking: Tracking) -> list[Finding]:
     """ZD801, and if the store was reached, ZD802 and ZD803."""
     if tracking.reached is None:
         return [
-            finding("ZD801", skipped(f"{tracking.uri}: a store of this kind cannot be checked from here"))
+            finding(
+                "ZD801", Verdict.skipped(f"{tracking.uri}: a store of this kind cannot be checked from here")
+            )
         ]
     if not tracking.reached or (tracking.status or 0) >= 500:
         return [finding("ZD801", _judge_silence(tracking))]
     version = f" (MLflow {tracking.version})" if tracking.kind == "server" and tracking.version else ""
     version = version or (f" ({tracking.version})" if tracking.version else "")
     does = "answers" if tracking.host is not None else "can be opened"
-    findings = [finding("ZD801", ok(f"{tracking.kind} at {tracking.uri} {does}{version}"))]
+    findings = [finding("ZD801", Verdict.ok(f"{tracking.kind} at {tracking.uri} {does}{version}"))]
     if tracking.kind == "server":
         findings.append(finding("ZD802", _judge_access(tracking)))
         if tracking.status is not None:
@@ -182,28 +184,28 @@ def judge_tracking(tracking: Tracking) -> list[Finding]:
 def _judge_silence(tracking: Tracking) -> Verdict:
     lost = "Benches keep their records and lose nothing, but write no MLflow runs"
     if tracking.status is not None:
-        return fault(
+        return Verdict.fault(
             f"{tracking.uri}: HTTP {tracking.status}: {tracking.error}",
             f"The server, or a gateway before it, fails. {lost} until it works.",
             "look at the server's log; zerokit push sends the runs later",
         )
     if tracking.kind in ("server", "database"):
-        return fault(
+        return Verdict.fault(
             f"{tracking.uri}: {tracking.error}",
             f"No server answers there. {lost} until one does.",
             "start the server (mlflow server), or correct MLFLOW_TRACKING_URI; look at firewalls and proxies",
         )
-    return fault(
+    return Verdict.fault(
         f"{tracking.uri}: {tracking.error}", f"{lost}.", "correct MLFLOW_TRACKING_URI or --tracking-uri"
     )
 
 
 def _judge_access(tracking: Tracking) -> Verdict:
     if tracking.status is None:
-        return ok(f"lets us in as {tracking.host}")
+        return Verdict.ok(f"lets us in as {tracking.host}")
     listed = f"HTTP {tracking.status}: {tracking.error}"
     if "invalid host header" in (tracking.error or "").lower():
-        return fault(
+        return Verdict.fault(
             listed,
             f"The server does not know the name {tracking.host}, by which it was asked, and takes the request for a "
             "DNS rebinding attack.",
@@ -211,26 +213,26 @@ def _judge_access(tracking: Tracking) -> Verdict:
             "(or MLFLOW_SERVER_ALLOWED_HOSTS)",
         )
     if tracking.status in (401, 403):
-        return fault(
+        return Verdict.fault(
             listed,
             "The server, or a gateway before it, refuses this user.",
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; request write access",
         )
-    return fault(listed, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
+    return Verdict.fault(listed, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
 
 
 def _judge_writes(tracking: Tracking) -> Verdict:
     if tracking.writable is None:
-        return skipped("not tried")
+        return Verdict.skipped("not tried")
     if tracking.writable:
-        return ok("possible")
+        return Verdict.ok("possible")
     if "locked" in (tracking.write_error or ""):
-        return warning(
+        return Verdict.warning(
             f"{tracking.uri}: {tracking.write_error}",
             "Another process writes there at this moment; over NFS, locks may remain forever.",
             "close it, or use a server: mlflow server --backend-store-uri …",
         )
-    return fault(
+    return Verdict.fault(
         f"{tracking.uri}: {tracking.write_error}",
         "Runs cannot be written.",
         "give this user write access, or choose another store",

@@ -13,7 +13,7 @@ from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from zerokit.doctor.findings import Finding, Seat, Verdict, fault, finding, ok, skipped, warning
+from zerokit.doctor.findings import Finding, Seat, Verdict, finding
 from zerokit.doctor.pace import UnitSpeeds, measure_slowdown, slowest
 
 if TYPE_CHECKING:
@@ -91,7 +91,6 @@ def measure_axes(
         units: what was measured among the ranks of a node.
     """
     import torch
-    import torch.distributed as dist
 
     nodes: dict[int, list[int]] = {}
     for seat in seats:
@@ -107,19 +106,9 @@ def measure_axes(
         if longest == 1:
             continue
         other = neighbour(group.rank(), members)
-
-        def exchange(size_bytes: int, other: int | None = other) -> float:
-            outgoing, incoming = (torch.zeros(size_bytes // 4, device=accelerator.device) for _ in range(2))
-            times = []
-            for _ in range(REPETITIONS + 1):  # the first makes connections
-                dist.barrier(group)
-                if other is not None:
-                    times.append(_timed(lambda: _swap(outgoing, incoming, other, group), accelerator))
-            return slowest(group, median(times[1:]) if times else 0.0, accelerator.device)
-
-        latency = exchange(4)
-        size = LARGE_BYTES if exchange(SMALL_BYTES) < FAST_S else SMALL_BYTES
-        seconds, slowdown = exchange(size), None
+        latency = _exchange(group, accelerator, other, 4)
+        size, seconds = _exchange_much(group, accelerator, other)
+        slowdown = None
         if accelerator.device.type == "cpu":
             buffers = (torch.zeros(size // 4), torch.zeros(size // 4))
             slowdown = measure_slowdown(
@@ -182,35 +171,37 @@ def measure_pairs(group: dist.ProcessGroup, accelerator: Accelerator, leaders: S
         group: of all ranks.
         accelerator: of this rank.
         leaders: the first rank of each node, which sends and receives for it.
-
-    Returns what this rank has measured: the pairs whose first node it leads.
     """
+    pairs = []
+    for first, second in combinations(range(len(leaders)), 2):
+        other = neighbour(group.rank(), [[leaders[first], leaders[second]]])
+        size, seconds = _exchange_much(group, accelerator, other)
+        pairs.append(Pair(first, second, size, seconds, size / seconds / 1e9))
+    return pairs
+
+
+def _exchange_much(
+    group: dist.ProcessGroup, accelerator: Accelerator, other: int | None
+) -> tuple[int, float]:
+    """The size of messages, larger where the wire is fast, and the time of an exchange."""
+    size = LARGE_BYTES if _exchange(group, accelerator, other, SMALL_BYTES) < FAST_S else SMALL_BYTES
+    return size, _exchange(group, accelerator, other, size)
+
+
+def _exchange(
+    group: dist.ProcessGroup, accelerator: Accelerator, other: int | None, size_bytes: int
+) -> float:
+    """The time of an exchange with `other`, the slowest rank's median. Collective."""
     import torch
     import torch.distributed as dist
 
-    pairs = []
-    for first, second in combinations(range(len(leaders)), 2):
-        dist.barrier()
-        pair = (leaders[first], leaders[second])
-        if group.rank() not in pair:
-            continue
-        other = pair[1] if group.rank() == pair[0] else pair[0]
-
-        def exchange(size_bytes: int, other: int = other) -> float:
-            outgoing, incoming = (torch.zeros(size_bytes // 4, device=accelerator.device) for _ in range(2))
-            return _timed(lambda: _swap(outgoing, incoming, other, group), accelerator)
-
-        exchange(SMALL_BYTES)  # makes the connection
-        # The two must agree on the size: the slower of them decides.
-        seconds = torch.tensor([exchange(SMALL_BYTES)], device=accelerator.device)
-        theirs = torch.zeros_like(seconds)
-        _swap(seconds, theirs, other, group)
-        size = LARGE_BYTES if max(seconds.item(), theirs.item()) < FAST_S else SMALL_BYTES
-        taken = median(exchange(size) for _ in range(3))
-        if group.rank() == pair[0]:
-            pairs.append(Pair(first, second, size, taken, size / taken / 1e9))
-    dist.barrier()
-    return pairs
+    outgoing, incoming = (torch.zeros(size_bytes // 4, device=accelerator.device) for _ in range(2))
+    times = []
+    for _ in range(REPETITIONS + 1):  # the first makes connections
+        dist.barrier(group)
+        if other is not None:
+            times.append(_timed(lambda: _swap(outgoing, incoming, other, group), accelerator))
+    return slowest(group, median(times[1:]) if times else 0.0, accelerator.device)
 
 
 def _swap(outgoing: torch.Tensor, incoming: torch.Tensor, other: int, group: dist.ProcessGroup) -> None:
@@ -240,7 +231,7 @@ def judge_all_reduce(measured: AllReduce | None, link_mbit: int | None) -> list[
         link_mbit: what the interface between several machines promises; None where unknown, or on one machine.
     """
     if measured is None:
-        return [finding("ZD701", skipped("one rank: nothing to send"))]
+        return [finding("ZD701", Verdict.skipped("one rank: nothing to send"))]
     listed = (
         f"{measured.bus_gb_per_s:.2f} GB/s bus bandwidth, {measured.size_bytes / 2**20:g} MiB in "
         f"{measured.time_s * 1000:.1f} ms ({measured.backend})"
@@ -250,7 +241,7 @@ def judge_all_reduce(measured: AllReduce | None, link_mbit: int | None) -> list[
 
 def _judge_all_reduce(measured: AllReduce, listed: str, link_mbit: int | None) -> Verdict:
     if not measured.correct:
-        return fault(
+        return Verdict.fault(
             f"a wrong sum; {listed}",
             "Ranks do not get what they should: gradients would be wrong silently.",
             "try other memory, cards or cables; test with NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1",
@@ -258,20 +249,20 @@ def _judge_all_reduce(measured: AllReduce, listed: str, link_mbit: int | None) -
     remedy = "check the interface in use (ZD301, ZD302), MTU, load and other traffic; try --pairs"
     link = None if link_mbit is None else link_mbit / 8000
     if link is not None and measured.bus_gb_per_s < SHARE_OF_LINK * link:
-        return warning(
+        return Verdict.warning(
             listed,
             f"Less than a quarter of the {link:.2f} GB/s that the interface promises.",
             remedy,
         )
     if measured.bus_gb_per_s < SLOW_GB_PER_S:
-        return warning(listed, "Slower than gigabit Ethernet: steps will wait for gradients.", remedy)
-    return ok(listed)
+        return Verdict.warning(listed, "Slower than gigabit Ethernet: steps will wait for gradients.", remedy)
+    return Verdict.ok(listed)
 
 
 def judge_pairs(pairs: Sequence[Pair], seats: Sequence[Seat]) -> list[Finding]:
     """ZD702."""
     if not pairs:
-        return [finding("ZD702", skipped("one node: no pairs"))]
+        return [finding("ZD702", Verdict.skipped("one node: no pairs"))]
     hosts = {seat.node: seat.host for seat in seats}
     fastest = max(pairs, key=lambda pair: pair.gb_per_s)
     slow = [pair for pair in pairs if pair.gb_per_s < SLOW_PAIR * fastest.gb_per_s]
@@ -280,7 +271,7 @@ def judge_pairs(pairs: Sequence[Pair], seats: Sequence[Seat]) -> list[Finding]:
         slowest = min(pair.gb_per_s for pair in pairs)
         speeds = f"{slowest:.2f} to {fastest.gb_per_s:.2f}" if len(pairs) > 1 else f"{slowest:.2f}"
         number = f"{len(pairs)} pairs" if len(pairs) > 1 else "one pair, nothing to compare"
-        return [finding("ZD702", ok(f"{number}: {speeds} GB/s in each direction"))]
+        return [finding("ZD702", Verdict.ok(f"{number}: {speeds} GB/s in each direction"))]
     worst = slow[0]
     listed = (
         f"nodes {worst.first} ({hosts[worst.first]}) and {worst.second} ({hosts[worst.second]}): "
@@ -299,4 +290,4 @@ def judge_pairs(pairs: Sequence[Pair], seats: Sequence[Seat]) -> list[Finding]:
             f"{len(slow)} of {len(pairs)} pairs are less than half as fast as the fastest: rings wait there."
         )
         remedy = "look at the link between these nodes, or choose nodes that are closer to each other"
-    return [finding("ZD702", warning(listed, meaning, remedy))]
+    return [finding("ZD702", Verdict.warning(listed, meaning, remedy))]

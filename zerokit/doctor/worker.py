@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from zerokit import files
 from zerokit.bench.record.schema import from_plain, to_plain
@@ -31,9 +31,6 @@ from zerokit.doctor.findings import Seat
 from zerokit.doctor.names import Lookups, look_up
 from zerokit.doctor.pace import measure_paces, measure_units
 from zerokit.doctor.wire import Pair, measure_all_reduce, measure_axes, measure_pairs
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 
@@ -143,8 +140,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
         leaders: dict[int, int] = {}
         for one in everyone:
             leaders.setdefault(one.seat.node, one.seat.rank)
-        for measured in _gather(measure_pairs(wire, accelerator, list(leaders.values()))):
-            pairs += measured
+        pairs = measure_pairs(wire, accelerator, list(leaders.values()))
     if seat.rank == 0:
         together = GroupFacts(offsets, routes, names, seen, all_reduce, pairs, axes, paces)
         _write(folder / "group.json", json.dumps(to_plain(together)))

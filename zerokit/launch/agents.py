@@ -1,6 +1,6 @@
-"""The launcher's side of a launch: one agent per node, on any machine, until all have ended.
+"""The launcher's side of a launch: agents, each with some ranks here or elsewhere, until all have ended.
 
-Invariant: when `attend` has raised or returned and `end_all` has run, nothing that the agents started is alive.
+Invariant: when `conduct` has raised or returned, nothing that the agents started is alive.
 """
 
 from __future__ import annotations
@@ -9,48 +9,61 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Protocol
 
-from zerokit.launch.failures import (
-    WorkerFailed,
-    explain_failures,
-    name_node,
-    read_failures,
-    signal_name,
-    tail,
-)
-from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.failures import Failure, WorkerFailed, explain_failures
+from zerokit.launch.interrupts import Interrupted, Interrupts
 
 POLL_SECONDS = 0.05
-# A node whose peer has died fails by itself within moments (its sockets close), and reports why.
+# A rank whose peer has died fails by itself within moments (its sockets close), and reports why.
 PEERS_FOLLOW_SECONDS = 3.0
 # How long ranks may take to end after SIGTERM or SIGINT before they are killed.
 GRACE_SECONDS = 5.0
-# A disk with less room is one on which an agent may have failed to write its log.
+# A disk with less room is one on which a rank may have failed to write its log.
 _LEAST_FREE = 64 * 2**10
 
 
 class Agent(Protocol):
-    """An agent: a process that runs the ranks of one node."""
+    """Some ranks of a launch. Their output is in the launch's folder once they have ended."""
 
-    node: int
-    host: str | None
-    """The machine, where it is not this one."""
-    directory: Path
-    """Has its report and its ranks' output, here, once it has ended."""
+    failures: list[Failure]
+    """Of its ranks, once it has ended."""
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """0 when all its ranks have ended well, another number when one has failed; None while they run."""
 
     def send_signal(self, number: int) -> None:
-        """Ask the agent to end its ranks with this signal."""
+        """Send the ranks this signal."""
 
     def trouble(self) -> str | None:
-        """The reason why the agent itself failed, if no rank was the cause."""
+        """Why it failed, if no rank was the cause."""
+
+    def end(self) -> None:
+        """End what is left."""
 
 
-def attend(agents: Sequence[Agent], interrupts: Interrupts, poll: Callable[[], None]) -> None:
-    """Wait until all agents have ended, or one has failed and the others had time to end."""
+def conduct(agents: Sequence[Agent], logs: Path, interrupts: Interrupts, poll: Callable[[], None]) -> None:
+    """Wait until all agents have ended, or one has failed and the others had time to end; then end what is left.
+
+    Raises:
+        WorkerFailed: one has failed.
+        Interrupted: a signal came; it was passed on.
+    """
+    try:
+        _attend(agents, interrupts, poll)
+        if failed := [agent for agent in agents if agent.poll() != 0]:
+            raise _explain(failed, logs)
+    except Interrupted as error:
+        for agent in agents:
+            agent.send_signal(error.signal_number)
+        await_end(agents, GRACE_SECONDS)
+        raise
+    finally:
+        end_all(agents)
+
+
+def _attend(agents: Sequence[Agent], interrupts: Interrupts, poll: Callable[[], None]) -> None:
     failed_at: float | None = None
     while running(agents):
         interrupts.check()
@@ -75,32 +88,26 @@ def await_end(agents: Sequence[Agent], seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def pass_on(agents: Sequence[Agent], number: int) -> None:
-    """End all agents' ranks with this signal, and give them time."""
-    for agent in agents:
-        agent.send_signal(number)
-    await_end(agents, GRACE_SECONDS)
+def end_all(agents: Sequence[Agent]) -> None:
+    """End them at the same time."""
+    enders = [Thread(target=agent.end) for agent in agents]
+    for ender in enders:
+        ender.start()
+    for ender in enders:
+        ender.join()
 
 
-def explain(agents: Sequence[Agent], logs: Path) -> WorkerFailed:
-    """The error for a launch in which some `agents` failed."""
-    failed = [agent for agent in agents if agent.poll() != 0]
-    failures = [one for agent in failed for one in read_failures(agent.directory, agent.node, agent.host)]
-    broken = next((agent for agent in failed if (agent.poll() or 0) < 0 or agent.trouble()), None)
-    if broken is None and failures:
-        return explain_failures(failures, logs)
-    agent = broken or failed[0]
-    code = agent.poll() or 0
-    how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
-    message = agent.trouble() or f"{name_node(agent.node, agent.host)}: its torchrun agent {how}"
-    lines = [message, tail(agent.directory / "agent.log"), _full_disk(logs), f"logs: {logs}"]
-    return WorkerFailed(
-        "\n".join(filter(None, lines)), failures, [one.node for one in failed if (one.poll() or 0) < 0]
-    )
+def _explain(failed: Sequence[Agent], logs: Path) -> WorkerFailed:
+    """The error for a launch in which these agents failed."""
+    failures = [one for agent in failed for one in agent.failures]
+    trouble = next(filter(None, (agent.trouble() for agent in failed)), None)
+    if trouble is None:
+        return explain_failures(failures, logs, _full_disk(logs))
+    return WorkerFailed("\n".join(filter(None, [trouble, _full_disk(logs), f"logs: {logs}"])), failures)
 
 
 def _full_disk(logs: Path) -> str:
-    """What an agent cannot write where it writes its log; empty where there is room."""
+    """What a rank cannot write where it writes its log; empty where there is room."""
     free = shutil.disk_usage(logs).free
     return (
         "" if free >= _LEAST_FREE else f"its disk has {free} bytes left: make room, or set TMPDIR to another"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import textwrap
 from collections.abc import Sequence
@@ -23,23 +22,19 @@ class LaunchError(ZerokitError):
 class WorkerFailed(ZerokitError):
     """A rank ended with an error or by a signal; the message names it and shows the end of its stderr.
 
-    `failures` are all ranks' that are known, the cause first; `lost_nodes` those whose agent was killed, and all ranks
-    with it.
+    `failures` are all ranks' that are known, the cause first.
     """
 
     several_lines = True
 
-    def __init__(
-        self, message: str, failures: Sequence[Failure] = (), lost_nodes: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
         self.failures = tuple(failures)
-        self.lost_nodes = frozenset(lost_nodes)
         super().__init__(message)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of one rank; `time` in seconds since the epoch, `stderr` is its log file.
+    """The end of one rank; `time` in seconds since the epoch, `expected` if zerokit raised the error on purpose.
 
     `host` names the machine of its node, where that is not this one.
     """
@@ -51,15 +46,14 @@ class Failure:
     message: str
     expected: bool
     time: float
-    stderr: Path | None
     host: str | None = None
 
     @property
     def cause_order(self) -> tuple[bool, bool, float]:
         """The sort key that puts the cause before its consequences.
 
-        A killed rank is noticed up to a tenth of a second after its peers have failed for want of it. SIGTERM
-        is how agents end the ranks beside one that failed.
+        A killed rank may be noticed after its peers have failed for want of it. SIGTERM asks a rank to end, and is
+        rather a consequence.
         """
         killed = self.exit_code < 0 and self.exit_code != -signal.SIGTERM
         return (not killed, self.exit_code < 0, self.time)
@@ -100,51 +94,22 @@ def tail(path: Path) -> str:
     return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
 
-def read_failures(directory: Path, node: int, host: str | None = None) -> list[Failure]:
-    """The failed ranks reported by a node's agent in `directory`; empty if it was killed or never started ranks."""
-    try:
-        reported = json.loads((directory / "report.json").read_text()).get("failures", [])
-    except (OSError, ValueError):
-        return []
-    failures = []
-    for entry in reported:
-        message, expected, moment = entry["message"], False, float(entry["time"])
-        if isinstance(message, dict):
-            extra = message.get("extraInfo", {})
-            expected, moment = bool(extra.get("expected")), float(extra.get("time", moment))
-            message = message.get("message", "")
-        elif not entry.get("stopped"):
-            message = ""  # torchrun's advice on how to see a traceback, not a reason
-        log = directory / entry["stderr"] if "stderr" in entry else _stderr_of(directory, node, entry["rank"])
-        failures.append(
-            Failure(
-                entry["rank"], node, entry["pid"], entry["exit_code"], message, expected, moment, log, host
-            )
-        )
-    return failures
-
-
-def _stderr_of(directory: Path, node: int, rank: int) -> Path | None:
-    """Where torchrun redirected it: LOG_DIR/RUN/attempt_0/LOCAL_RANK/stderr.log, with one RUN here."""
-    logs = sorted(directory.glob("*/attempt_*/*/stderr.log"), key=lambda path: int(path.parent.name))
-    return logs[rank - node * len(logs)] if logs else None
-
-
-def explain_failures(failures: Sequence[Failure], logs: Path) -> WorkerFailed:
+def explain_failures(failures: Sequence[Failure], logs: Path, note: str = "") -> WorkerFailed:
     """The message: the cause with the end of its stderr, and the ranks that failed after it.
 
     Args:
         failures: at least one.
-        logs: the folder that the message names.
+        logs: the folder with the ranks' output, which the message names.
+        note: another line.
     """
     failures = sorted(failures, key=lambda one: one.cause_order)
     cause = failures[0]
     lines = [cause.describe()]
-    if not cause.expected and cause.stderr is not None and (end := tail(cause.stderr)):
+    if not cause.expected and (end := tail(logs / f"rank-{cause.rank}" / "stderr.log")):
         lines += [f"the end of rank {cause.rank}'s stderr:", end]
-    # The others mostly lost their peer, or were ended by their agent.
+    # The others mostly lost their peer.
     if others := [one for one in failures[1:] if one.exit_code >= 0]:
         ranks = ", ".join(str(one.rank) for one in sorted(others, key=lambda one: one.rank))
         consequence = textwrap.shorten(others[0].message, 120, placeholder=" …") or "without a message"
         lines.append(f"after it failed: rank {ranks} ({consequence})")
-    return WorkerFailed("\n".join([*lines, f"logs: {logs}"]), failures)
+    return WorkerFailed("\n".join(filter(None, [*lines, note, f"logs: {logs}"])), failures)

@@ -1,17 +1,21 @@
-"""Messages between a launcher and a remote node: one JSON document per line, over a pipe in each direction.
+"""Messages between a launcher and others' machines: one JSON document per line, over a pipe or a socket.
 
-    node -> launcher    hello, file (name, content), exit (code, trouble), alive
-    launcher -> node    start, signal (number), and empty lines: the launcher is alive
+    there -> launcher    hello, file (name, content), exit (code, failures), alive
+    launcher -> there    start, signal (number), end (code), alive
 
-A node whose pipe closes, or that hears nothing for `SILENCE_SECONDS`, ends what it has started: no rank outlives its
-launcher or the connection to it. A launcher that hears nothing of a node for so long gives that node up.
+Who is not heard for `SILENCE_SECONDS` is given up, and so is one whose connection closes: no rank outlives its launcher
+or the connection to it.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import queue
 import re
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,18 +39,83 @@ def frame(kind: str, **content: Any) -> bytes:
     return json.dumps({"zerokit": kind, **content}).encode() + b"\n"
 
 
-def read_lines(stream: IO[bytes], heard: Callable[[], None]) -> Iterator[bytes]:
-    """The lines of a stream; `heard` is called for every piece, because a long line may take long to arrive."""
-    line: list[bytes] = []
-    while piece := stream.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader's
-        heard()
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            yield b"".join([*line, end, b"\n"])
-            line.clear()
-        line.append(rest)
-    if last := b"".join(line):
-        yield last
+class Peer:
+    """The other end of a connection: threads read and write its messages, so that no call blocks.
+
+    Args:
+        incoming: from the other end, with `read1`.
+        outgoing: to it.
+        other: called with lines that are no messages, such as those of a login shell.
+    """
+
+    def __init__(
+        self, incoming: IO[bytes], outgoing: IO[bytes], other: Callable[[bytes], object] = lambda line: None
+    ) -> None:
+        self._incoming, self._outgoing, self._other = incoming, outgoing, other
+        self._unsent: queue.Queue[bytes | None] = queue.Queue()
+        self._received: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+        self._gone = False
+        self._heard = time.monotonic()
+        for work in (self._read, self._write):
+            threading.Thread(target=work, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._lines():
+            if (message := parse(line)) is None:
+                self._other(line)
+            elif message[0] != "alive":
+                self._received.put(message)
+        self._gone = True
+
+    def _lines(self) -> Iterator[bytes]:
+        """Every piece is a sign of life, as a long line may take long to arrive."""
+        line: list[bytes] = []
+        with contextlib.suppress(OSError, ValueError), self._incoming:
+            while piece := self._incoming.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader's
+                self._heard = time.monotonic()
+                *ends, rest = piece.split(b"\n")
+                for end in ends:
+                    yield b"".join([*line, end, b"\n"])
+                    line.clear()
+                line.append(rest)
+        if last := b"".join(line):
+            yield last
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._outgoing:
+            while True:
+                try:
+                    line = self._unsent.get(timeout=HEARTBEAT_SECONDS)
+                except queue.Empty:
+                    self.say("alive")
+                    continue
+                if line is None:
+                    break
+                self._outgoing.write(line)
+                self._outgoing.flush()
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing was heard for too long."""
+        return time.monotonic() - self._heard > SILENCE_SECONDS
+
+    def hear(self) -> tuple[str, dict[str, Any]] | None:
+        """The next message, if any; raises `EOFError` if the other end is gone and all that it said has been heard."""
+        gone = self._gone
+        try:
+            return self._received.get_nowait()
+        except queue.Empty:
+            if gone:
+                raise EOFError from None
+            return None
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Send a message without waiting."""
+        self._unsent.put(frame(kind, **content))
+
+    def close(self) -> None:
+        """Close the connection when all messages are written."""
+        self._unsent.put(None)
 
 
 def parse(line: bytes) -> tuple[str, dict[str, Any]] | None:

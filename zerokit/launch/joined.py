@@ -1,118 +1,93 @@
 r"""Ranks that another launcher has started: torchrun, srun, mpirun or a TrainJob (see `membership`).
 
-    process 0 (leads)    zerokit bench ... -- launch -- child (rank 0)
-    process 1 (follows)  zerokit bench ... -- follow -- child (rank 1)
+    process 0 (leads)    zerokit bench ... -- launch -- rank 0
+    process 1 (follows)  zerokit bench ... -- serve --- rank 1
 
-Every process is started with one command. The first executes it; the others follow its requests, through a
-store: start their child for this launch, end it, stop. A child a launch, so that each begins in a fresh process, and
-its ranks meet at a port of their own.
+Every process is started with one command. The first executes it; the others connect to it and serve its launches, as
+nodes on other machines do (see `distant`). Ranks are fresh processes in each launch, and meet at a port of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
-import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from zerokit.errors import UsageError
-from zerokit.launch.agents import GRACE_SECONDS, Agent, attend, await_end, explain, pass_on
-from zerokit.launch.child import Child, own_cores, share_cores
-from zerokit.launch.failures import LaunchError, name_node
-from zerokit.launch.frames import MOST_LOG_BYTES, FrameError, pack, put_file
-from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.meeting import POLL_SECONDS, Meeting
+from zerokit.launch.agents import GRACE_SECONDS, Agent, conduct
+from zerokit.launch.distant import DistantAgent, hear, launch_frame, serve
+from zerokit.launch.failures import LaunchError
+from zerokit.launch.frames import SILENCE_SECONDS, Peer
+from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.membership import Membership
 from zerokit.launch.network import free_port
+from zerokit.launch.ranks import Ranks, cores
 from zerokit.text import without_secrets
 from zerokit.versions import describe_difference, versions
 
-
-class Follower:
-    """The leader's view of another member's part."""
-
-    def __init__(self, meeting: Meeting, index: int, host: str, key: str, log_dir: Path) -> None:
-        member = meeting.member
-        self._index, self._meeting, self._key, self._log_dir = index, meeting, key, log_dir
-        self.node = index if member.whole_node else index // (member.nproc_per_node or 1)
-        self.host = host if host != socket.gethostname() else None
-        self.directory = log_dir / f"member-{index}"
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._code: int | None = None
-        self._trouble: str | None = None
-
-    def poll(self) -> int | None:
-        if self._code is None:
-            try:
-                self._look()
-            except (LaunchError, FrameError, OSError) as error:
-                self._trouble, self._code = str(error), 1
-        return self._code
-
-    def _look(self) -> None:
-        done = self._meeting.get(f"{self._key}/done/{self._index}")
-        if done is not None:
-            for name, content in done["files"].items():
-                put_file(self._log_dir, {"name": name, "content": content})
-            if done["stopped"] is not None:
-                self._trouble = f"{name_node(self.node, self.host)}: its torchrun agent {done['stopped']}"
-            self._code = int(done["code"])
-        elif self._meeting.is_lost(self._index):
-            member = self._meeting.member
-            what = "node" if member.whole_node else f"rank {self._index} of {member.count},"
-            where = name_node(self.node, self.host).removeprefix("node " if member.whole_node else "")
-            self._trouble = (
-                f"nothing was heard of {what} {where} for {self._meeting.patience.lost:g} s: its process, its "
-                "machine or the network between is gone"
-            )
-            self._code = 1
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(LaunchError):  # `poll` reports it
-            self._meeting.put(f"{self._key}/signal", number=number)
-
-    def trouble(self) -> str | None:
-        return self._trouble
+MEET_SECONDS = 60.0
+"""Within which all must have joined."""
+_POLL_SECONDS = 0.1
 
 
 class Leader:
     """Starts launches on all members, one after the other."""
 
-    def __init__(self, meeting: Meeting, command_line: Sequence[str], interrupts: Interrupts) -> None:
+    def __init__(self, member: Membership, command_line: Sequence[str], interrupts: Interrupts) -> None:
         """Wait until all members have come, each with the same `command_line`.
 
         Raises `UsageError` when one has another, and `LaunchError` when one does not come or runs another program.
         """
-        self._meeting = meeting
-        self._launches = 0
-        self._members = [(socket.gethostname(), own_cores())]
-        deadline = time.monotonic() + meeting.patience.meet
-        for index in range(1, meeting.member.count):
-            while (ready := meeting.get(f"ready/{index}")) is None:
-                interrupts.check()
-                meeting.admit(index)
-                if time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"number {index} of {meeting.member.count} that {meeting.member.scheme} started has not joined "
-                        f"within {meeting.patience.meet:g} s: look at its output, and check that it reaches "
-                        f"{meeting.member.master_addr}:{meeting.member.master_port}"
+        self._member, self._interrupts = member, interrupts
+        self._members: dict[int, tuple[Peer, Mapping[str, Any]]] = {}
+        try:
+            with _listening(member) as server:
+                self._admit(server)
+            for index, (_, hello) in sorted(self._members.items()):
+                where = f"number {index} on {hello['host']}"
+                if hello["asked"] != list(command_line):
+                    theirs, ours = (
+                        without_secrets(shlex.join(one)) for one in (hello["asked"], command_line)
                     )
-                time.sleep(POLL_SECONDS)
-            if ready["asked"] != list(command_line):
-                theirs, ours = (without_secrets(shlex.join(one)) for one in (ready["asked"], command_line))
-                raise UsageError(
-                    f"all ranks must run the same command, but number {index} on {ready['host']} was given "
-                    f"{theirs!r}, and number 0 {ours!r}"
+                    raise UsageError(
+                        f"all ranks must run the same command, but {where} was given {theirs!r}, and number 0 {ours!r}"
+                    )
+                if (difference := describe_difference(where, hello["versions"])) is not None:
+                    raise LaunchError(difference)
+        except BaseException as error:
+            self.dismiss(2 if isinstance(error, UsageError) else 1)
+            raise
+
+    def _admit(self, server: socket.socket) -> None:
+        deadline, strangers = time.monotonic() + MEET_SECONDS, list[Peer]()
+        missing = set(range(1, self._member.count))
+        while missing:
+            self._interrupts.check()
+            with contextlib.suppress(TimeoutError):
+                strangers.append(_over(server.accept()[0]))
+            for peer in list(strangers):
+                with contextlib.suppress(EOFError):
+                    if (message := peer.hear()) is None:
+                        continue
+                    if message[0] == "hello":
+                        self._members[message[1]["index"]] = peer, message[1]
+                strangers.remove(peer)
+            missing -= self._members.keys()
+            if missing and time.monotonic() > deadline:
+                member = self._member
+                raise LaunchError(
+                    f"number {min(missing)} of {member.count} that {member.scheme} started has not joined within "
+                    f"{MEET_SECONDS:g} s: look at its output, and check that it reaches "
+                    f"{member.master_addr}:{member.master_port}"
                 )
-            where = f"number {index} on {ready['host']}"
-            if (difference := describe_difference(where, ready.get("versions"))) is not None:
-                raise LaunchError(difference)
-            self._members.append((ready["host"], ready["cores"]))
 
     def launch(
         self,
@@ -129,118 +104,166 @@ class Leader:
 
         Raises `UsageError` when these are not as many ranks as the members have.
         """
-        member = self._meeting.member
+        member = self._member
         member.require_world(nodes, nproc_per_node)
-        key = f"launch/{self._launches}"
-        self._launches += 1
-        files = {path.name: pack(path.read_bytes()) for path in log_dir.iterdir() if path.is_file()}
-        request = {
-            "module": module,
-            "arguments": list(arguments),
-            "folder": str(log_dir),
-            "files": files,
+        here = {"host": socket.gethostname(), "cores": cores()}
+        threads = share_cores([here, *(hello for _, (_, hello) in sorted(self._members.items()))])
+        if member.whole_node:
+            threads = [max(1, one // nproc_per_node) for one in threads]
+        shape: dict[str, Any] = {
             "nodes": nodes,
             "nproc_per_node": nproc_per_node,
+            "address": member.master_addr,
             "port": free_port(""),
-            "threads": share_cores(self._members),
+            "environment": {},
         }
-        self._meeting.put(key, **request)
-        child = Child(member, request, log_dir, log_dir)
-        agents: list[Agent] = [child]
-        agents += [
-            Follower(self._meeting, index, self._members[index][0], key, log_dir)
-            for index in range(1, member.count)
-        ]
-        try:
-            attend(agents, interrupts, poll)
-            if any(agent.poll() != 0 for agent in agents):
-                raise explain(agents, log_dir)
-        except Interrupted as error:
-            pass_on(agents, error.signal_number)
-            raise
-        finally:
-            with contextlib.suppress(LaunchError):  # where the store is gone, the others see it too
-                self._meeting.put(f"{key}/signal", number=int(signal.SIGKILL))
-            child.end()
-            await_end(agents, GRACE_SECONDS)
+        start = launch_frame(log_dir, module, arguments, follow=False, **shape)
+        agents: list[Agent] = []
+        for index, (peer, hello) in self._members.items():
+            peer.say("start", threads=threads[index], **start)
+            node = index if member.whole_node else index // nproc_per_node
+            host = hello["host"] if hello["host"] != here["host"] else None
+            agent = DistantAgent(peer, node, host, log_dir, hello)
+            if not member.whole_node:
+                agent.where = f"rank {index} of {member.count}, {agent.where}"
+            agents.append(agent)
+        ranks = ranks_of(member, nproc_per_node)
+        agents.insert(0, Ranks(ranks, start["command"], log_dir=log_dir, threads=threads[0], **shape))
+        conduct(agents, log_dir, interrupts, poll)
+
+    def dismiss(self, code: int) -> None:
+        """End the others with this exit code."""
+        peers = [peer for peer, _ in self._members.values()]
+        for peer in peers:
+            peer.say("end", code=code)
+        deadline = time.monotonic() + GRACE_SECONDS
+        for peer in peers:  # what they have not read yet they would lose with this process
+            with contextlib.suppress(EOFError):
+                while time.monotonic() < deadline:
+                    peer.hear()
+                    time.sleep(_POLL_SECONDS)
 
 
-def follow(meeting: Meeting, command_line: Sequence[str], interrupts: Interrupts) -> int:
-    """Run the leader's requests until it is done; returns the leader's exit code.
+def share_cores(members: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The number of threads for each member, from its `host` and `cores`; shared cores are divided."""
+    shares = []
+    for one in members:
+        sharing = sum(
+            other["host"] == one["host"] and not set(one["cores"]).isdisjoint(other["cores"])
+            for other in members
+        )
+        shares.append(max(1, len(one["cores"]) // max(1, sharing)))
+    return shares
+
+
+def ranks_of(member: Membership, nproc_per_node: int) -> range:
+    """The ranks that a member runs."""
+    if member.whole_node:
+        return range(member.node * nproc_per_node, (member.node + 1) * nproc_per_node)
+    return range(member.index, member.index + 1)
+
+
+def follow(member: Membership, command_line: Sequence[str], interrupts: Interrupts) -> int:
+    """Serve the leader's launches until it is done; returns the leader's exit code.
 
     Args:
-        meeting: with the others.
+        member: which this process is.
         command_line: of this process, which must be the leader's.
         interrupts: looked at while waiting.
 
-    Raises `LaunchError` if the leader is gone.
+    Raises `LaunchError` if the leader is gone, or does not come.
     """
-    index = meeting.member.index
-    meeting.put(
-        f"ready/{index}",
-        asked=list(command_line),
-        host=socket.gethostname(),
-        cores=own_cores(),
-        versions=versions(),
-    )
+    peer = _over(_connect(member, interrupts))
+    here = {"host": socket.gethostname(), "cores": cores(), "versions": versions()}
+    peer.say("hello", index=member.index, asked=list(command_line), **here)
     try:
-        return _follow(meeting, interrupts)
-    finally:
-        with contextlib.suppress(LaunchError):  # where the leader is gone it does not wait for this
-            meeting.put(f"gone/{index}")
-
-
-def _follow(meeting: Meeting, interrupts: Interrupts) -> int:
-    launches = 0
-    while True:
-        key = f"launch/{launches}"
-        while (launch := meeting.get(key)) is None:
-            if (end := meeting.get("end")) is not None:
-                return int(end["code"])
-            _stay(meeting, interrupts)
-        launches += 1
-        folder = Path(tempfile.mkdtemp(prefix="zerokit-member-"))
-        try:
-            _take_part(meeting, key, launch, folder, interrupts)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _stay(meeting: Meeting, interrupts: Interrupts) -> None:
-    interrupts.check()
-    if meeting.is_lost(0):
+        while True:
+            interrupts.check()
+            kind, content = hear(peer) or ("", {})
+            if kind == "end":
+                return int(content["code"])
+            if kind != "start":  # it may also be the end of a launch's ranks, which have ended by themselves
+                time.sleep(_POLL_SECONDS)
+                continue
+            folder = Path(tempfile.mkdtemp(prefix="zerokit-member-"))
+            try:
+                serve(peer, content, ranks_of(member, content["nproc_per_node"]), folder, interrupts.check)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+    except EOFError:
         raise LaunchError(
-            f"{meeting.member.describe()}: number 0 has not responded for {meeting.patience.lost:g} s"
-        )
-    time.sleep(POLL_SECONDS)
+            f"{member.describe()}: number 0 is gone, or has not responded for {SILENCE_SECONDS:g} s"
+        ) from None
 
 
-def _take_part(
-    meeting: Meeting, key: str, request: Mapping[str, Any], folder: Path, interrupts: Interrupts
-) -> None:
-    for name, content in request["files"].items():
-        put_file(folder, {"name": name, "content": content})
-    child = Child(meeting.member, request, folder, folder)
-    signalled = None
+def _over(connection: socket.socket) -> Peer:
+    connection.settimeout(None)
+    return Peer(connection.makefile("rb"), connection.makefile("wb"))
+
+
+@contextlib.contextmanager
+def _listening(member: Membership) -> Iterator[socket.socket]:
+    """The leader's socket, on all its addresses."""
+    port = 0 if member.has_store else member.master_port
     try:
-        while child.poll() is None:
-            sent = meeting.get(f"{key}/signal")
-            if sent is not None and sent["number"] != signalled:
-                signalled = sent["number"]
-                child.send_signal(signalled)
-            _stay(meeting, interrupts)
-    finally:
-        child.end()
-        with contextlib.suppress(LaunchError):  # a leader that is gone does not need it
-            _send_back(meeting, key, child, folder, frozenset(request["files"]))
+        try:
+            server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except (OSError, ValueError):  # without IPv6; or the port is taken, which the next line says
+            server = socket.create_server(("", port))
+        server.settimeout(_POLL_SECONDS)
+        if member.has_store:
+            store, key = _store(member)
+            store.set(key, str(server.getsockname()[1]))
+    except (OSError, RuntimeError) as error:
+        raise _unmet(member, error) from error
+    with server:
+        yield server
 
 
-def _send_back(meeting: Meeting, key: str, child: Child, folder: Path, inputs: frozenset[str]) -> None:
-    """Send what the ranks wrote beside their job, and the ends of their logs."""
-    files = {}
-    for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in inputs:
-            content = path.read_bytes()
-            files[name] = pack(content if path.parent == folder else content[-MOST_LOG_BYTES:])
-    meeting.put(f"{key}/done/{meeting.member.index}", code=child.poll(), stopped=child.stopped(), files=files)
+def _connect(member: Membership, interrupts: Interrupts) -> socket.socket:
+    """A connection to the leader."""
+    deadline, port = time.monotonic() + MEET_SECONDS, member.master_port
+    try:
+        store, key = _store(member) if member.has_store else (None, "")
+        while True:
+            interrupts.check()
+            try:
+                if store is not None:
+                    port = int(store.get(key)) if store.check([key]) else 0
+                return socket.create_connection((member.master_addr, port), GRACE_SECONDS)
+            except socket.gaierror as error:
+                raise LaunchError(
+                    f"{member.describe()}: the host of number 0, {member.master_addr}, does not resolve on this "
+                    f"machine ({error.strerror}): set MASTER_ADDR to a name or an address that every node can reach"
+                ) from error
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_SECONDS)
+    except (OSError, RuntimeError) as error:
+        raise _unmet(member, error) from error
+
+
+def _store(member: Membership) -> tuple[Any, str]:
+    """torchrun's own store, which listens where the others should meet, and the place of the leader's port in it.
+
+    It outlives restarted ranks, and what the former ones said there. Raises `RuntimeError`.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    store = TCPStore(
+        member.master_addr,
+        member.master_port,
+        is_master=False,
+        timeout=timedelta(seconds=MEET_SECONDS),
+        wait_for_workers=False,
+    )
+    return store, f"zerokit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _unmet(member: Membership, error: Exception) -> LaunchError:
+    return LaunchError(
+        f"{member.describe()}: no rendezvous with the others at {member.master_addr}:{member.master_port} within "
+        f"{MEET_SECONDS:g} s ({str(error).splitlines()[0]}); check that the name resolves to the machine of number 0 "
+        "and that its port is free, or set MASTER_ADDR and MASTER_PORT"
+    )

@@ -2,9 +2,9 @@
 
 Sources: https://www.kubeflow.org/docs/components/trainer/ (a runtime with `torch` sets torchrun's PET_ variables),
 https://jobset.sigs.k8s.io/docs/concepts/ (names of pods),
-https://kubernetes.io/docs/concepts/security/pod-security-standards/ ("restricted", which the pods keep to). The bench's
-options travel in a ConfigMap; the record is read from the log of node 0, where `--json` prints it. Kubeflow's own
-runtime `torch-distributed` has neither shared memory nor a volume, so a TrainJob comes with one.
+https://kubernetes.io/docs/concepts/security/pod-security-standards/ ("restricted", which the pods keep to). The record
+is read from the log of node 0, where `--json` prints it. Kubeflow's own runtime `torch-distributed` has neither shared
+memory nor a volume, so a TrainJob comes with one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.membership import DEFAULT_PORT
 
 FORMS = ("trainjob", "jobset")
-_ARGUMENTS = "ZEROKIT_BENCH_ARGUMENTS"
-_KEY = "bench.json"
 _NODE = "node"
 _FOLLOW_SECONDS = 2.0
 _LABEL = "zerokit-bench"
@@ -83,16 +81,10 @@ class Pods:
 
 
 def render(pods: Pods, form: str) -> list[dict[str, Any]]:
-    """The objects to create, in order: the ConfigMap with the options, a TrainJob's runtime, and the job."""
-    settings = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(pods),
-        "data": {_KEY: json.dumps(list(pods.arguments))},
-    }
+    """The objects to create, in order: a TrainJob's runtime, and the job."""
     if form == "jobset":
-        return [settings, _job_set(pods)]
-    return [settings, _runtime(pods), _train_job(pods)]  # the TrainJob's webhook looks for its runtime
+        return [_job_set(pods)]
+    return [_runtime(pods), _train_job(pods)]  # the TrainJob's webhook looks for its runtime
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
@@ -105,18 +97,19 @@ def _metadata(pods: Pods) -> dict[str, Any]:
 
 
 def _variables(pods: Pods) -> list[dict[str, Any]]:
-    options = {"configMapKeyRef": {"name": pods.name, "key": _KEY}}
-    return [
-        {"name": _ARGUMENTS, "valueFrom": options},
-        *({"name": name, "value": value} for name, value in pods.environment.items()),
-    ]
+    return [{"name": name, "value": value} for name, value in pods.environment.items()]
+
+
+def _program(pods: Pods) -> dict[str, Any]:
+    """The command, in which Kubernetes would replace $(NAME)."""
+    arguments = [word.replace("$", "$$") for word in pods.arguments]
+    return {"command": ["zerokit"], "args": ["bench", "--launcher", "env", "--json", *arguments]}
 
 
 def _resources(pods: Pods) -> dict[str, Any]:
     return {"limits": {"nvidia.com/gpu": str(pods.gpus_per_node)}} if pods.gpus_per_node else {}
 
 
-_ARGS = ["bench", "--launcher", "env", "--json", "--arguments", f"env:{_ARGUMENTS}"]
 RUNS = "/runs"
 """Where ranks may write; the image's working directory."""
 _USER = 10001
@@ -207,8 +200,7 @@ def _train_job(pods: Pods) -> dict[str, Any]:
                 "image": pods.image,
                 "numNodes": pods.nodes,
                 "numProcPerNode": pods.nproc_per_node,
-                "command": ["zerokit"],
-                "args": _ARGS,
+                **_program(pods),
                 "env": _variables(pods),
                 **({"resourcesPerNode": resources} if (resources := _resources(pods)) else {}),
             },
@@ -219,8 +211,7 @@ def _train_job(pods: Pods) -> dict[str, Any]:
 def _job_set(pods: Pods) -> dict[str, Any]:
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     container = {
-        "command": ["zerokit"],
-        "args": _ARGS,
+        **_program(pods),
         "env": [
             {"name": "PET_NNODES", "value": str(pods.nodes)},
             {"name": "PET_NPROC_PER_NODE", "value": str(pods.nproc_per_node)},
@@ -288,8 +279,8 @@ def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], 
 
 
 def delete(pods: Pods, form: str) -> None:
-    """Remove the job, its runtime and its options."""
-    for kind in (form, *(["trainingruntime"] if form == "trainjob" else []), "configmap"):
+    """Remove the job and its runtime."""
+    for kind in (form, *(["trainingruntime"] if form == "trainjob" else [])):
         _kubectl(
             ["delete", "--ignore-not-found", "--wait=false", "-n", pods.namespace, f"{kind}/{pods.name}"]
         )

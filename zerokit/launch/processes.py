@@ -1,7 +1,7 @@
 """Reliable ends of processes: with their parent, and of a whole launch.
 
 Every process of a launch inherits `MARK` in its environment. It can therefore be found in /proc whatever became
-of its parent, its process group and its session (torchrun gives each rank a session of its own).
+of its parent, its process group and its session.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class StoppedProcesses:
     """Kills processes that stay stopped (SIGSTOP), because their peers would wait forever."""
 
     def __init__(self) -> None:
-        self.killed: dict[int, float] = {}
-        """When, in seconds since the epoch, by process id."""
+        self._killed: set[int] = set()
         self._since: dict[int, float] = {}
 
     def look(self, pids: Iterable[int]) -> None:
@@ -54,16 +53,14 @@ class StoppedProcesses:
             if not _is_stopped(pid):
                 self._since.pop(pid, None)
             elif time.monotonic() - self._since.setdefault(pid, time.monotonic()) > STOPPED_SECONDS:
-                self.killed.setdefault(pid, time.time())
+                self._killed.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def explain(self, pid: int) -> str | None:
-        """The reason if this watch killed the process."""
+    def explain(self, pid: int) -> str:
+        """The reason if this watch killed the process; else empty."""
         return (
-            f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed then"
-            if pid in self.killed
-            else None
+            f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed then" if pid in self._killed else ""
         )
 
 
@@ -72,15 +69,6 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):
         return False
-
-
-def own_children() -> list[int]:
-    """The living processes that this one has started; empty if there is no /proc."""
-    children: list[int] = []
-    for listed in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread that has just ended
-            children += map(int, listed.read_text().split())
-    return children
 
 
 def end_with_parent() -> None:
@@ -122,12 +110,11 @@ def marked(launch_id: str) -> list[int]:
     return sorted(pids)
 
 
-def kill_marked(launch_id: str, *, spare: frozenset[int] = frozenset(), seconds: float = 10.0) -> list[int]:
-    """Send SIGKILL to every process of the launch except `spare` until none is left; returns those that remain."""
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in marked(launch_id) if pid not in spare]) and time.monotonic() < deadline:
+def kill_marked(launch_id: str) -> None:
+    """Send SIGKILL to every process of the launch until none is left, or ten seconds are over."""
+    deadline = time.monotonic() + 10.0
+    while (left := marked(launch_id)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return left

@@ -1,8 +1,8 @@
-"""One rank of a local launch: it runs a module, ends with its agent, and records why it failed.
+"""One rank of a launch: it runs a module, ends with who has started it, and records why it failed.
 
     python -m zerokit.launch.rank MODULE [arguments]
 
-The reason goes to the file that torchrun names in TORCHELASTIC_ERROR_FILE, in torchrun's own form.
+The reason goes to the file that ZEROKIT_ERROR_FILE names.
 """
 
 from __future__ import annotations
@@ -23,21 +23,12 @@ from zerokit.launch.processes import die_with_parent, import_torch
 
 
 def _record(error: Exception) -> None:
-    target = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not target:
-        return
-    now = time.time()
-    extra = {
-        "py_callstack": traceback.format_exc(),
-        "timestamp": str(int(now)),
-        "time": now,
-        # An error that zerokit raises on purpose is complete; others deserve a traceback.
-        "expected": isinstance(error, ZerokitError),
-    }
-    kind = "" if isinstance(error, ZerokitError) else f"{type(error).__name__}: "
-    content = {"message": {"message": f"{kind}{error}", "extraInfo": extra}}
-    temporary = Path(target).with_suffix(".tmp")
-    temporary.write_text(json.dumps(content))
+    target = Path(os.environ["ZEROKIT_ERROR_FILE"])
+    # An error that zerokit raises on purpose is complete; others deserve a traceback.
+    expected = isinstance(error, ZerokitError)
+    message = f"{'' if expected else f'{type(error).__name__}: '}{error}"
+    temporary = target.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"message": message, "expected": expected, "time": time.time()}))
     temporary.replace(target)
 
 
@@ -69,5 +60,5 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    die_with_parent(int(os.environ.get("ZEROKIT_AGENT_PID", os.getppid())))
+    die_with_parent(int(os.environ["ZEROKIT_STARTER"]))
     main(sys.argv[1], sys.argv[2:])

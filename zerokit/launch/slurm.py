@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import time
@@ -31,7 +30,7 @@ _FILES_SECONDS = 60.0
 _WARNING_SECONDS = 60
 _EARLIER_SECONDS = 60
 """Slurm may send that signal so much earlier (sbatch(1), --signal)."""
-_ENDED = 128 + signal.SIGTERM
+_CANCEL_SECONDS = 10.0
 RUNTIMES = ("pyxis", "apptainer")
 _CORES, _HERE, JOB_FOLDER = "\0cores", "\0here", "\0folder"
 """In a script's command they stand for a rank's cores, the folder of submission, and that of the job's results."""
@@ -225,9 +224,6 @@ def render_script(request: Request, command: Sequence[str], made_by: str = "") -
             "cores=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE))}",
             'if [ "$cores" -lt 1 ]; then cores=1; fi',
             " ".join(map(_quote, srun)),
-            "code=$?",
-            'echo $code > "$folder/exit-code.part" && mv "$folder/exit-code.part" "$folder/exit-code"',
-            "exit $code",
             "",
         ]
     )
@@ -260,6 +256,7 @@ def submit(script: Path) -> str:
 
 def follow(
     job: str,
+    results: Path,
     interrupts: Interrupts,
     show: Callable[[str], None],
     seconds: float = _FOLLOW_SECONDS,
@@ -268,42 +265,53 @@ def follow(
 
     Args:
         job: its number.
+        results: what it writes.
         interrupts: looked at while waiting.
         show: called with its state when that changes.
         seconds: between looks at the queue.
 
     Raises:
-        LaunchError: the job ended without running to its end; the message has Slurm's reason.
+        LaunchError: the job ended without results; the message has Slurm's reason.
         Interrupted: SIGINT or SIGTERM came; the job was cancelled.
     """
-    code_file = folder_of(job) / "exit-code"
-    shown, answered = "", time.monotonic()
+    shown = ""
     try:
-        while (state := _state(job, answered)) is not None:
-            answered = time.monotonic() if state else answered
-            if state and state != shown:
+        while (told := _ask(job, interrupts))["JobState"] not in _ENDED:
+            pending = told["JobState"] == "PENDING" and told["Reason"] != "None"
+            state = told["JobState"].lower() + (f" ({told['Reason']})" if pending else "")
+            if state != shown:
                 show(f"job {job}: {state}")
                 shown = state
-            interrupts_wait(interrupts, seconds)
+            _wait(interrupts, seconds)
     except Interrupted:
         subprocess.run(["scancel", job], check=False)
-        with contextlib.suppress(Interrupted):
-            _await_file(code_file, 10.0)
+        with contextlib.suppress(Interrupted, LaunchError):
+            deadline = time.monotonic() + _CANCEL_SECONDS
+            while _ask(job, Interrupts())["JobState"] not in _ENDED and time.monotonic() < deadline:
+                time.sleep(seconds)
         raise
-    if not _await_file(code_file, _FILES_SECONDS if _completed(job) else 2.0):
-        end = tail(log_of(job))
-        raise LaunchError(
-            "\n".join(filter(None, [f"Slurm's job {job} ended before the bench did: {_final(job)}", end]))
-        )
-    code = int(code_file.read_text())
-    if code >= 128:  # Slurm may have done that: at the job's time limit, or by a user's scancel
-        limit = "at its time limit (--time): " if code == _ENDED and _at_time_limit(_show_job(job)) else ""
-        show(f"job {job} was ended: {limit}{_final(job)}")
+    final = ", ".join(f"{name} {told[name]}" for name in ("JobState", "Reason", "ExitCode") if name in told)
+    by_itself = told["JobState"] in ("COMPLETED", "FAILED")
+    if not _await_file(results, _FILES_SECONDS if by_itself else 2.0):
+        lines = [f"Slurm's job {job} ended before the bench did: {final}", tail(log_of(job))]
+        raise LaunchError("\n".join(filter(None, lines)))
+    exited, _, number = told["ExitCode"].partition(":")
+    code = int(exited) or (128 + int(number) if int(number) else int(told["JobState"] != "COMPLETED"))
+    if (
+        code >= 128 or not by_itself
+    ):  # Slurm may have done that: at the job's time limit, or by a user's scancel
+        limit = "at its time limit (--time): " if _at_time_limit(told) else ""
+        show(f"job {job} was ended: {limit}{final}")
     return code
 
 
-def interrupts_wait(interrupts: Interrupts, seconds: float) -> None:
-    """Wait for this time; a signal raises `Interrupted`."""
+_ENDED = (
+    *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
+    "PREEMPTED",
+)
+
+
+def _wait(interrupts: Interrupts, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         interrupts.check()
@@ -321,58 +329,30 @@ def _await_file(path: Path, seconds: float) -> bool:
     return True
 
 
-def _state(job: str, answered: float) -> str | None:
-    """What the queue says of a job that waits or runs; None when it has left; "" where it does not answer.
-
-    Raises `LaunchError` when nothing was heard since `answered` for so long that it is not merely busy.
-    """
-    done = subprocess.run(
-        ["squeue", "--noheader", f"--jobs={job}", "--format=%T %r"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    words = done.stdout.split(None, 1)
-    if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        if time.monotonic() - answered < _QUEUE_SECONDS:
-            return ""
-        raise LaunchError(
-            f"squeue has not answered for {_QUEUE_SECONDS:g} s: {done.stderr.strip()}; Slurm's job {job} "
-            f"continues: watch it with squeue --jobs={job} and end it with scancel {job}"
+def _ask(job: str, interrupts: Interrupts) -> dict[str, str]:
+    """What Slurm tells of a job; raises `LaunchError` when it does not for so long that it is not merely busy."""
+    deadline = time.monotonic() + _QUEUE_SECONDS
+    while True:
+        done = subprocess.run(
+            ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, check=False
         )
-    if not words or words[0] in (
-        "COMPLETED",
-        "FAILED",
-        "CANCELLED",
-        "TIMEOUT",
-        "NODE_FAIL",
-        "OUT_OF_MEMORY",
-        "BOOT_FAIL",
-        "DEADLINE",
-        "PREEMPTED",
-    ):
-        return None
-    reason = words[1].strip() if len(words) > 1 else ""
-    return words[0].lower() + (f" ({reason})" if words[0] == "PENDING" and reason not in ("", "None") else "")
+        if told := dict(re.findall(r"\b(JobState|Reason|ExitCode|RunTime|TimeLimit)=(\S+)", done.stdout)):
+            return told
+        if "Invalid job id" in done.stderr:
+            raise LaunchError(f"Slurm does not know job {job} any more: see {log_of(job)}")
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"scontrol has not answered for {_QUEUE_SECONDS:g} s: {done.stderr.strip()}; Slurm's job {job} "
+                f"continues: watch it with squeue --jobs={job} and end it with scancel {job}"
+            )
+        _wait(interrupts, _FOLLOW_SECONDS)
 
 
-def _show_job(job: str) -> str:
-    done = subprocess.run(
-        ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, check=False
-    )
-    return done.stdout
-
-
-def _completed(job: str) -> bool:
-    return "JobState=COMPLETED" in _show_job(job) or "JobState=FAILED" in _show_job(job)
-
-
-def _at_time_limit(shown: str) -> bool:
-    """Whether a job that `scontrol show job` tells of ended when Slurm had warned it of its limit, or later."""
-    members = dict(re.findall(r"\b(JobState|RunTime|TimeLimit)=(\S+)", shown))
-    if members.get("JobState") == "TIMEOUT":
+def _at_time_limit(told: Mapping[str, str]) -> bool:
+    """Whether a job ended when Slurm had warned it of its limit, or later."""
+    if told["JobState"] == "TIMEOUT":
         return True
-    run, limit = (_seconds(members.get(name, "")) for name in ("RunTime", "TimeLimit"))
+    run, limit = (_seconds(told.get(name, "")) for name in ("RunTime", "TimeLimit"))
     return run is not None and limit is not None and run >= limit - _WARNING_SECONDS - _EARLIER_SECONDS
 
 
@@ -383,8 +363,3 @@ def _seconds(text: str) -> int | None:
         return None
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-
-
-def _final(job: str) -> str:
-    members = re.findall(r"\b(JobState|Reason|ExitCode)=(\S+)", _show_job(job))
-    return ", ".join(f"{name} {value}" for name, value in members) or "Slurm does not know it any more"

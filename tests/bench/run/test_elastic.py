@@ -20,10 +20,10 @@ from zerokit.bench.worker.twin import twin_settings
 from zerokit.launch.failures import Failure, LaunchError, WorkerFailed
 
 
-def ended(*ranks: tuple[int, int, int], lost: tuple[int, ...] = ()) -> WorkerFailed:
+def ended(*ranks: tuple[int, int, int]) -> WorkerFailed:
     """By (rank, node, exit code)."""
     failures = [Failure(rank, node, 77, code, "", False, 0.0, None) for rank, node, code in ranks]
-    return WorkerFailed(failures[0].describe() if failures else "node lost", failures, lost)
+    return WorkerFailed(failures[0].describe() if failures else "not connected", failures)
 
 
 KILL, TERM, ABRT, SEGV = (
@@ -37,8 +37,7 @@ KILL, TERM, ABRT, SEGV = (
         ((2, 1), ended((1, 1, KILL), (0, 0, 1)), (1, 1)),
         ((1, 3), ended((1, 0, KILL)), (1, 2)),
         ((1, 3), ended((1, 0, SEGV), (2, 0, KILL), (0, 0, TERM)), (1, 1)),
-        ((2, 2), ended(lost=(1,)), (1, 2)),
-        ((3, 2), ended((0, 0, 1), lost=(0, 2)), (1, 2)),
+        ((2, 2), ended((2, 1, KILL), (3, 1, KILL)), (1, 2)),
         # A node that lost a rank: without it there are more ranks than with fewer on each, and the other way round.
         ((4, 2), ended((5, 2, KILL)), (3, 2)),
         ((2, 4), ended((5, 1, KILL)), (2, 3)),
@@ -49,7 +48,7 @@ KILL, TERM, ABRT, SEGV = (
         # A rank that has lost its peer may abort; one by itself may have, too.
         ((1, 2), ended((1, 0, KILL), (0, 0, ABRT)), (1, 1)),
         ((1, 3), ended((1, 0, ABRT), (0, 0, ABRT)), (1, 2)),
-        # Errors of the program, and ranks that their agents have ended.
+        # Errors of the program, and ranks that were asked to end.
         ((1, 2), ended((1, 0, 1), (0, 0, TERM)), None),
         ((1, 2), ended((1, 0, 7)), None),
         ((1, 2), ended(), None),
@@ -66,8 +65,7 @@ def test_what_remains(shape: tuple[int, int], error: WorkerFailed, left: tuple[i
     ("mesh", "error", "left"),
     [
         (None, ended((1, 0, KILL)), (1, 5, 5, None)),
-        ("3x2", ended(lost=(1,)), (2, 2, 5, "2x2")),
-        ("3x2", ended((1, 0, KILL), lost=(1,)), (1, 2, None, None)),
+        ("3x2", ended((2, 1, KILL), (3, 1, KILL)), (2, 2, 5, "2x2")),
         ("3x2", ended((1, 0, KILL), (2, 1, KILL), (4, 2, KILL)), (3, 1, 5, "3x1")),
     ],
 )

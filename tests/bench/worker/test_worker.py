@@ -123,7 +123,7 @@ def test_without_checkpoints_a_bench_runs_without_zlib_ng_and_memory_that_ends_l
     """A cell that fills its device has no room for the buffers of collectives by themselves."""
     before = f"""
 {WITHOUT_ZLIB_NG}
-import zerokit.cli.bench, zerokit.launch.agent  # the launcher and the agent
+import zerokit.cli.bench, zerokit.launch.local  # the launcher
 import torch, zerokit.bench.worker.rank as rank
 def no_room(*arguments):
     raise torch.OutOfMemoryError("no room")

@@ -43,12 +43,11 @@ def remaining(settings: Settings, error: WorkerFailed) -> Settings | None:
     nodes, or with as many ranks of each as the node that lost most still has, whichever are more ranks. Islands go on
     without those that were lost; one that is left alone trains without local steps.
     """
-    killed = Counter(one.node for one in _killed(error) if one.node not in error.lost_nodes)
-    if not killed and not error.lost_nodes:
+    killed = Counter(one.node for one in _killed(error))
+    if not killed:
         return None
-    nodes = settings.nodes - len(error.lost_nodes)
-    whole = (nodes - len(killed), settings.nproc_per_node)
-    smaller = (nodes, settings.nproc_per_node - max(killed.values(), default=0))
+    whole = (settings.nodes - len(killed), settings.nproc_per_node)
+    smaller = (settings.nodes, settings.nproc_per_node - max(killed.values()))
     best = max(whole, smaller, key=lambda shape: min(shape) > 0 and shape[0] * shape[1])
     nodes, ranks = best if min(best) > 0 else (1, 1)
     left: dict[str, Any] = {"nodes": nodes, "nproc_per_node": ranks}
@@ -62,7 +61,7 @@ def remaining(settings: Settings, error: WorkerFailed) -> Settings | None:
 
 
 def _killed(error: WorkerFailed) -> list[Failure]:
-    """Ranks ended by a signal. Not SIGTERM: agents end the ranks so beside one that failed.
+    """Ranks ended by a signal. Not SIGTERM, by which a rank is asked to end.
 
     A rank that has lost its peer may abort; of those that did, one alone is the cause where no other signal was.
     """

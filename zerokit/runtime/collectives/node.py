@@ -7,8 +7,8 @@ which lets in what it has started.
 A few shared pages, the board, say what is where: a rank *offers* memory under its address; a reader marks it as
 *taken*, and until all have, it stays as it is. Counts are per operation and unit, so contents cannot be swapped.
 
-[Note: a node] Ranks are of one node if their host's name, its boot, their network namespace and their torchrun agent
-(GROUP_RANK) are the same. So nodes that are simulated on one machine send to each other what nodes would.
+[Note: a node] Ranks are of one node if their host's name, its boot, their network namespace and the number of their
+node (GROUP_RANK) are the same. So nodes that are simulated on one machine send to each other what nodes would.
 
 [Note: locks show who is alive] Each rank holds a POSIX lock on its byte of the board's file, which the system drops
 when the process ends, however that comes, and children do not keep. Asking for it needs no rights.

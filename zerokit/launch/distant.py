@@ -1,0 +1,167 @@
+"""Ranks on another machine: the launcher's agent for them, and what serves it there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from zerokit.errors import ZerokitError
+from zerokit.launch import frames
+from zerokit.launch.agents import POLL_SECONDS, await_end
+from zerokit.launch.failures import Failure, name_node
+from zerokit.launch.frames import MOST_LOG_BYTES, Peer, pack, put_file, relocate
+from zerokit.launch.ranks import Ranks, threads_per_rank
+
+_FILES_SECONDS = 0.5
+_END_SECONDS = 10.0
+
+
+class DistantAgent:
+    """Ranks beyond a connection, as an `Agent`.
+
+    Args:
+        peer: the other end.
+        node: the number of the node.
+        host: its name, where it is not this machine.
+        log_dir: for the files that it sends.
+        hello: what it has said of itself; None where it has not yet.
+    """
+
+    def __init__(
+        self, peer: Peer, node: int, host: str | None, log_dir: Path, hello: Mapping[str, Any] | None = None
+    ) -> None:
+        self.peer, self.node, self.host, self.hello = peer, node, host, hello
+        self._log_dir = log_dir
+        self.where = name_node(node, host)
+        self.failures: list[Failure] = []
+        self.code: int | None = None
+        self._trouble: str | None = None
+
+    def poll(self) -> int | None:
+        try:
+            while self.code is None and (message := self.peer.hear()) is not None:
+                self.take(*message)
+            if self.code is None and self.hello is not None and self.peer.silent:
+                self.fail(
+                    f"{self.where}: nothing was heard of it for {frames.SILENCE_SECONDS:g} s: its program is stopped, "
+                    "or its machine or the network between is gone"
+                )
+        except EOFError:
+            self.fail(self.lost())
+        except (KeyError, TypeError, ValueError, OSError, ZerokitError) as error:
+            self.fail(f"{self.where}: what it sent could not be kept: {error}")
+        return self.code
+
+    def take(self, kind: str, content: Mapping[str, Any]) -> None:
+        """A message."""
+        if kind == "hello":
+            self.hello = content
+        elif kind == "file":
+            put_file(self._log_dir, content)
+        elif kind == "exit":
+            self.failures = [replace(Failure(**one), host=self.host) for one in content["failures"]]
+            self.code = int(content["code"])
+
+    def fail(self, trouble: str) -> None:
+        """End with the reason."""
+        self.code, self._trouble = 1, trouble
+
+    def lost(self) -> str:
+        """The reason of a connection that has ended."""
+        return f"{self.where} was lost while its ranks ran: the connection ended"
+
+    def send_signal(self, number: int) -> None:
+        self.peer.say("signal", number=number)
+
+    def trouble(self) -> str | None:
+        return self._trouble
+
+    def end(self) -> None:
+        if self.poll() is None:
+            self.send_signal(9)
+            await_end([self], _END_SECONDS)
+
+
+def launch_frame(log_dir: Path, module: str, arguments: Sequence[str], **more: Any) -> dict[str, Any]:
+    """The content of `start`: what to run, with the files of the launch's folder."""
+    files = {
+        path.name: pack(path.read_bytes())
+        for path in log_dir.iterdir()
+        if path.is_file() and not path.name.startswith(".")
+    }
+    return {"command": [module, *arguments], "folder": str(log_dir), "files": files, **more}
+
+
+def hear(peer: Peer) -> tuple[str, dict[str, Any]] | None:
+    """The launcher's next message, if any; raises `EOFError` if it is gone or says nothing any more."""
+    message = peer.hear()
+    if message is None and peer.silent:
+        raise EOFError
+    return message
+
+
+def serve(
+    peer: Peer, start: Mapping[str, Any], ranks: Sequence[int], folder: Path, check: Callable[[], None]
+) -> None:
+    """Run these ranks of a launch to their end, and send what they write.
+
+    Args:
+        peer: the launcher.
+        start: its message.
+        ranks: to run here.
+        folder: for a copy of the launch's folder.
+        check: raises if this machine's user wants no more.
+
+    Raises `EOFError` if the launcher is gone. No rank is alive afterwards.
+    """
+    for name, content in start["files"].items():
+        put_file(folder, {"name": name, "content": content})
+    files = _Files(folder, start["files"])
+    shape = {name: start[name] for name in ("nodes", "nproc_per_node", "address", "port", "environment")}
+    threads = start["threads"] or threads_per_rank(start["nproc_per_node"])
+    command = relocate(start["command"], start["folder"], folder)
+    agent = Ranks(ranks, command, log_dir=folder, threads=threads, **shape)
+    try:
+        looked = time.monotonic()
+        while (code := agent.poll()) is None:
+            check()
+            if (message := hear(peer)) is not None and message[0] == "signal":
+                agent.send_signal(int(message[1]["number"]))
+            if time.monotonic() - looked > _FILES_SECONDS:
+                files.send(peer, logs=bool(start["follow"]))
+                looked = time.monotonic()
+            time.sleep(POLL_SECONDS)
+    finally:
+        agent.end()
+    files.send(peer, logs=True)
+    peer.say("exit", code=code, failures=[asdict(one) for one in agent.failures])
+
+
+class _Files:
+    """The files in this machine's copy of the launch's folder, and those that have been sent back."""
+
+    def __init__(self, folder: Path, inputs: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._sent: dict[Path, tuple[int, int]] = {}
+        for name in inputs:
+            self._is_new(folder / name)
+
+    def _is_new(self, path: Path) -> bool:
+        seen = path.stat()
+        state = seen.st_mtime_ns, seen.st_size
+        before, self._sent[path] = self._sent.get(path), state
+        return state != before
+
+    def send(self, peer: Peer, *, logs: bool) -> None:
+        """Send new files that the ranks wrote next to their job, and the ends of their logs if requested."""
+        for path in list(self._folder.rglob("*") if logs else self._folder.glob("*")):
+            with contextlib.suppress(FileNotFoundError):  # a file that was renamed meanwhile
+                if path.is_file() and not path.name.startswith(".") and self._is_new(path):
+                    content = path.read_bytes()
+                    content = content if path.parent == self._folder else content[-MOST_LOG_BYTES:]
+                    name = path.relative_to(self._folder).as_posix()
+                    peer.say("file", name=name, content=pack(content))

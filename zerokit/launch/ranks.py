@@ -1,0 +1,152 @@
+"""Ranks on this machine: a process each, in torchrun's environment. All end when one fails, or with their starter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerokit.launch import agents
+from zerokit.launch.failures import Failure
+from zerokit.launch.network import address_towards, interface_of
+from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
+
+_AROUND = ("TORCHELASTIC_", "PET_")
+"""Variables of a launch around this one."""
+
+
+class Ranks:
+    """An `Agent` on this machine. Rank R's output is in `rank-R` of the folder of logs."""
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        command: Sequence[str],
+        *,
+        nodes: int,
+        nproc_per_node: int,
+        log_dir: Path,
+        address: str,
+        port: int,
+        threads: int,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start them.
+
+        Args:
+            ranks: their numbers.
+            command: the module that each runs, and its arguments.
+            nodes: of the whole launch.
+            nproc_per_node: ranks of each node.
+            log_dir: for their output.
+            address: where all ranks meet rank 0.
+            port: of this address.
+            threads: of each, where OMP_NUM_THREADS is not set.
+            environment: variables beside those of this process.
+        """
+        self.failures: list[Failure] = []
+        self._each, self._logs = nproc_per_node, log_dir
+        self._launch_id = uuid.uuid4().hex
+        self._stopped = StoppedProcesses()
+        self._ended: dict[int, float] = {}
+        self._failed_at: float | None = None
+        self._code: int | None = None
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(_AROUND)}
+        variables |= environment
+        variables.setdefault("OMP_NUM_THREADS", str(threads))
+        with contextlib.suppress(OSError):
+            # gloo otherwise looks the host's own name up, which on many machines leads to loopback or nowhere.
+            if (interface := interface_of(address_towards(address))) is not None:
+                variables.setdefault("GLOO_SOCKET_IFNAME", interface)
+        variables |= {
+            MARK: self._launch_id,
+            "ZEROKIT_STARTER": str(os.getpid()),
+            "WORLD_SIZE": str(nodes * nproc_per_node),
+            "LOCAL_WORLD_SIZE": str(nproc_per_node),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+        }
+        self._processes = {}
+        for rank in ranks:
+            node, local_rank = divmod(rank, nproc_per_node)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
+            (folder := log_dir / f"rank-{rank}").mkdir()
+            self._processes[rank] = start_rank(command, variables | own, folder)
+
+    def poll(self) -> int | None:
+        if self._code is not None:
+            return self._code
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        self._stopped.look(self._processes[rank].pid for rank, code in codes.items() if code is None)
+        for rank, code in codes.items():
+            if code is not None:
+                self._ended.setdefault(rank, time.time())
+        if self._failed_at is None and any(codes.values()):
+            self._failed_at = time.monotonic()
+        late = (
+            self._failed_at is not None and time.monotonic() - self._failed_at > agents.PEERS_FOLLOW_SECONDS
+        )
+        if late or None not in codes.values():
+            self._code = int(any(codes.values()))
+            # Those that are killed next are no failures.
+            self.failures = [self._failure(rank, code) for rank, code in codes.items() if code]
+            self.end()
+        return self._code
+
+    def _failure(self, rank: int, code: int) -> Failure:
+        pid = self._processes[rank].pid
+        said: dict[str, Any] = {
+            "message": self._stopped.explain(pid),
+            "expected": False,
+            "time": self._ended[rank],
+        }
+        with contextlib.suppress(OSError, ValueError):
+            said = json.loads((self._logs / f"rank-{rank}" / "error.json").read_text())
+        return Failure(rank, rank // self._each, pid, code, **said)
+
+    def send_signal(self, number: int) -> None:
+        for process in self._processes.values():
+            process.send_signal(number)
+
+    def trouble(self) -> None:
+        """There is none beyond the ranks' failures."""
+
+    def end(self) -> None:
+        """Kill what is left of them, and of what they have started."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+        kill_marked(self._launch_id)
+
+
+def start_rank(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    """Start one rank, whose output goes to this folder."""
+    with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "zerokit.launch.rank", *command],
+            env={**variables, "ZEROKIT_ERROR_FILE": str(folder / "error.json")},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches us alone, and we pass it on
+        )
+
+
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return list(range(os.cpu_count() or 1))
+
+
+def threads_per_rank(ranks: int) -> int:
+    """The cores that this process may use, divided among ranks; at least one each."""
+    return max(1, len(cores()) // ranks)
