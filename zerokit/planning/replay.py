@@ -324,7 +324,7 @@ class Replay:
         else:
             self._fill(one)
         if one.complete and not self.accumulating:
-            self._gathering.reduce_complete(one.unit.index)
+            self._gathering.reductions.note_complete(one.unit.index)
 
     def _fill(self, one: _Gradients) -> None:
         """Copy what waits into the unit's bucket."""

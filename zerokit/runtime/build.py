@@ -64,7 +64,7 @@ class Runtime:
             model = model._orig_mod  # what it compiles, whose names are the model's own
         self.model, self.precision = model, precision
         _check_arguments(model, optimizer_class, bucket_mb, prefetch)
-        group = _group_of_this_rank(process_group)
+        group = group_of_this_rank(process_group)
         groups = _as_groups(model, params)
         device = _device_of(model, group)
         options = choose_kernel(optimizer_class, options, device, precision.master)
@@ -186,7 +186,12 @@ class Runtime:
         self.gathering.gather_updated()
 
 
-def _group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The ranks to shard over. Raises `UsageError` where there are none, or this one is not among them."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "no process group: call torch.distributed.init_process_group() first (torchrun sets its environment)"
+        )
     # torch.distributed.new_group gives ranks that are not in the group a number instead of one.
     group: Any = given if given is not None else dist.distributed_c10d._get_default_group()
     if group == dist.GroupMember.NON_GROUP_MEMBER or group.rank() < 0:
@@ -260,16 +265,9 @@ def _check_arguments(
             "host: use model.to(device) instead of torch.set_default_device(), and build ZeroOptimizer outside of "
             "`with torch.device(...):`"
         )
-    if not dist.is_initialized():
-        raise UsageError(
-            "no process group: call torch.distributed.init_process_group() first (torchrun sets its environment)"
-        )
     for path, module in model.named_modules():
         wrapper = type(module).__name__
-        if isinstance(module, nn.parallel.DistributedDataParallel) or wrapper in (
-            "FullyShardedDataParallel",
-            "DataParallel",
-        ):
+        if wrapper in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise UsageError(f"{path or 'the model'} is already wrapped in {wrapper}: pass the plain model")
         if _MARK in module.__dict__:
             raise UsageError(
@@ -313,23 +311,16 @@ def _as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str,
     names = {parameter: name for name, parameter in model.named_parameters()}
     if params is None:
         return [{"params": list(names)}]
-    entries = list(params)
-    groups = (
-        [dict(entry) for entry in entries]
-        if entries and isinstance(entries[0], dict)
-        else [{"params": entries}]
-    )
+    given = list(params)
+    groups = [dict(one) for one in given] if given and isinstance(given[0], dict) else [{"params": given}]
     seen: dict[nn.Parameter, int] = {}
     for number, group in enumerate(groups):
-        given = group["params"]
-        members = [given] if isinstance(given, torch.Tensor) else list(given)
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         group["params"] = [member[1] if isinstance(member, tuple) else member for member in members]
         for parameter in group["params"]:
             if parameter not in names:
                 shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else parameter
-                raise UsageError(
-                    f"params: group {number} holds {shape}, which is not a parameter of the model"
-                )
+                raise UsageError(f"params: group {number} holds {shape}, which is no parameter of the model")
             if parameter in seen:
                 raise UsageError(
                     f"params: {names[parameter]} is in group {seen[parameter]} and in group {number}: keep one"
@@ -347,9 +338,7 @@ def _as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str,
 def _device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()] if not tensor.is_meta}
     if len(devices) > 1:
-        raise UsageError(
-            f"the model lies on {', '.join(sorted(map(str, devices)))}: move it to one device first"
-        )
+        raise UsageError(f"the model lies on {', '.join(sorted(map(str, devices)))}: move it to one device")
     if devices:
         return devices.pop()
     if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():

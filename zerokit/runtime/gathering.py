@@ -50,12 +50,12 @@ class Gathering:
         self.order = Order(units, gradients.units, collectives, placement, prefetch)
         self.deviated = False  # whether this forward pass left the recorded order
         self._forward, self._backward = Schedule(), Schedule()
-        self._reductions = Reductions(gradients, self.passes, self.order)
+        self.reductions = Reductions(gradients, self.passes, self.order)
         self._round: ForwardPass | None = None  # whose gathers backward follows now
         self._present: set[int] = set()  # units that come and go and have memory now
         self._last_stays = False  # whether the unit that backward begins with is still there from forward
-        self._graph_kept = False
-        """Whether backward makes a graph of its own, which reads weights again: all of them stay."""
+        self.graph_kept = False
+        """Whether backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
         self._open = 0
         self._trace: list[int] = []
         self._read_early: set[int] = set()
@@ -146,13 +146,9 @@ class Gathering:
         if unit.comes_and_goes:
             unit.state = State.HELD
 
-    def keep_graph(self) -> None:
-        """Keep all weights until `drop`, because backward creates a graph that reads them again."""
-        self._graph_kept = True
-
     def drop(self) -> None:
-        """Release what `keep_graph` kept: it is no longer needed, or about to be updated."""
-        self._graph_kept = False
+        """Free all that is present: no graph reads it again, or it is about to be updated."""
+        self.graph_kept = False
         if self._present:
             self.free_all()
 
@@ -184,7 +180,7 @@ class Gathering:
             elif unit.index in self.order.kept:
                 self._use(unit)
         if self._open or not self._placement.cuts_parameters:
-            self._reductions.come_to(self.order.reductions)
+            self.reductions.come_to(self.order.reductions)
 
     def enter_backward(
         self, units: Sequence[UnitState], current: ForwardPass | None = None, uses: int | None = None
@@ -197,7 +193,7 @@ class Gathering:
             return
         if current is not None:
             gathered = any(unit.index not in self.order.kept for unit in units)
-            self._reductions.note_output(current, uses, gathered=gathered)
+            self.reductions.note_output(current, uses, gathered=gathered)
             if current not in (self.passes.aside, self._round) and not self._open:
                 self._begin_round(current)
         for unit in units:
@@ -212,24 +208,20 @@ class Gathering:
                 # leave holes too small for the large gradients of the rest of the model (embeddings).
                 self._heap.return_freed_memory()
 
-    def reduce_complete(self, index: int) -> None:
-        """Reduce unit `index`, whose gradients are complete, and those waiting for it, if it is their turn."""
-        self._reductions.note_complete(index)
-
     def end_backward(self) -> None:
         """Issue the collectives that only other ranks needed, and wait for all sums."""
         latest = self.passes.latest
-        self._reductions.expect_no_more()
+        self.reductions.ending = True
         if self._placement.cuts_parameters and not self._open:
             if self._round is None and latest is not None:
                 self._begin_round(latest)
             self._leave_out(self._backward, len(self._backward.operations), ending=True)
-        self._reductions.end(latest)
+        self.reductions.end(latest)
         self._backward = Schedule()
 
     def free_all(self) -> None:
         """End the pass, complete or abandoned."""
-        if self._present and not self._open and not self._graph_kept:
+        if self._present and not self._open and not self.graph_kept:
             self._last_stays = False
             for index in sorted(self._present):
                 self._free(self._units[index])
@@ -250,7 +242,7 @@ class Gathering:
         if self._round is not None:
             self._leave_out(self._backward, len(self._backward.operations), ending=True)
         self._round = current
-        self._backward = Schedule(self._reductions.remaining())
+        self._backward = Schedule(self.reductions.remaining())
         self._perform(self._backward.issue_ahead(-1, 0))  # without gathers, nothing is waited for
 
     # ---- whole parameters, for their user
@@ -302,7 +294,7 @@ class Gathering:
         self.order.record_forward(self._trace, self._read_early, lazy)
 
     def _begin_pass(self, *, accumulates: bool = False) -> None:
-        self._reductions.begin(accumulates=accumulates)
+        self.reductions.begin(accumulates=accumulates)
         for index in self._present:
             if self._units[index].state is State.READY:
                 self._units[index].state = State.GATHERING  # there, and not used yet
@@ -336,21 +328,21 @@ class Gathering:
 
     def _perform(self, operations: Iterable[Operation]) -> None:
         for operation in operations:
-            self._reductions.issue(due=operation >= 0)
+            self.reductions.issue(due=operation >= 0)
             if operation < 0:
-                self._reductions.come_to([reduction(operation)])
+                self.reductions.come_to([reduction(operation)])
                 continue
             unit = self._units[operation]
             # What backward begins with is there from forward, or this rank does not use it and has freed it.
             is_there = self._last_stays and operation == self.order.last
             # Else it is gathered also where this rank still has the unit (held, or its modules at work): others may
             # have freed it, and a gather is everybody's.
-            stays = operation in self.order.kept or self._graph_kept
+            stays = operation in self.order.kept or self.graph_kept
             if not is_there and (unit.state is State.FREED or not stays):
                 unit.gather()
                 self._present.add(operation)
             self._last_stays = False
-        self._reductions.issue(due=False)
+        self.reductions.issue(due=False)
 
     def _leave_out(self, schedule: Schedule, stop: int, *, ending: bool = False) -> None:
         """Issue the operations up to `stop`, which this rank does not use, and hold one unit at a time."""
@@ -392,6 +384,6 @@ class Gathering:
                 self._free(self._units[index])
 
     def _free(self, unit: UnitState) -> None:
-        if not self._graph_kept:
+        if not self.graph_kept:
             unit.free()
             self._present.discard(unit.index)

@@ -50,39 +50,36 @@ _METADATA = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a managed parameter knows of zerokit, whose parts are there as long as the optimizer is."""
+    """What a managed parameter knows of zerokit."""
 
-    walk: weakref.ref[ModelWalk]
-    """Decides what may be done with it while the model does not run."""
-    unit: weakref.ref[UnitState]
-    """Takes note of changes that version counters do not show."""
+    reference: weakref.ref[ModelWalk]
     index: int
-    """Note that the parameter's memory is exposed."""
+    """Of its unit."""
     positions: tuple[int, ...]
     """Positions of the unit's parameters: one, or several for a master."""
     name: str
 
-    def has_gradient(self) -> bool:
-        walk = self.walk()
-        return walk is not None and walk.has_gradient(self.index, self.positions)
+    @property
+    def walk(self) -> ModelWalk:
+        """What decides what may be done with it while the model does not run; there as long as the optimizer is."""
+        walk = self.reference()
+        assert walk is not None
+        return walk
+
+    @property
+    def unit(self) -> UnitState:
+        """What takes note of changes that version counters do not show."""
+        return self.walk.units[self.index]
 
     def clear_gradient(self) -> None:
-        if (walk := self.walk()) is not None:
-            walk.clear_gradient(self.index, self.positions)
+        if self.reference() is not None:
+            self.walk.clear_gradient(self.index, self.positions)
 
 
 def ticket_of(parameter: Tensor) -> Ticket | None:
     """The ticket of a parameter that a living `ZeroOptimizer` manages."""
     ticket = parameter.__dict__.get(TICKET)
-    living = isinstance(ticket, Ticket) and ticket.walk() is not None and ticket.unit() is not None
-    return ticket if living else None
-
-
-def _unit_of(parameter: Tensor) -> tuple[UnitState, int] | None:
-    """The living unit of a managed parameter, and its position there."""
-    ticket = ticket_of(parameter)
-    unit = None if ticket is None else ticket.unit()
-    return None if unit is None or ticket is None else (unit, ticket.positions[0])
+    return ticket if isinstance(ticket, Ticket) and ticket.reference() is not None else None
 
 
 class _WithoutGradient(nn.Parameter):
@@ -92,7 +89,7 @@ class _WithoutGradient(nn.Parameter):
     @uncompiled
     def grad(self) -> Tensor | None:
         real, ticket = shown_gradient(self), ticket_of(self)
-        if real is not None or ticket is None or not ticket.has_gradient():
+        if real is not None or ticket is None or not ticket.walk.has_gradient(ticket.index, ticket.positions):
             return real
         return HeldGradient.of(self, ticket)
 
@@ -130,11 +127,10 @@ class Guarded(_WithoutGradient):
         kwargs = kwargs or {}
         name = _name(function)
         described = name in _METADATA or (name == "data" and function.__name__ == "__set__")
-        touched = [] if described else [each for each in _flat((args, kwargs)) if isinstance(each, Guarded)]
-        for parameter in touched:  # reading one may unguard the others of its unit
-            ticket = ticket_of(parameter)
-            if ticket is not None and (walk := ticket.walk()) is not None:
-                walk.read(ticket.index, ticket.name)
+        used = [] if described else [each for each in _flat((args, kwargs)) if isinstance(each, Guarded)]
+        touched = [(each, ticket) for each in used if (ticket := ticket_of(each)) is not None]
+        for _, ticket in touched:  # reading one may unguard the others of its unit
+            ticket.walk.read(ticket.index, ticket.name)
         with torch._C.DisableTorchFunctionSubclass():
             if name == "data" and described:
                 _require_same_memory(args[0], args[1])
@@ -143,8 +139,11 @@ class Guarded(_WithoutGradient):
                 _note_requires_grad(args[0])
             elif name == "register_post_accumulate_grad_hook":
                 _run_last(args[0])
-        for parameter in touched:
-            _note_changes(parameter, name, args, result)
+        for parameter, ticket in touched:
+            if name == "data":
+                ticket.unit.suspect(ticket.positions[0], result)
+            elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
+                ticket.unit.take_exact(ticket.positions[0], args[1])
         return result
 
     def set_(self, source: Tensor) -> Tensor:  # type: ignore[override]
@@ -256,15 +255,6 @@ def _flat(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _note_changes(parameter: Guarded, name: str, args: Sequence[Any], result: Any) -> None:
-    if (found := _unit_of(parameter)) is not None:
-        unit, position = found
-        if name == "data":
-            unit.suspect(position, result)
-        elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
-            unit.take_exact(position, args[1])
-
-
 def hooked(parameter: Tensor) -> bool:
     """Whether the user has registered a hook that sees the accumulated gradient."""
     return any(not isinstance(hook, Hook) for hook in (parameter._post_accumulate_grad_hooks or {}).values())
@@ -280,9 +270,9 @@ def _run_last(parameter: Tensor) -> None:
 
 
 def _note_requires_grad(parameter: Tensor) -> None:
-    if (found := _unit_of(parameter)) is not None:
+    if (ticket := ticket_of(parameter)) is not None:
         try:
-            found[0].note_requires_grad()
+            ticket.unit.note_requires_grad()
         except UsageError:
             parameter.requires_grad = False
             raise
@@ -293,12 +283,15 @@ def _require_same_memory(parameter: Tensor, value: Tensor) -> None:
     same = value.dtype == parameter.dtype and value.device == parameter.device
     if same and value.shape == parameter.shape and value.data_ptr() == parameter.data_ptr():
         return
-    ticket = parameter.__dict__.get(TICKET)
-    name = ticket.name if isinstance(ticket, Ticket) else "a parameter"
-    raise UsageError(
-        f"assigning {name}.data (found {value.dtype} on {value.device}, expected {parameter.dtype} on "
-        f"{parameter.device}) cuts the parameter off from its updates, as .to(), .float() and .half() do: change the "
-        "model before ZeroOptimizer is built, choose precision=, or copy values inside `with optimizer.gathered():`"
+    raise refuse_moving(parameter.__dict__[TICKET].name, value, parameter)
+
+
+def refuse_moving(name: str, found: Tensor, expected: Tensor) -> UsageError:
+    """The error for parameters that are given other memory."""
+    return UsageError(
+        f"moving {name} out of zerokit's storage (found {found.dtype} on {found.device}, expected {expected.dtype} on "
+        f"{expected.device}) cuts it off from its updates, as .to(), .float(), .half() and assigning .data do: change "
+        "the model before ZeroOptimizer is built, choose precision=, or copy values inside `with optimizer.gathered():`"
     )
 
 

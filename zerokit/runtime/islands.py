@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zerokit.errors import UsageError
 from zerokit.placement import Axis, Mesh, row_of
-from zerokit.runtime.build import mesh_of
+from zerokit.runtime.build import group_of_this_rank, mesh_of
 from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, note_user, timeout_of
 
 LOCAL = "local"
@@ -61,11 +61,7 @@ def divide_into_islands(
     if not (isinstance(stage, tuple | list) and len(stage) == 2 and stage[0] == LOCAL):
         return stage, mesh, process_group, None
     row_of(stage[1])
-    if not dist.is_initialized():
-        return stage[1], None, process_group, None  # build() explains what is missing
-    everyone: Any = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
-    if everyone == dist.GroupMember.NON_GROUP_MEMBER or everyone.rank() < 0:
-        return stage[1], None, process_group, None
+    everyone = group_of_this_rank(process_group)
     sizes = getattr(mesh, "shape", mesh)
     example = f"mesh=({max(everyone.size() // 2, 2)}, {2 if everyone.size() > 3 else 1})"
     if not isinstance(sizes, tuple | list) or len(sizes) != 2 or sizes[0] == 1:

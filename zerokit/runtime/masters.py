@@ -8,7 +8,7 @@ parameters that are no longer trained alike get one master each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -99,11 +99,10 @@ class OwnedUnit:
     def guard_masters(self) -> None:
         """Guard the masters after the optimizer's update; their gradients are elsewhere."""
         for master in self.masters:
-            if TICKET not in master.tensor.__dict__ and self.parameters:
+            if TICKET not in master.tensor.__dict__:
+                positions, name = tuple(self.positions_in(master)), f"master of {self.unit.name}"
                 first: Ticket = self.parameters[0].__dict__[TICKET]
-                name = f"master of {self.unit.name}"
-                positions = tuple(self.positions_in(master))
-                master.tensor.__dict__[TICKET] = Ticket(first.walk, first.unit, self.index, positions, name)
+                master.tensor.__dict__[TICKET] = replace(first, positions=positions, name=name)
             master.tensor.__class__ = MasterParameter
 
     def unguard_masters(self) -> None:

@@ -125,11 +125,13 @@ class Reductions:
         """Units whose gradients were complete when backward entered the first one that is gathered."""
         self._made: tuple[ForwardPass, int | None] | None = None
         """What has just received its gradient: an output of this pass, made after so many uses of units."""
-        self._accumulates = self._ending = False
+        self._accumulates = False
+        self.ending = False
+        """Whether the pass will bring no more gradients."""
 
     def begin(self, *, accumulates: bool) -> None:
         """Start a pass; `accumulates` if it brings gradients."""
-        self._accumulates, self._ending = accumulates, False
+        self._accumulates, self.ending = accumulates, False
         self._made = self._early = None
         self._waiting.clear()
 
@@ -171,11 +173,7 @@ class Reductions:
     def _is_over(self, index: int) -> bool:
         """Whether the backward pass under way will bring no more gradients to a unit."""
         made = self._made
-        return self._ending or (made is not None and self._passes.are_gradients_over(index, *made))
-
-    def expect_no_more(self) -> None:
-        """Note that the pass will bring no more gradients."""
-        self._ending = self._accumulates
+        return self.ending or (made is not None and self._passes.are_gradients_over(index, *made))
 
     def end(self, latest: ForwardPass | None) -> None:
         """Issue what is left, wait for all sums, and record the order after the first ones."""

@@ -43,10 +43,8 @@ class Schedule:
 
     def find(self, unit: int) -> int | None:
         """The first position, from the cursor on, of a gather of `unit`."""
-        for position in range(max(self.cursor, 0), len(self.operations)):
-            if self.operations[position] == unit:
-                return position
-        return None
+        start = max(self.cursor, 0)
+        return self.operations.index(unit, start) if unit in self.operations[start:] else None
 
     def issue(self, stop: int) -> Iterator[Operation]:
         """The unissued operations up to `stop` (exclusive), each marked as issued when taken."""
@@ -112,7 +110,6 @@ class ForwardPass:
         """Units with outputs whose gradients a hook will announce."""
 
     def use(self, unit: int) -> None:
-        """Record that a module of `unit` is about to run."""
         self.uses += 1
         self.first_use.setdefault(unit, self.uses)
 
@@ -132,7 +129,6 @@ class Passes:
         """Passes with gradients since the last step that no backward has come through."""
 
     def begin(self, *, training: bool) -> None:
-        """Start a forward pass of the model."""
         self.current = ForwardPass()
         if training:
             self._open.append(self.current)
@@ -144,14 +140,12 @@ class Passes:
         return self._open[-1] if self._open else None
 
     def end_backward(self) -> None:
-        """Record that a backward pass has brought all its gradients."""
         self.unanswered = False
         self._open = [one for one in self._open if not one.consumed]
         if not self._open:
             self.unwatched.clear()
 
     def clear(self) -> None:
-        """Record that no backward will follow."""
         self._open.clear()
         self.unwatched.clear()
         self.unanswered = False

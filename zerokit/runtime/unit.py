@@ -24,7 +24,7 @@ from zerokit.errors import UsageError
 from zerokit.layout import Unit
 from zerokit.placement import Axis, Placement
 from zerokit.runtime.collectives import Collectives, Work
-from zerokit.runtime.guard import TICKET, Guarded, Ticket, guarded_class
+from zerokit.runtime.guard import TICKET, Guarded, Ticket, guarded_class, refuse_moving
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import set_versions, unit_memory
@@ -269,10 +269,8 @@ class UnitState(OwnedUnit):
 
     def watch(self, walk: weakref.ref[ModelWalk]) -> None:
         """Guard the parameters from now on, and ask `walk` what may be done with them."""
-        me = weakref.ref(self)
-        for position, parameter in enumerate(self.parameters):
-            name = self.unit.parameters[position].name
-            parameter.__dict__[TICKET] = Ticket(walk, me, self.index, (position,), name)
+        for position, known in enumerate(self.unit.parameters):
+            self.parameters[position].__dict__[TICKET] = Ticket(walk, self.index, (position,), known.name)
         self.guard_masters()
         self.guard()
 
@@ -317,12 +315,7 @@ class UnitState(OwnedUnit):
             if parameter.data_ptr() == view.data_ptr():
                 continue
             if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, self.dtype, self.device):
-                raise UsageError(
-                    f"parameter {layout.name} no longer lies in zerokit's storage (found {parameter.dtype} on "
-                    f"{parameter.device}, expected {self.dtype} on {self.device}): calling .to(), .float(), "
-                    ".half() or assigning .data after ZeroOptimizer was built cuts the parameter off from its "
-                    "updates. Do it before, or choose precision="
-                )
+                raise refuse_moving(layout.name, parameter, view)
             view.copy_(parameter.detach())
             parameter.data = view
         if self.comes_and_goes:

@@ -57,7 +57,7 @@ class ModelWalk:
         device: torch.device,
         precision: Precision,
     ) -> None:
-        self._units, self._gathering, self._gradients = units, gathering, gradients
+        self.units, self._gathering, self._gradients = units, gathering, gradients
         self._passes = gathering.passes
         self._precision, self._device = precision, device.type
         self._in_forward = False
@@ -114,7 +114,7 @@ class ModelWalk:
         if self._in_forward:
             self._gathering.free_all()  # the last forward ended in an exception
         self._known.require_same(module)
-        recorded, frees = self._gathering.order.recorded, self._units[0].comes_and_goes
+        recorded, frees = self._gathering.order.recorded, self.units[0].comes_and_goes
         if frees and not recorded and self._device == "cuda":
             require_no_graphs(module)
         self._in_forward = True
@@ -127,7 +127,7 @@ class ModelWalk:
         training = torch.is_grad_enabled()
         with outside_transforms():
             self._gathering.begin_forward(training=training)
-        for unit in self._units:
+        for unit in self.units:
             if not unit.guarded:
                 unit.note_requires_grad()
             if unit.stopped and training:
@@ -188,7 +188,7 @@ class ModelWalk:
         return self._cast(module, args, kwargs)
 
     def _enter(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> None:
-        around = [unit for unit in self._units if unit.active and self._is_freed(unit)]
+        around = [unit for unit in self.units if unit.active and self._is_freed(unit)]
         nested = any(map(self._is_freed, units)) and around
         with outside_transforms():
             for unit in units:
@@ -252,13 +252,13 @@ class ModelWalk:
             current.consumed |= self._accumulates
         if torch.is_grad_enabled():
             self._makes_graph = True
-            self._gathering.keep_graph()
+            self._gathering.graph_kept = True
         self._gathering.enter_backward(units, current, uses)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
         self._begin_backward()
         if self._gradients.accept(index, position, parameter):
-            self._gathering.reduce_complete(index)
+            self._gathering.reductions.note_complete(index)
 
     def _begin_backward(self) -> None:
         if self._task is not None:
@@ -299,7 +299,7 @@ class ModelWalk:
                 "a backward pass of this step did not finish, so gradients are incomplete: call zero_grad(), then run "
                 "forward and backward of all its micro-batches again"
             )
-        for unit in self._units:
+        for unit in self.units:
             unit.note_requires_grad()
         if self._passes.unanswered or self._gradients.unreduced:
             self._start_backward(accumulates=True)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from zerokit.errors import UsageError
 from zerokit.runtime.gathering import Gathering
-from zerokit.runtime.guard import TICKET
+from zerokit.runtime.guard import TICKET, refuse_moving
 from zerokit.runtime.unit import UnitState
 
 
@@ -168,11 +168,7 @@ def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[Unit
         probe = torch.empty(0, dtype=unit.dtype, device=unit.device)
         made = function(probe)
         if made.dtype != probe.dtype or made.device != probe.device:
-            raise UsageError(
-                f".to(), .float(), .half() and similar calls would move the parameters out of zerokit's storage, to "
-                f"{made.dtype} on {made.device} from {probe.dtype} on {probe.device}: call them before ZeroOptimizer "
-                "is built, or choose precision="
-            )
+            raise refuse_moving(unit.unit.name, made, probe)
 
 
 def _refuse_deepcopy(memo: object) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerokit.formulas import Operation, TrafficReport
@@ -111,11 +110,9 @@ class Masters:
 
     def any(self, condition: bool) -> bool:
         """Whether it holds on some rank of the optimizer."""
-        flag = torch.tensor([float(condition)], device=self._runtime.collectives.device)
         before, self._runtime.collectives.counters = self._runtime.collectives.counters, self._counters
         try:
-            self._runtime.collectives.all_reduce(flag, dist.ReduceOp.MAX)
-            return bool(self._runtime.collectives.read(flag)[0])
+            return bool(self._runtime.collectives.agree_soon([float(condition)])()[0])
         finally:
             self._runtime.collectives.counters = before
 

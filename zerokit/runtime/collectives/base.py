@@ -313,11 +313,6 @@ class Collectives:
         self.all_reduce(control, dist.ReduceOp.MAX)
         return control.tolist
 
-    def read(self, values: Tensor) -> list[float]:
-        """Numbers of a device, at once; never in a step of a route that runs ahead."""
-        numbers: list[float] = values.flatten().tolist()
-        return numbers
-
     def any(self, condition: bool) -> bool:
         """Whether the value is true on any rank."""
         return any(self.all_gather_objects(condition))

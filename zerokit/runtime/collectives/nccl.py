@@ -186,11 +186,6 @@ class NcclCollectives(Collectives):
         self._control.launch(Operation("control values of a step", reduce, reads, [control]))
         return partial(self._get, self._control.fetch(control), [control, *reads])
 
-    def read(self, values: Tensor) -> list[float]:
-        flattened = values.flatten()
-        self._control.launch(Operation("numbers that the host reads", lambda: None, [flattened]))
-        return self._get(self._control.fetch(flattened), [flattened])
-
     def _get(self, fetch: Callable[[], Tensor | None], keep: Sequence[Tensor]) -> list[float]:
         """The numbers that `fetch` gives once they have arrived; the device reads what we `keep`."""
         numbers: list[float] = self.until(fetch).tolist()
