@@ -75,7 +75,8 @@ class UnitGradients:
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
         self._pieces: list[Tensor] = []  # views of the bucket, one a parameter, each in its parameter's shape
         self._gaps: list[Tensor] = []
-        """The padding of a bucket of the unit's own: a block of small integers that overflows takes it along."""
+        """Padding, to be cleared. In a bucket of the unit's own only a block of small integers that overflows fills it.
+        """
         self._lent: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         """Those of the pool's buckets, and the gaps between them, by address: these buckets live for ever."""
         self._lone = (
@@ -135,15 +136,13 @@ class UnitGradients:
                 self._gaps = [self.bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
 
     def _take_views(self, bucket: Tensor) -> None:
-        """Make the views of a bucket that was just lent, and clear what no gradient will fill."""
+        """Make the views of a bucket that was just lent."""
         known = self._lent.get(bucket.data_ptr())
         if known is None:
             known = unit_views(self.unit, bucket), [bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
             if self._pool.owns(bucket):
                 self._lent[bucket.data_ptr()] = known
-        self._pieces, gaps = known
-        for gap in gaps:
-            gap.zero_()
+        self._pieces, self._gaps = known
 
     def can_adopt(self, gradient: Tensor) -> bool:
         """Whether `gradient` itself can serve as the bucket: no copy, and no second piece of memory."""

@@ -136,7 +136,7 @@ class Runtime:
         )
         self.gathering = gathering = Gathering(units, gradients, collectives, placement, prefetch=prefetch)
         keep_statistics(model, precision.compute)
-        self.walk = walk = ModelWalk(model, parts, units, gathering, gradients, device, precision)
+        self.walk = walk = ModelWalk(model, parts, gathering, precision)
         for number, entry in enumerate(groups):
             entry["params"] = [m.tensor for unit in units for m in unit.masters if m.group == number]
         # A model outlives its optimizer where a function trains it and returns it.

@@ -44,10 +44,10 @@ class Gathering:
         prefetch: int = 1,
         heap: Heap | None = None,
     ) -> None:
-        self._units, self._collectives = units, collectives
+        self.units, self.gradients, self._collectives = units, gradients, collectives
         self._placement, self._prefetch = placement, prefetch
         self.passes = Passes()
-        self.order = Order(units, gradients.units, collectives, placement, prefetch)
+        self.order = Order(units, collectives, placement, prefetch)
         self.deviated = False  # whether this forward pass left the recorded order
         self._forward, self._backward = Schedule(), Schedule()
         self.reductions = Reductions(gradients, self.passes, self.order)
@@ -64,12 +64,12 @@ class Gathering:
     def gather_updated(self) -> None:
         """Start gathering updated parameters on every rank; inside `gathered()`, gather all of them."""
         for index in dict.fromkeys(self.order.forward) if self._placement.update else ():
-            if self._units[index].unit.trainable:
-                self._units[index].gather_update()
+            if self.units[index].unit.trainable:
+                self.units[index].gather_update()
         if self._open and self._present:
             for index in sorted(self._present):
-                self._units[index].gather()
-                self._units[index].complete()
+                self.units[index].gather()
+                self.units[index].complete()
             self._collectives.wait_for_readers()
 
     def finish_updates(self) -> None:
@@ -80,7 +80,7 @@ class Gathering:
 
     def make_current(self) -> None:
         """Bring this rank's kept parameters up to date, and let other ranks change theirs."""
-        for unit in self._units:
+        for unit in self.units:
             unit.complete()
         self._collectives.wait_for_readers()
 
@@ -89,7 +89,7 @@ class Gathering:
 
         Raises `UsageError` where this rank alone cannot have its value (stage 3, outside the model's forward).
         """
-        unit = self._units[index]
+        unit = self.units[index]
         if not unit.comes_and_goes:
             unit.complete()
         elif not self._open and unit.state is not State.HELD:
@@ -114,7 +114,7 @@ class Gathering:
         self._begin_pass()
         self._forward = Schedule(self.order.forward if self._placement.cuts_parameters else ())
         self.deviated = self._last_stays = False
-        for unit in self._units:
+        for unit in self.units:
             unit.active = 0
             if self._stays(unit):
                 if unit.in_flight is None or unit.index not in self.order.lazy:
@@ -159,7 +159,7 @@ class Gathering:
                 self._leave_out(self._forward, len(self._forward.operations), ending=True)
             self._last_stays = training and self.order.recorded and not self.deviated
             for index in list(self._present):
-                unit = self._units[index]
+                unit = self.units[index]
                 stays = index in self.order.kept or unit.state is State.HELD
                 if not training or not (stays or (self._last_stays and index == self.order.last)):
                     self._free(unit)
@@ -174,7 +174,7 @@ class Gathering:
         self._round = None
         self._begin_pass(accumulates=accumulates)
         self._backward = Schedule()
-        for unit in self._units:
+        for unit in self.units:
             if self._stays(unit):
                 unit.unguard()
             elif unit.index in self.order.kept:
@@ -224,13 +224,13 @@ class Gathering:
         if self._present and not self._open and not self.graph_kept:
             self._last_stays = False
             for index in sorted(self._present):
-                self._free(self._units[index])
+                self._free(self.units[index])
         self._rest()
         self._forward = Schedule(self._forward.operations)
 
     def _rest(self) -> None:
         """The model does not run: what stays whole is complete and guarded, and others have read this rank's pieces."""
-        for unit in self._units:
+        for unit in self.units:
             unit.active = 0
             if self._stays(unit):
                 unit.complete()
@@ -255,7 +255,7 @@ class Gathering:
         """Gather every parameter and keep it gathered until `close`."""
         self._open += 1
         if self._open == 1:
-            for unit in self._units:
+            for unit in self.units:
                 self._use(unit)
                 unit.guard()
             self._collectives.wait_for_readers()
@@ -277,7 +277,7 @@ class Gathering:
 
     def take_changes(self) -> None:
         """Take over the user's in-place changes since the last pass, or since `gathered()` was entered."""
-        for unit in self._units:
+        for unit in self.units:
             # Units that come and go can be changed while they are shown, and nowhere else.
             if unit.state is not State.FREED and (self._open if unit.comes_and_goes else unit.separate):
                 unit.complete()
@@ -296,8 +296,8 @@ class Gathering:
     def _begin_pass(self, *, accumulates: bool = False) -> None:
         self.reductions.begin(accumulates=accumulates)
         for index in self._present:
-            if self._units[index].state is State.READY:
-                self._units[index].state = State.GATHERING  # there, and not used yet
+            if self.units[index].state is State.READY:
+                self.units[index].state = State.GATHERING  # there, and not used yet
 
     def _go_to(self, unit: UnitState) -> None:
         if self._stays(unit):
@@ -332,7 +332,7 @@ class Gathering:
             if operation < 0:
                 self.reductions.come_to([reduction(operation)])
                 continue
-            unit = self._units[operation]
+            unit = self.units[operation]
             # What backward begins with is there from forward, or this rank does not use it and has freed it.
             is_there = self._last_stays and operation == self.order.last
             # Else it is gathered also where this rank still has the unit (held, or its modules at work): others may
@@ -364,7 +364,7 @@ class Gathering:
     def _release(self, schedule: Schedule, also: Collection[int] = (), *, ending: bool = False) -> None:
         """Free what the pass has left behind it, but not `also`; all of it, where the pass is `ending`."""
         for index in self._present - self.order.kept:
-            unit = self._units[index]
+            unit = self.units[index]
             unused = unit.state is State.GATHERING
             if index in also or unit.state is State.HELD or unit.active or schedule.needs(index):
                 continue
@@ -380,8 +380,8 @@ class Gathering:
     def _free_idle(self, stay: Collection[int | None]) -> None:
         """Free units that come and go, but not those that `stay`, are at work or are held."""
         for index in self._present - self.order.kept - set(stay):
-            if not self._units[index].active and self._units[index].state is not State.HELD:
-                self._free(self._units[index])
+            if not self.units[index].active and self.units[index].state is not State.HELD:
+                self._free(self.units[index])
 
     def _free(self, unit: UnitState) -> None:
         if not self.graph_kept:

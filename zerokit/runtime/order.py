@@ -19,15 +19,11 @@ class Order:
     """The order of all units; those without `scopes` hold the rest, which the root module may use at any time."""
 
     def __init__(
-        self,
-        units: Sequence[UnitState],
-        trainable: Collection[int],
-        collectives: Collectives,
-        placement: Placement,
-        prefetch: int,
+        self, units: Sequence[UnitState], collectives: Collectives, placement: Placement, prefetch: int
     ) -> None:
-        self._units, self._trainable, self._collectives = units, frozenset(trainable), collectives
+        self._units, self._collectives = units, collectives
         self._gathers, self._prefetch = placement.cuts_parameters, prefetch
+        self._trainable = frozenset(unit.index for unit in units if unit.unit.trainable)
         self.kept = frozenset(unit.index for unit in units if not unit.unit.scopes)
         """Units that stay gathered from their first use to the end of backward, whatever uses them."""
         self.lazy: frozenset[int] = frozenset()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerokit.formulas import BlockFormat
+from zerokit.layout import Interval
 from zerokit.runtime.collectives import Work
 from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
 from zerokit.runtime.masters import MasterSlice
@@ -80,19 +81,16 @@ class Rounding:
         self._epoch, self._turn = epoch, 0
         if self.residual is None or self._collectives.world == 1:
             return
-        own = self._own_residual()
+        own = self._own(self._state.own)
         self._collectives.reduce_scatter(self._unit, self.residual, own, add=False, axes=(self._axis,)).wait()
-        if self._collectives.averages:
-            own.mul_(self._collectives.mesh.size(self._axis))
-        self._keep(own.clone())
+        sums = own * self._collectives.mesh.size(self._axis) if self._collectives.averages else own.clone()
+        self.residual.zero_()
+        own.copy_(sums)
 
     def shown(self, master: MasterSlice) -> Tensor:
         """The owners' residuals, in the shape of `master`; zero elsewhere."""
         whole = torch.zeros_like(master.tensor, dtype=torch.float32)
-        both = master.interval.intersection(self._state.own)
-        if self.residual is not None and both.numel:
-            own = self._own_residual()[both.start - self._state.own.start :][: both.numel]
-            whole[both.start - master.interval.start :][: both.numel].copy_(own)
+        master.part(whole, self._state.own).copy_(self._own(master.interval))
         return whole
 
     def take(self, residuals: list[tuple[MasterSlice, Tensor]], epoch: object) -> None:
@@ -102,25 +100,16 @@ class Rounding:
             return
         if self.residual is None and residuals:
             self.residual = torch.zeros(self.sent.numel, dtype=torch.float32, device=self._state.device)
-        if self.residual is None:
-            return
-        own = torch.zeros_like(self._own_residual())
+        if self.residual is not None:
+            self.residual.zero_()
         for master, values in residuals:
-            both = master.interval.intersection(self._state.own)
-            if both.numel:
-                target = own[both.start - self._state.own.start :][: both.numel]
-                target.copy_(values[both.start - master.interval.start :][: both.numel])
-        self._keep(own)
+            self._own(master.interval).copy_(master.part(values, self._state.own))
 
-    def _keep(self, own: Tensor) -> None:
+    def _own(self, within: Interval) -> Tensor:
+        """The residuals of the elements that this rank owns and that lie `within`."""
         assert self.residual is not None
-        self.residual.zero_()
-        self._own_residual().copy_(own)
-
-    def _own_residual(self) -> Tensor:
-        assert self.residual is not None
-        start = self._state.own.start - self.sent.start
-        return self.residual[start : start + self._state.own.numel]
+        both = self._state.own.intersection(within)
+        return self.residual[both.start - self.sent.start : both.stop - self.sent.start]
 
     def state(self) -> Any:
         """This rank's part, for `load_state`."""

@@ -19,12 +19,6 @@ from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.unit import UnitState, write_back
 
-_DIFFERENT_PATHS = (
-    "ranks issued different sequences of collectives in this step, or have frozen different parameters or set other "
-    "numbers in param_groups since ZeroOptimizer was built: their models must take the same path, requires_grad_() be "
-    "called alike on all ranks, and learning rates follow a loss that is averaged over ranks"
-)
-
 
 class StepControl:
     """The ranks' agreement before a step: whether any has gradients, all are finite, and all have the same schedule.
@@ -47,12 +41,10 @@ class StepControl:
         """
         path = float((self._collectives.schedule ^ self._digest()) & 0xFFFFFFFF)
         received = self._gradients.received
-        previous, self._pending = self._pending, None
         reading = self._collectives.agree_soon(
             [path, -path, float(received)], None if finite is None else ~finite
         )
-        if previous is not None and _differ(previous()):
-            raise LayoutMismatch(_DIFFERENT_PATHS)
+        self.finish()
         late = self._collectives.runs_ahead and finite is None
         if late:
             self._pending = reading
@@ -65,15 +57,15 @@ class StepControl:
             raise UsageError(
                 "step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first"
             )
-        if not late and _differ(numbers):
-            raise LayoutMismatch(_DIFFERENT_PATHS)
+        if not late:
+            _require_one_path(numbers)
         return not numbers[3]
 
     def finish(self) -> None:
         """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""
         previous, self._pending = self._pending, None
-        if previous is not None and _differ(previous()):
-            raise LayoutMismatch(_DIFFERENT_PATHS)
+        if previous is not None:
+            _require_one_path(previous())
 
     def _digest(self) -> int:
         """A checksum of the parameters that are left out, and of the groups' numbers (tensors would be waited for)."""
@@ -85,9 +77,14 @@ class StepControl:
         return zlib.crc32(repr((stopped, numbers)).encode())
 
 
-def _differ(numbers: Sequence[float]) -> bool:
-    """Whether some rank's path is another one, by the maximum of the numbers and the maximum of their negatives."""
-    return numbers[0] != -numbers[1]
+def _require_one_path(numbers: Sequence[float]) -> None:
+    """`numbers` begin with the maximum of the ranks' paths, and that of their negatives."""
+    if numbers[0] != -numbers[1]:
+        raise LayoutMismatch(
+            "ranks issued different sequences of collectives in this step, or have frozen different parameters or set "
+            "other numbers in param_groups since ZeroOptimizer was built: their models must take the same path, "
+            "requires_grad_() be called alike on all ranks, and learning rates follow an averaged loss"
+        )
 
 
 _CHUNK = 1 << 16

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError
 from zerokit.runtime.gathering import Gathering
-from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.hooks import (
     Hook,
     TracedHook,
@@ -48,18 +47,11 @@ class ModelWalk:
     """The model's position: in forward, in backward, or between; the `Watcher` of its parameters."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        anatomy: Anatomy,
-        units: list[UnitState],
-        gathering: Gathering,
-        gradients: Gradients,
-        device: torch.device,
-        precision: Precision,
+        self, model: nn.Module, anatomy: Anatomy, gathering: Gathering, precision: Precision
     ) -> None:
-        self.units, self._gathering, self._gradients = units, gathering, gradients
+        self.units, self._gathering, self._gradients = gathering.units, gathering, gathering.gradients
         self._passes = gathering.passes
-        self._precision, self._device = precision, device.type
+        self._precision, self._device = precision, self.units[0].device.type
         self._in_forward = False
         self._task: int | None = None  # autograd's number of the backward pass under way
         self._accumulates = self._makes_graph = self._had_gradients = False
@@ -69,14 +61,13 @@ class ModelWalk:
         # In fp32 nothing is cast: inputs of another dtype are refused by PyTorch as they are without zerokit.
         casts = precision.cast_inputs and precision.compute != torch.float32
         self._casting = modules_that_cast(model) if casts else set()
-        me: weakref.ref[Any] = weakref.ref(self)
-        self._me = me
-        self._announcers = announcers(model, anatomy, [unit.unit for unit in units])
+        self._me = me = weakref.ref(self)
+        self._announcers = announcers(model, anatomy, [unit.unit for unit in self.units])
         model.register_forward_pre_hook(Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
         model.register_forward_hook(Hook(me, ModelWalk._after_root))
         self._called: set[nn.Module] = set()  # modules that have been called until an order was recorded
         users: dict[nn.Module, list[UnitState]] = {module: [] for module in self._casting - {model}}
-        for unit in units:
+        for unit in self.units:
             for used in self._announcers[unit.index] - {model}:
                 users.setdefault(used, []).append(unit)
         for used, their in users.items():
@@ -84,7 +75,7 @@ class ModelWalk:
             used.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             if any(unit.comes_and_goes for unit in their):
                 used.register_forward_hook(Hook(me, ModelWalk._after_unit, their))
-        for unit in units:
+        for unit in self.units:
             for position, weight in enumerate(unit.parameters if unit.unit.trainable else ()):
                 hook = Hook(me, ModelWalk._on_gradient, unit.index, position)
                 weight.register_post_accumulate_grad_hook(hook)

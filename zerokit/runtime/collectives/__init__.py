@@ -19,15 +19,7 @@ import torch.distributed as dist
 
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.runtime.collectives.base import (
-    Collectives,
-    Counters,
-    Done,
-    FakeCollectives,
-    Route,
-    Wire,
-    Work,
-)
+from zerokit.runtime.collectives.base import Collectives, Counters, Done, Route, Wire, Work
 from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, timeout_of
 from zerokit.runtime.collectives.host import HostCollectives, Progress
 from zerokit.runtime.collectives.memory import MemoryRoute
@@ -75,7 +67,7 @@ def make_collectives(
         members = [shape.members(axis, group.rank()) for axis in shape.axes]
         fakes = [dist.ProcessGroup(ranks.index(group.rank()), len(ranks)) for ranks in members]  # type: ignore[call-arg]
         routes = [Route(one, reporter) for one in fakes]
-        return FakeCollectives(group, shape, routes, device, reporter, waits)
+        return Collectives(group, shape, routes, device, reporter, waits)
     with reporter.waiting("creation of communicators"):
         destroy_unused_groups(group)
         own = clone(group, "gloo", timeout)

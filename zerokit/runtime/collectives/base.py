@@ -150,8 +150,8 @@ class Collectives:
     """Whether the host issues what a device does later: then no step may read a result on the host."""
     averages = False
     """Whether a reduction divides by the number of ranks."""
-    others_answer = True
-    """Whether there are processes behind the other ranks."""
+    others_answer = False
+    """Whether there are processes behind the other ranks; else these agree with this one, which serves predictions."""
 
     def __init__(
         self,
@@ -370,9 +370,3 @@ def as_bytes(values: Tensor) -> Iterator[Tensor]:
     yield contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
     if contiguous is not values:
         values.copy_(contiguous)
-
-
-class FakeCollectives(Collectives):
-    """One rank of any mesh in one process: nothing moves, and others agree with this one, which serves predictions."""
-
-    others_answer = False

@@ -130,6 +130,8 @@ class HostWork(HostHop):
 class HostCollectives(Collectives):
     """Collectives on hosts: gloo carries control values, and CUDA tensors pass through host memory."""
 
+    others_answer = True
+
     def __init__(self, *arguments: Any, progress: Progress) -> None:
         super().__init__(*arguments)
         self._progress = progress

@@ -166,7 +166,7 @@ class NcclRoute(Route):
 class NcclCollectives(Collectives):
     """Collectives on a device: the host never waits. The last of the `streams` carries control values."""
 
-    runs_ahead = True
+    runs_ahead = others_answer = True
 
     def __init__(self, *arguments: Any, streams: Sequence[CudaStream], averages: bool = True) -> None:
         super().__init__(*arguments)

@@ -67,7 +67,7 @@ class QuantisedWire(Wire):
         )
         terms = pieces if self._residual is None else self._residual.view(size, -1)
         for blocks, records, offset in self._chunks(terms, packed):
-            gradients = _same_part(pieces, blocks, offset)
+            gradients = pieces[:, offset : offset + blocks[0].numel()].unflatten(1, blocks.shape[1:])
             x = gradients * share if self._residual is None else blocks.add_(gradients, alpha=share)
             scale = self._scales(x)
             steps = scale.unsqueeze(-1)
@@ -136,13 +136,6 @@ class QuantisedWire(Wire):
         numbers[..., : stored.shape[-1]].copy_(stored & 15)
         numbers[..., stored.shape[-1] :].copy_(stored >> 4)
         return numbers.sub_(8.0)
-
-
-def _same_part(pieces: Tensor, blocks: Tensor, offset: int) -> Tensor:
-    """The part of `pieces` that `blocks` at `offset` stand for, in their shape."""
-    stop = offset + blocks.shape[1] * blocks.shape[2]
-    part: Tensor = pieces[:, offset:stop].unflatten(1, blocks.shape[1:])
-    return part
 
 
 def _noise(key: tuple[int, int], piece: int, offset: int, like: Tensor) -> Tensor:
