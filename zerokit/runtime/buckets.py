@@ -17,10 +17,9 @@ SMALL_BYTES = 1 << 20
 
 
 class BucketPool:
-    """A pool of a few buckets; larger units allocate their own memory while they are in flight."""
+    """At most `count` buckets for units of so many elements as `fitting` lists; larger ones allocate their own."""
 
     def __init__(self, fitting: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`fitting` lists the elements of the units that the pool's `count` buckets serve."""
         self.numel = max(fitting, default=0)
         self._dtype, self._device = dtype, device
         self.free = [

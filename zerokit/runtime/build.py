@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.layout import build_layout, default_bucket_bytes, pooled_units
+from zerokit.layout import build_layout, default_bucket_bytes
 from zerokit.placement import Mesh, Placement
 from zerokit.runtime.admission import choose_kernel, probe, require_agreement
-from zerokit.runtime.collectives import Wire, make_collectives
+from zerokit.runtime.collectives import make_collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import ticket_of
@@ -122,18 +122,10 @@ class Runtime:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
 
-        if precision.blocks is not None:
-            for state in units:
-                if state.unit.trainable:
-                    state.rounding = Rounding(state, precision.blocks, precision)
-        self.gradients = gradients = Gradients(
-            units,
-            collectives,
-            precision.reduce,
-            placement=placement,
-            fitting=pooled_units(layout),
-            wire=Wire(precision.wire) if isinstance(precision.wire, torch.dtype) else None,
-        )
+        for state in units if precision.blocks is not None else ():
+            if state.unit.trainable:
+                state.rounding = Rounding(state, precision)
+        self.gradients = gradients = Gradients(units, collectives, precision, layout)
         self.gathering = gathering = Gathering(units, gradients, collectives, placement, prefetch=prefetch)
         keep_statistics(model, precision.compute)
         self.walk = walk = ModelWalk(model, parts, gathering, precision)

@@ -24,8 +24,7 @@ from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import refuse_reading
 from zerokit.runtime.linux import Heap
-from zerokit.runtime.order import Order, Reductions
-from zerokit.runtime.schedule import ForwardPass, Operation, Passes, Schedule, reduction
+from zerokit.runtime.schedule import ForwardPass, Operation, Order, Passes, Reductions, Schedule, reduction
 from zerokit.runtime.unit import State, UnitState
 
 _LAST_WAIT_S = 2.0  # others read this rank's part as soon as they wait
@@ -180,7 +179,7 @@ class Gathering:
             elif unit.index in self.order.kept:
                 self._use(unit)
         if self._open or not self._placement.cuts_parameters:
-            self.reductions.come_to(self.order.reductions)
+            self.reductions.waiting.extend(self.order.reductions)
 
     def enter_backward(
         self, units: Sequence[UnitState], current: ForwardPass | None = None, uses: int | None = None
@@ -210,13 +209,12 @@ class Gathering:
 
     def end_backward(self) -> None:
         """Issue the collectives that only other ranks needed, and wait for all sums."""
-        latest = self.passes.latest
         self.reductions.ending = True
         if self._placement.cuts_parameters and not self._open:
-            if self._round is None and latest is not None:
-                self._begin_round(latest)
+            if self._round is None and self.passes.latest is not None:
+                self._begin_round(self.passes.latest)
             self._leave_out(self._backward, len(self._backward.operations), ending=True)
-        self.reductions.end(latest)
+        self.reductions.end()
         self._backward = Schedule()
 
     def free_all(self) -> None:
@@ -330,7 +328,7 @@ class Gathering:
         for operation in operations:
             self.reductions.issue(due=operation >= 0)
             if operation < 0:
-                self.reductions.come_to([reduction(operation)])
+                self.reductions.waiting.append(reduction(operation))
                 continue
             unit = self.units[operation]
             # What backward begins with is there from forward, or this rank does not use it and has freed it.

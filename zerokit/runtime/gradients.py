@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError, UsageError
-from zerokit.placement import Placement
+from zerokit.layout import Layout, pooled_units
 from zerokit.runtime.buckets import BucketPool, UnitGradients
 from zerokit.runtime.collectives import Collectives, Counters, Wire, Work
 from zerokit.runtime.guard import hooked
 from zerokit.runtime.hooks import profiled
-from zerokit.runtime.masters import MasterSlice
-from zerokit.runtime.precision import LossScale
+from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.unit import UnitState
 
@@ -36,25 +35,16 @@ MOST_IN_FLIGHT = 3
 
 
 class Gradients:
-    """The gradients of all trainable `units`, summed in `dtype`; they cross between ranks on `wire`, if one is given.
-
-    `fitting` lists the elements of the units that the pool's buckets serve.
-    """
+    """The gradients of all trainable units."""
 
     def __init__(
-        self,
-        units: Sequence[UnitState],
-        collectives: Collectives,
-        dtype: torch.dtype,
-        *,
-        placement: Placement,
-        fitting: Sequence[int],
-        wire: Wire | None = None,
+        self, units: Sequence[UnitState], collectives: Collectives, precision: Precision, layout: Layout
     ) -> None:
-        count = placement.pooled_buckets
-        self.pool = BucketPool(fitting if count else (), count, dtype, collectives.device)
+        self._collectives, self._placement = collectives, units[0].placement
+        dtype, count = precision.reduce, self._placement.pooled_buckets
+        self.pool = BucketPool(pooled_units(layout), count, dtype, collectives.device)
+        wire = Wire(precision.wire) if isinstance(precision.wire, torch.dtype) else None
         self.units = {u.index: UnitGradients(u, dtype, wire, self.pool) for u in units if u.unit.trainable}
-        self._collectives, self._placement = collectives, placement
         mean = 1.0 / collectives.world
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
@@ -328,10 +318,6 @@ class Gradients:
     def shards(self) -> list[Tensor]:
         """This rank's piece of every unit's gradient, in line order."""
         return [unit.shard for unit in self.units.values()]
-
-    def of(self, unit: UnitState, master: MasterSlice) -> Tensor:
-        """The gradient of a master."""
-        return self.units[unit.index].of(master.interval)
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead."""

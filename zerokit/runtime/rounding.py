@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokit.formulas import BlockFormat
 from zerokit.layout import Interval
 from zerokit.runtime.collectives import Work
 from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
@@ -25,10 +24,11 @@ RESIDUAL = "wire_residual"
 
 
 class Rounding:
-    """The rounding of one unit on this rank, to the `form` of its wire."""
+    """The rounding of one unit on this rank."""
 
-    def __init__(self, state: UnitState, form: BlockFormat, precision: Precision) -> None:
-        self._state, self._form, self._seed = state, form, precision.seed
+    def __init__(self, state: UnitState, precision: Precision) -> None:
+        assert precision.blocks is not None
+        self._state, self._form, self._seed = state, precision.blocks, precision.seed
         self._unit, self._collectives = state.unit, state.collectives
         self._axis = self._collectives.mesh.axes[0]
         self.sent = state.placement.sent_outward(self._unit, self._collectives.position)

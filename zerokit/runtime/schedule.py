@@ -1,4 +1,4 @@
-"""The order of collectives, as pure arithmetic that is equal on every rank, and the position of a pass in it.
+"""The order of collectives, which is equal on every rank, and the position of a pass in it.
 
 [Note: one order] Collectives match by the order in which ranks issue them, so that order must not depend on what one
 rank happens to do. Forward gathers units in a recorded order, backward in its reverse, with reductions at fixed
@@ -17,8 +17,14 @@ receives its gradient, units that a forward pass used only later, or never, will
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import TypeAlias
+
+from zerokit.placement import Placement
+from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.unit import UnitState
 
 Operation: TypeAlias = int
 """The gather of a unit, written as its index; or its reduction, written as `reduction(index)`, which is below 0."""
@@ -69,31 +75,6 @@ class Schedule:
     def comes_again(self, unit: int) -> bool:
         """Whether `unit` is gathered again after the cursor."""
         return unit in self.operations[self.cursor + 1 :]
-
-
-def backward_order(
-    gathers: Sequence[int],
-    *,
-    trainable: Collection[int],
-    early: Iterable[int] = (),
-    late: Iterable[int],
-    ahead: int,
-) -> tuple[Operation, ...]:
-    """The one order of gathers and reductions in backward; every trainable unit is reduced once.
-
-    A unit's reduction follows when the pass has left its last gather, behind the gathers that are `ahead` of it.
-    Trainable units without gathers come behind the first gather if they are `early` (a head), else at the end.
-    """
-    last = {unit: position for position, unit in enumerate(gathers)}
-    behind: list[list[int]] = [[] for _ in range(len(gathers) + 1)]
-    behind[min(1, len(gathers))] += early
-    for unit in sorted(last.keys() & trainable, key=last.__getitem__):
-        behind[min(last[unit] + 1 + ahead, len(gathers))].append(unit)
-    behind[-1] += late
-    operations = [reduction(unit) for unit in behind[0]]
-    for unit, reduced in zip(gathers, behind[1:], strict=True):
-        operations += [unit, *map(reduction, reduced)]
-    return tuple(operations)
 
 
 class ForwardPass:
@@ -159,3 +140,179 @@ class Passes:
             return False
         first = current.first_use.get(unit)
         return first is None or (uses is not None and uses < first)
+
+
+class Order:
+    """The order of all units: a guess from the layout, then what rank 0 did first.
+
+    Units without `scopes` hold the rest, which the root module may use at any time.
+    """
+
+    def __init__(
+        self, units: Sequence[UnitState], collectives: Collectives, placement: Placement, prefetch: int
+    ) -> None:
+        self._units, self._collectives = units, collectives
+        self._gathers, self._prefetch = placement.cuts_parameters, prefetch
+        self._trainable = frozenset(unit.index for unit in units if unit.unit.trainable)
+        self.kept = frozenset(unit.index for unit in units if not unit.unit.scopes)
+        """Units that stay gathered from their first use to the end of backward, whatever uses them."""
+        self.lazy: frozenset[int] = frozenset()
+        """Units whose weights are used only inside modules that announce it: needed when those are entered."""
+        self.forward = sorted((unit.index for unit in units), key=lambda i: (bool(units[i].unit.scopes), i))
+        self.recorded = False
+        """Whether `forward` is what a forward pass of rank 0 did."""
+        self.backward = self._plan()
+        """The operations of backward."""
+        self.reductions_recorded = False
+
+    @property
+    def reductions(self) -> list[int]:
+        """Units in the order in which their gradients are reduced."""
+        return [reduction(operation) for operation in self.backward if operation < 0]
+
+    @property
+    def last(self) -> int | None:
+        """The unit that backward begins with."""
+        return self.backward[0] if self.backward and self.backward[0] >= 0 else None
+
+    @property
+    def first(self) -> int | None:
+        """The unit that backward comes to last."""
+        return next((operation for operation in reversed(self.backward) if operation >= 0), None)
+
+    def record_forward(self, trace: Sequence[int], read_early: Set[int], lazy: Collection[int]) -> None:
+        """Adopt rank 0's order after a forward pass: its `trace` of units, those that were read before, and `lazy`."""
+        broadcast = self._collectives.broadcast_list
+        self.forward = broadcast(self._in_order(trace, self.kept | read_early, lazy))
+        self.lazy = frozenset(broadcast(sorted(lazy)))
+        self.kept = frozenset(broadcast(sorted(self.kept | read_early)))
+        self.recorded = True
+        if self._gathers:
+            self.backward = self._plan()
+
+    def _in_order(self, trace: Sequence[int], kept: Set[int], lazy: Collection[int]) -> list[int]:
+        """The order of a forward pass on this rank, every unit at least once.
+
+        Kept units appear once; those that cannot be gathered lazily come first. A unit stays gathered between two uses
+        with only kept ones in between. Units that this rank left out follow their neighbours on the line, where others
+        meet them.
+        """
+        order = [u.index for u in self._units if not u.unit.scopes and u.index not in lazy]
+        last = -1
+        for index in trace:
+            if index not in order or (index not in kept and last != index):
+                order.append(index)
+            if index not in kept:
+                last = index
+        for index in range(len(self._units)):
+            if index not in order:
+                before = max((at for at, other in enumerate(order) if other == index - 1), default=-1)
+                order.insert(before + 1, index)
+        return order
+
+    def record_reductions(self, completed: Sequence[int], early: Set[int]) -> None:
+        """After the first reductions: adopt the order in which rank 0's gradients became complete.
+
+        Where gathers give the order, agree on what is a head: whose gradients were complete `early` on all ranks.
+        """
+        self.reductions_recorded = True
+        if not self._gathers:
+            order = dict.fromkeys([*completed, *self.reductions])
+            self.backward = tuple(map(reduction, self._collectives.broadcast_list(list(order))))
+        elif self.last is not None:
+            everyones = self._collectives.all_gather_objects(early & self.kept & self.lazy)
+            self.backward = self._plan(frozenset.intersection(*map(frozenset, everyones)))
+
+    def _plan(self, early: Set[int] = frozenset()) -> tuple[Operation, ...]:
+        """The operations of backward; every trainable unit is reduced once.
+
+        A unit's reduction follows when the pass has left its last gather, behind the gathers that are ahead of it.
+        Units of the rest come behind the first gather if they are `early`, else at the end.
+        """
+        if not self._gathers:
+            return tuple(reduction(index) for index in reversed(self.forward) if index in self._trainable)
+        gathers = [index for index in reversed(self.forward) if index not in self.kept]
+        last = {unit: position for position, unit in enumerate(gathers)}
+        behind: list[list[int]] = [[] for _ in range(len(gathers) + 1)]
+        behind[min(1, len(gathers))] += sorted(early & self.kept & self._trainable, reverse=True)
+        for unit in sorted(last.keys() & self._trainable, key=last.__getitem__):
+            behind[min(last[unit] + 1 + self._prefetch, len(gathers))].append(unit)
+        behind[-1] += sorted((self.kept - early) & self._trainable, reverse=True)
+        operations = [reduction(unit) for unit in behind[0]]
+        for unit, reduced in zip(gathers, behind[1:], strict=True):
+            operations += [unit, *map(reduction, reduced)]
+        return tuple(operations)
+
+
+class Reductions:
+    """Issues the reductions that a pass has come to, each when its gradients are complete or will not come."""
+
+    def __init__(self, gradients: Gradients, passes: Passes, order: Order) -> None:
+        self._gradients, self._passes, self._order = gradients, passes, order
+        self.waiting: deque[int] = deque()
+        """Units whose reduction the pass has come to, and which wait for gradients."""
+        self._completed: list[int] = []
+        """Units in the order in which their gradients became complete, until it is recorded."""
+        self._early: list[int] | None = None
+        """Units whose gradients were complete when backward entered the first one that is gathered."""
+        self._made: tuple[ForwardPass, int | None] | None = None
+        """What has just received its gradient: an output of this pass, made after so many uses of units."""
+        self._accumulates = False
+        self.ending = False
+        """Whether the pass will bring no more gradients."""
+
+    def begin(self, *, accumulates: bool) -> None:
+        """Start a pass; `accumulates` if it brings gradients."""
+        self._accumulates, self.ending = accumulates, False
+        self._made = self._early = None
+        self.waiting.clear()
+
+    def remaining(self) -> Iterator[Operation]:
+        """The operations of backward that are left for another forward pass."""
+        self.waiting.clear()
+        reduced = {reduction(index) for index, unit in self._gradients.units.items() if unit.reduced}
+        return (operation for operation in self._order.backward if operation not in reduced)
+
+    def note_output(self, current: ForwardPass, uses: int | None, *, gathered: bool) -> None:
+        """Note the gradient of an output, made in `current` after so many `uses` by a `gathered` unit or a kept one."""
+        if self._early is None and gathered:
+            self._early = [index for index, unit in self._gradients.units.items() if unit.complete]
+        self._made = current, uses
+
+    def note_complete(self, index: int) -> None:
+        """Note that all gradients of a unit have arrived."""
+        if not self._order.reductions_recorded:
+            self._completed.append(index)
+        self.issue(due=False)
+
+    def issue(self, *, due: bool) -> None:
+        """Issue reductions that the pass has come to, as far as their gradients are complete.
+
+        What is `due` is reduced with zeros for gradients that will not come any more. Without this a rank on which
+        a gradient is missing would hold back its reductions until the end of backward, while others wait for them
+        before they issue the gather that this rank waits for.
+        """
+        while self.waiting and self._accumulates and not self._gradients.accumulating:
+            index = self.waiting[0]
+            if not self._gradients.units[index].complete and not (due and self._is_over(index)):
+                return
+            self._gradients.reduce(self.waiting.popleft())
+
+    def _is_over(self, index: int) -> bool:
+        """Whether the backward pass under way will bring no more gradients to a unit."""
+        made = self._made
+        return self.ending or (made is not None and self._passes.are_gradients_over(index, *made))
+
+    def end(self) -> None:
+        """Issue what is left, wait for all sums, and record the order after the first ones."""
+        if not self._accumulates:
+            return
+        if not self._gradients.accumulating:
+            for index in self._order.reductions:
+                if not self._gradients.units[index].reduced:
+                    self._gradients.reduce(index)
+        self._gradients.end_backward()
+        if not self._order.reductions_recorded and not self._gradients.accumulating:
+            latest = self._passes.latest
+            unused = set() if latest is None else self._gradients.units.keys() - latest.first_use.keys()
+            self._order.record_reductions(self._completed, unused.union(self._early or ()))

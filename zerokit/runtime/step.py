@@ -182,7 +182,7 @@ def update_masters(
         for master in unit.masters:
             if skipped and skipped.issuperset(unit.positions_in(master)):
                 continue  # as in torch, what has no gradient keeps its value and its states
-            gradient = gradients.of(unit, master)
+            gradient = gradients.units[unit.index].of(master.interval)
             tensor = master.tensor
             tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
     if isinstance(inner, SGD):
