@@ -142,7 +142,7 @@ def _load(
     # Weights do not make up for a state that an earlier load has left incomplete.
     kept = optimizer.refusal if weights_only and _STATE_LOST in optimizer.refusal else ""
     lost = _WEIGHTS_LOST if weights_only else _STATE_LOST
-    optimizer.refuse_steps(
+    optimizer.refusal = (
         kept or f"loading {checkpoint.path} did not succeed, so {lost}: load again, or build the model anew"
     )
     local = optimizer.local_steps
@@ -164,7 +164,7 @@ def _load(
         _restore_generators(checkpoint, optimizer, extra, together)
     elif optimizer.ema is not None:
         optimizer.ema.restart()  # the average was of other weights
-    optimizer.refuse_steps(kept)
+    optimizer.refusal = kept
     notes = [*checkpoint.notes, *(f"{checkpoint.path}: {note}" for note in match.notes)]
     if notes and together.rank == 0:
         warnings.warn(printable("; ".join(notes)), stacklevel=2)

@@ -54,7 +54,7 @@ class ForwardingOptimizer(Optimizer):
         self._inner = inner
         inner.state = States(dict, inner.state)
         self.refusal = ""
-        """Why `step` is refused, if it is."""
+        """Why `step` is refused; "" where it is not."""
         # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
@@ -62,10 +62,6 @@ class ForwardingOptimizer(Optimizer):
     param_groups: list[dict[str, Any]] = _forwarded("param_groups")
     defaults: dict[str, Any] = _forwarded("defaults")
     state: Any = _forwarded("state")
-
-    def refuse_steps(self, reason: str) -> None:
-        """Make `step` raise an error with this reason; "" allows it again."""
-        self.refusal = reason
 
     @contextmanager
     def with_averages(self) -> Iterator[None]:

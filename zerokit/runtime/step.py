@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -140,27 +140,10 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
         # Accumulates in fp64 without a copy in fp64, which `vector_norm(dtype=...)` makes.
         norms = torch._foreach_norm(filled, norm_type, dtype=torch.float64) if filled else ()
         return torch.stack([total, *norms]).pow(norm_type).sum()
-    for chunk in _chunks(filled):
+    for chunk in (chunk for shard in filled for chunk in shard.split(_CHUNK)):
         wide = chunk.double()
         total += torch.dot(wide, wide) if norm_type == 2.0 else (wide.abs() ** norm_type).sum()
     return total
-
-
-def _chunks(shards: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Pieces of `_CHUNK` elements at most; neighbours that are small come together."""
-    small: list[Tensor] = []
-    room = _CHUNK
-    for shard in shards:
-        if small and shard.numel() > room:
-            yield torch.cat(small)
-            small, room = [], _CHUNK
-        if shard.numel() > _CHUNK // 8:
-            yield from shard.split(_CHUNK)
-        else:
-            small.append(shard)
-            room -= shard.numel()
-    if small:
-        yield torch.cat(small)
 
 
 def update_masters(

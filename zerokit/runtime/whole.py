@@ -32,23 +32,21 @@ def install_model_methods(
     At stage 3 `state_dict` copies unit by unit, because gathered memory is freed again.
     """
     _install_state_dict(model, units, gathering)
-
-    living = _living(model)
+    plain_zero_grad, plain_apply = _method(model, "zero_grad"), _method(model, "_apply")
 
     def zero_grad(set_to_none: bool = True) -> None:
         clear_gradients = clear()
-        type(living()).zero_grad(living(), set_to_none)
+        plain_zero_grad(set_to_none)
         if clear_gradients is not None:
             clear_gradients()
 
-    def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+    def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         _require_harmless(function, units)
         guarded = [unit for unit in units if unit.guarded]
         for unit in guarded:
             unit.unguard()
         try:
-            type(living())._apply(living(), function, *args, **kwargs)
-            return living()
+            return plain_apply(function, *args, **kwargs)
         finally:
             for unit in guarded:
                 unit.guard()
@@ -66,28 +64,26 @@ def install_model_methods(
         module.__dict__[REGISTRY_KEY] = _NoFullyShard(module.__dict__.get(REGISTRY_KEY, ()))
 
 
-def _living(model: nn.Module) -> Callable[[], nn.Module]:
-    """The model, for methods of its own, which would keep it alive."""
+def _method(model: nn.Module, name: str) -> Callable[..., Any]:
+    """A method of the model's class, for what hides it in the model and must not keep the model alive."""
     reference = weakref.ref(model)
 
-    def living() -> nn.Module:
-        found = reference()
-        assert found is not None
-        return found
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(type(reference()), name)(reference(), *args, **kwargs)
 
-    return living
+    return call
 
 
 def _install_state_dict(model: nn.Module, units: Sequence[UnitState], gathering: Gathering) -> None:
-    living = _living(model)
+    plain_state_dict = _method(model, "state_dict")
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         if gathering.is_open:
-            return type(living()).state_dict(living(), *args, **kwargs)
+            return plain_state_dict(*args, **kwargs)
         # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
         with gathering.opened():
             holders = [_holders(unit) for unit in units]
-            state = type(living()).state_dict(living(), *args, **kwargs)
+            state = plain_state_dict(*args, **kwargs)
             gathering.take_changes()
             for unit, count in zip(units, holders, strict=True):
                 if unit.comes_and_goes:
@@ -95,13 +91,14 @@ def _install_state_dict(model: nn.Module, units: Sequence[UnitState], gathering:
                     unit.free()
         return state
 
+    plain_save_pretrained = _method(model, "save_pretrained")
+
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
         # One rank saves what all have gathered, as trainers do.
         given = kwargs.get("state_dict") is not None
         with contextlib.nullcontext() if given else gathering.opened():
-            method: Any = getattr(type(living()), "save_pretrained")  # noqa: B009 - no method that nn.Module knows
-            return method(living(), *args, **kwargs)
+            return plain_save_pretrained(*args, **kwargs)
 
     def before_load(
         module: nn.Module, state: Mapping[str, Tensor], prefix: str, metadata: dict[str, Any], *rest: Any

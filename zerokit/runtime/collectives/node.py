@@ -107,9 +107,7 @@ class Neighbours:
             f"rank {peer} (process {self._pids[peer]})" for peer in self.peers if not self._is_alive(peer)
         ]
         if gone:
-            what = (
-                "has ended, or dropped its model" if len(gone) == 1 else "have ended, or dropped their models"
-            )
+            what = "have ended, or dropped their models" if gone[1:] else "has ended, or dropped its model"
             raise RuntimeError(f"{' and '.join(gone)} {what}")
 
     def _is_alive(self, peer: int) -> bool:
