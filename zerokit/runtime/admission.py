@@ -16,8 +16,7 @@ from zerokit.errors import LayoutMismatch, UnsupportedOptimizer
 from zerokit.layout import Layout
 from zerokit.runtime.collectives import Collectives
 
-_NAMED = 4
-"""At most so many differences of a rank are listed."""
+_NAMED = 4  # at most so many differences of a rank are listed
 
 
 def require_agreement(layout: Layout, settings: dict[str, str], collectives: Collectives) -> None:

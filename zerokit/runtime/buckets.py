@@ -64,8 +64,7 @@ class UnitGradients:
         self.received: set[int] = set()  # whose gradients have come since the last `forget`
         self.batches = state.collectives.runs_ahead or self.unit.numel * dtype.itemsize <= SMALL_BYTES
         """Whether gradients wait until they can be copied into the bucket together."""
-        self.waiting: dict[int, Tensor] = {}
-        """Those gradients, by position."""
+        self.waiting: dict[int, Tensor] = {}  # those gradients, by position
         self.summed = False
         """Whether the shard holds a sum over ranks that later backward passes add to."""
         self.earlier_sum: Tensor | None = None

@@ -53,8 +53,7 @@ class ForwardingOptimizer(Optimizer):
         # `Optimizer.__init__` is not called: everything else that it would create is forwarded.
         self._inner = inner
         inner.state = States(dict, inner.state)
-        self.refusal = ""
-        """Why `step` is refused; "" where it is not."""
+        self.refusal = ""  # why `step` is refused; "" where it is not
         # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()

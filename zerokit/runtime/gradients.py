@@ -49,8 +49,7 @@ class Gradients:
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
         self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
-        self.loss_scale = 1.0
-        """The factor of the loss that the gradients held now come from."""
+        self.loss_scale = 1.0  # the factor of the loss that the gradients held now come from
         self.accumulating = False  # gradients stay on this rank for now
         self.received = False  # a backward pass has brought some since the last `forget`
         self.mixed = False  # a failed backward pass has left sums of earlier ones mixed with its own

@@ -53,8 +53,7 @@ class Ticket:
     """What a managed parameter knows of zerokit."""
 
     reference: weakref.ref[ModelWalk]
-    index: int
-    """Of its unit."""
+    index: int  # of its unit
     positions: tuple[int, ...]
     """Positions of the unit's parameters: one, or several for a master."""
     name: str
@@ -222,8 +221,7 @@ def guarded_class(plain: type[nn.Parameter]) -> type[Guarded]:
     return type(plain.__name__, (Guarded, plain), {"plain": plain, "__module__": plain.__module__})
 
 
-_GRAD: Any = Tensor.grad
-"""The slot that autograd writes, below the guarded property."""
+_GRAD: Any = Tensor.grad  # the slot that autograd writes, below the guarded property
 
 
 def show_gradient(parameter: Tensor, gradient: Tensor | None) -> None:

@@ -23,14 +23,11 @@ import torch
 from zerokit.layout import Interval
 from zerokit.runtime.memory import UnitMemory
 
-_MAP_FIXED = 0x10
-"""Linux's mman.h, on every processor that it serves."""
+_MAP_FIXED = 0x10  # Linux's mman.h, on every processor that it serves
 _HUGE_PAGE = 2 << 20
-_NAN_BYTES = _HUGE_PAGE
-"""The size of the piece that stands for all freed memory."""
+_NAN_BYTES = _HUGE_PAGE  # the size of the piece that stands for all freed memory
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
-_FAILED = ctypes.c_size_t(-1).value
-"""What mmap and mremap return then."""
+_FAILED = ctypes.c_size_t(-1).value  # what mmap and mremap return then
 _SPARE_BYTES = 8 << 20
 """The most that is kept of freed pages: two units of stretches that are too short for huge pages."""
 
@@ -157,8 +154,7 @@ def _function(name: str) -> Callable[..., int]:
     return cast(Callable[..., int], function)
 
 
-_M_TRIM_THRESHOLD = -1
-"""glibc's malloc.h, mallopt(3)."""
+_M_TRIM_THRESHOLD = -1  # glibc's malloc.h, mallopt(3)
 _SETTLING_PASSES = 3
 """The heap settles in the first passes; where parameters stay whole, later ones would only pay for fresh pages."""
 

@@ -36,8 +36,7 @@ class MasterSlice:
 class OwnedUnit:
     """One rank's part of a unit: it keeps the elements `kept` of the parameters, and updates those `updated`."""
 
-    shard: Tensor
-    """The kept elements."""
+    shard: Tensor  # the kept elements
 
     def __init__(
         self, unit: Unit, parameters: Sequence[nn.Parameter], collectives: Collectives, placement: Placement

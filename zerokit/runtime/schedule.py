@@ -81,12 +81,9 @@ class ForwardPass:
     """The uses of units in one forward pass."""
 
     def __init__(self) -> None:
-        self.consumed = False
-        """Whether a backward pass has brought gradients through it."""
-        self.uses = 0
-        """How often units have been used so far."""
-        self.first_use: dict[int, int] = {}
-        """Which use of any unit was the first one of each."""
+        self.consumed = False  # whether a backward pass has brought gradients through it
+        self.uses = 0  # how often units have been used so far
+        self.first_use: dict[int, int] = {}  # which use of any unit was the first one of each
         self.watched: set[int] = set()
         """Units with outputs whose gradients a hook will announce."""
 
@@ -102,8 +99,7 @@ class Passes:
         self.current = ForwardPass()
         self.aside = ForwardPass()
         """Modules called by themselves, outside any forward of the model: their units are gathered as they come."""
-        self.unanswered = False
-        """Whether a forward pass with gradients has no backward yet."""
+        self.unanswered = False  # whether a forward pass with gradients has no backward yet
         self.unwatched: set[int] = set()
         """Units used where no hook shows when backward is done with them."""
         self._open: list[ForwardPass] = []
@@ -159,10 +155,8 @@ class Order:
         self.lazy: frozenset[int] = frozenset()
         """Units whose weights are used only inside modules that announce it: needed when those are entered."""
         self.forward = sorted((unit.index for unit in units), key=lambda i: (bool(units[i].unit.scopes), i))
-        self.recorded = False
-        """Whether `forward` is what a forward pass of rank 0 did."""
-        self.backward = self._plan()
-        """The operations of backward."""
+        self.recorded = False  # whether `forward` is what a forward pass of rank 0 did
+        self.backward = self._plan()  # the operations of backward
         self.reductions_recorded = False
 
     @property
@@ -258,8 +252,7 @@ class Reductions:
         self._made: tuple[ForwardPass, int | None] | None = None
         """What has just received its gradient: an output of this pass, made after so many uses of units."""
         self._accumulates = False
-        self.ending = False
-        """Whether the pass will bring no more gradients."""
+        self.ending = False  # whether the pass will bring no more gradients
 
     def begin(self, *, accumulates: bool) -> None:
         """Start a pass; `accumulates` if it brings gradients."""

@@ -60,8 +60,7 @@ class UnitState(OwnedUnit):
         self.comes_and_goes = placement.cuts_parameters
         """Whether whole parameters have memory only while they are gathered."""
         self.state = State.READY
-        self.active = 0
-        """How many of the unit's modules are at work, one inside the other."""
+        self.active = 0  # how many of the unit's modules are at work, one inside the other
         self.guarded = False
         self.stopped: set[int] = set()
         """Positions of trainable parameters that require no gradient any more: they are not updated."""

@@ -61,10 +61,8 @@ class Wire:
     `unpack` of all ranks' terms, in rank order, gives the sum in the dtype of what it is added to.
     """
 
-    every_hop = True
-    """Whether sums over the inner axis travel so too, on a mesh of two."""
-    changes: Sequence[Tensor] = ()
-    """What `pack` writes to besides."""
+    every_hop = True  # whether sums over the inner axis travel so too, on a mesh of two
+    changes: Sequence[Tensor] = ()  # what `pack` writes to besides
     block = 1
     """Terms are packed in blocks of so many elements, the last of a piece may be shorter."""
 
@@ -103,8 +101,7 @@ class Counters:
 class Route:
     """The ranks of one axis of the mesh, and how tensors travel between them. By default not at all."""
 
-    name = "nowhere"
-    """How tensors travel, in records."""
+    name = "nowhere"  # how tensors travel, in records
 
     def __init__(self, group: dist.ProcessGroup, reporter: StallReporter) -> None:
         self.group, self.reporter = group, reporter
@@ -148,8 +145,7 @@ class Collectives:
 
     runs_ahead = False
     """Whether the host issues what a device does later: then no step may read a result on the host."""
-    averages = False
-    """Whether a reduction divides by the number of ranks."""
+    averages = False  # whether a reduction divides by the number of ranks
     others_answer = False
     """Whether there are processes behind the other ranks; else these agree with this one, which serves predictions."""
 

@@ -37,8 +37,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
 # torch 2.13 renamed both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_REHEARSED_NUMEL = 4 << 20
-"""16 MiB, the default size of a large model's buckets."""
+_REHEARSED_NUMEL = 4 << 20  # 16 MiB, the default size of a large model's buckets
 
 
 # ---- streams

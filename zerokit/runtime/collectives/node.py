@@ -43,10 +43,8 @@ from zerokit.runtime.collectives.base import Kind
 SWITCH = "ZEROKIT_CMA"
 """Environment variable: 0 lets the ranks of a node send through sockets, as nodes do."""
 
-_MOST_BYTES = 1 << 30
-"""The kernel reads at most 2 GiB a call."""
-_PR_SET_PTRACER = 0x59616D61
-"""Linux's prctl.h."""
+_MOST_BYTES = 1 << 30  # the kernel reads at most 2 GiB a call
+_PR_SET_PTRACER = 0x59616D61  # Linux's prctl.h
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _CELL_FIELDS = 3
 _LOCK = struct.Struct("hhqqi0q")

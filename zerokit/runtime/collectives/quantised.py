@@ -27,10 +27,8 @@ from zerokit.runtime.collectives.base import Wire
 
 _CHUNK = {"cpu": 1 << 18}
 """Elements at a time: on hosts so few that they stay in a core's cache from one operation to the next."""
-_DEVICE_CHUNK = 1 << 22
-"""On a device: temporary memory of some 64 MiB."""
-_SMALLEST_SCALE = 2.0**-120
-"""Zeros stay zeros, and one over it is finite."""
+_DEVICE_CHUNK = 1 << 22  # on a device: temporary memory of some 64 MiB
+_SMALLEST_SCALE = 2.0**-120  # zeros stay zeros, and one over it is finite
 _MIX = (0x2C1B3C6D, 0x297A2D39)
 """Odd factors of a 32-bit hash (C. Wellons, "Prospecting for hash functions", 2018)."""
 

@@ -29,8 +29,7 @@ class StallReporter:
         self._store = dist.distributed_c10d._get_process_group_store(group) if self.world > 1 else None
         self._prefix = f"zerokit/{group.group_name}"
         self._waits = self._inside = 0
-        self.waited_s = 0.0
-        """Seconds spent waiting so far, for measurements of communication."""
+        self.waited_s = 0.0  # seconds spent waiting so far, for measurements of communication
 
     def distinguish(self, number: int) -> None:
         """Set a name that all ranks agreed on, so that entries of earlier optimizers in the store are ignored."""
