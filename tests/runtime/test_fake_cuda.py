@@ -155,7 +155,7 @@ def test_communicators_outlive_every_wait_of_ours(monkeypatch: pytest.MonkeyPatc
     wait = datetime.timedelta(seconds=30)
     route = make_collectives(Group(0, 1), torch.device("cuda"), wait, units=1)
     assert made == [2 * wait + datetime.timedelta(minutes=1)]
-    assert route._timeout_s == wait.total_seconds()
+    assert route._timeout == wait
 
 
 def test_memory_that_is_there_is_not_allocated_anew() -> None:

@@ -23,7 +23,7 @@ from zerokit.runtime.admission import choose_kernel, probe, require_agreement
 from zerokit.runtime.collectives import make_collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.guard import ticket_of
+from zerokit.runtime.guard import TICKET
 from zerokit.runtime.linux import Heap
 from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.model import Materializer, UnitRule, require_own_memory, take_apart
@@ -32,8 +32,6 @@ from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.walk import ModelWalk
-
-_MARK = "_zerokit_walk"
 
 
 class Runtime:
@@ -133,9 +131,8 @@ class Runtime:
             entry["params"] = [m.tensor for unit in units for m in unit.masters if m.group == number]
         # A model outlives its optimizer where a function trains it and returns it.
         if placement.cuts_parameters:
-            model.__dict__[_MARK] = walk
+            model.__dict__["_zerokit_walk"] = walk
         else:
-            model.__dict__[_MARK] = weakref.ref(walk)
             weakref.finalize(walk, gathering.finish_updates).atexit = False
         self.inner = optimizer_class(groups, **options)
         self.control = StepControl(collectives, units, gradients, self.inner)
@@ -261,16 +258,11 @@ def _check_arguments(
         wrapper = type(module).__name__
         if wrapper in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise UsageError(f"{path or 'the model'} is already wrapped in {wrapper}: pass the plain model")
-        if _MARK in module.__dict__:
-            raise UsageError(
-                f"{path or 'the model'} is already managed by a ZeroOptimizer: build one ZeroOptimizer for the whole "
-                "model; after one was deleted, build the model anew and load the old model's state_dict()"
-            )
     for name, parameter in model.named_parameters():
-        if ticket_of(parameter) is not None:
+        if TICKET in parameter.__dict__:
             raise UsageError(
-                f"{name} is already managed by a ZeroOptimizer: models that share layers need one ZeroOptimizer over "
-                "one module that holds both"
+                f"{name} is already managed by a ZeroOptimizer: build one for a module that holds all that it trains; "
+                "after one was deleted, build the model anew and load the old model's state_dict()"
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")

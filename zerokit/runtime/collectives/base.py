@@ -167,7 +167,6 @@ class Collectives:
         self._own_groups: dict[str, dist.ProcessGroup] = {}  # groups that nobody else uses, by their purpose
         self._asks = self.others_answer and self.world > 1
         self._timeout = timeout
-        self._timeout_s = timeout.total_seconds()
 
     @property
     def route(self) -> str:
@@ -181,8 +180,7 @@ class Collectives:
         return (gathers * _HASH_FACTOR + reductions) % _HASH_MODULUS
 
     def wait_at_most(self, seconds: float) -> None:
-        """Use a shorter time-out from now on."""
-        self._timeout_s = min(self._timeout_s, seconds)
+        """Use a shorter time-out from now on where the host waits."""
 
     # ---- units
 

@@ -138,7 +138,6 @@ class HostCollectives(Collectives):
         _pause_at_exit()
 
     def wait_at_most(self, seconds: float) -> None:
-        super().wait_at_most(seconds)
         self._progress.timeout_s = min(self._progress.timeout_s, seconds)
 
     def wait_for_readers(self) -> None:

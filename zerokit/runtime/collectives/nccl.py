@@ -192,13 +192,13 @@ class NcclCollectives(Collectives):
 
     def until(self, arrived: Callable[[], Tensor | None]) -> Tensor:
         """Wait for the device. Raises `ScheduleError` after the time-out, naming the unfinished operation."""
-        name = "computation of a step"
+        name, timeout_s = "computation of a step", self._timeout.total_seconds()
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         with self.reporter.waiting(lambda: name):
             while (values := arrived()) is None:
-                if time.monotonic() - start > self._timeout_s:
+                if time.monotonic() - start > timeout_s:
                     name = next(filter(None, (stream.unfinished() for stream in self._streams)), name)
-                    raise RuntimeError(f"timed out after {self._timeout_s:g} s")
+                    raise RuntimeError(f"timed out after {timeout_s:g} s")
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE_S)
         return values
