@@ -23,13 +23,12 @@ from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.collectives import Counters
-from zerokit.runtime.forwarding import ForwardingOptimizer
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.islands import divide_into_islands
 from zerokit.runtime.measure import element_bytes, measure_memory, predicted_memory, traffic_of
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.states import Average, BetweenIslands, load_state, take_state
+from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
 from zerokit.runtime.step import all_finite, clip_coefficient, global_norm, update_masters
 from zerokit.runtime.unit import write_back
 from zerokit.runtime.whole import install_model_methods
