@@ -96,7 +96,7 @@ class Runtime:
 
         meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
         seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0
-        materializer = Materializer(model, init, device, seed)
+        materializer = Materializer(model, parts, init, device, seed)
         heap = Heap(device, settles=True)
         self.units = units = list[UnitState]()
         for unit in layout.units:
@@ -251,8 +251,7 @@ def _check_arguments(
     if torch.get_default_device().type != "cpu":
         raise UsageError(
             f"the default device is {torch.get_default_device()}, but zerokit also makes tensors that belong on the "
-            "host: use model.to(device) instead of torch.set_default_device(), and build ZeroOptimizer outside of "
-            "`with torch.device(...):`"
+            "host: use model.to(device) instead of torch.set_default_device() and `with torch.device(...):`"
         )
     for path, module in model.named_modules():
         wrapper = type(module).__name__

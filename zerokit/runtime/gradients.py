@@ -128,15 +128,13 @@ class Gradients:
             gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
         if unit.complete or unit.reduced:
             raise ScheduleError(
-                f"a gradient for {name} came after its unit had been reduced in this "
-                "backward pass. Reentrant activation checkpointing does that: use torch.utils.checkpoint with "
-                "use_reentrant=False. So does a module that this rank uses at another place than rank 0 did "
-                "first: name it in units="
+                f"a gradient for {name} came after its unit had been reduced in this backward pass. Reentrant "
+                "activation checkpointing does that: use torch.utils.checkpoint with use_reentrant=False. So does a "
+                "module that this rank uses at another place than rank 0 did first: name it in units="
             )
         if gradient.layout != torch.strided:
             raise ScheduleError(
-                f"the gradient of {name} is {gradient.layout}, but flat buckets are dense: "
-                "build the embedding with sparse=False"
+                f"the gradient of {name} is {gradient.layout}, but buckets are dense: build it with sparse=False"
             )
         self.received = True
         self._cleared.clear()

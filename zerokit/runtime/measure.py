@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, operation_name, predict_memory
 from zerokit.placement import Mesh
 from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.collectives import Counters
-from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.precision import Precision
-from zerokit.runtime.unit import State, UnitState
+from zerokit.runtime.unit import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class Holding:
 def measure_memory(runtime: Runtime) -> MemoryReport:
     """The bytes of every storage of the runtime, the optimizer and the model's buffers on this rank."""
     lines = MemoryReport().as_dict()
-    for one in list_holdings(runtime.model, runtime.units, runtime.gradients, runtime.inner):
+    for one in list_holdings(runtime):
         lines[one.line] += one.used
         lines["padding"] += one.padding
     return MemoryReport(**lines | {"transient": runtime.gradients.transient})
@@ -50,9 +47,7 @@ def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
     )
 
 
-def list_holdings(
-    model: nn.Module, units: Sequence[UnitState], gradients: Gradients, inner: Optimizer
-) -> list[Holding]:
+def list_holdings(runtime: Runtime) -> list[Holding]:
     """The tensors that `measure_memory` adds up."""
     holdings: list[Holding] = []
     seen: set[int] = set()
@@ -66,7 +61,7 @@ def list_holdings(
             used = held if payload is None else payload * tensor.element_size()
             holdings.append(Holding(line, tensor, used, held - used))
 
-    for state in units:
+    for state in runtime.units:
         unit = state.unit
         line = "parameters" if unit.trainable else "frozen"
         if state.comes_and_goes:
@@ -77,7 +72,7 @@ def list_holdings(
         else:
             add(line, state.whole, unit.payload_numel)
         if unit.trainable:
-            own = gradients.units[unit.index]
+            own = runtime.gradients.units[unit.index]
             if own.cut or own.bucket is not None:
                 add("gradients", own.memory, unit.payload_within(own.kept))
             if own.cut and own.bucket is not None:
@@ -89,13 +84,13 @@ def list_holdings(
         for master in state.masters:
             payload = unit.payload_within(master.interval)
             add("optimizer", master.tensor, payload)
-            for value in inner.state.get(master.tensor, {}).values():
+            for value in runtime.inner.state.get(master.tensor, {}).values():
                 if isinstance(value, Tensor):
                     elementwise = value.shape == master.tensor.shape
                     add("optimizer" if elementwise else "scalars", value, payload if elementwise else None)
-    for bucket in gradients.pool.free:
+    for bucket in runtime.gradients.pool.free:
         add("buckets", bucket)
-    for buffer in model.buffers():
+    for buffer in runtime.model.buffers():
         add("buffers", buffer)
     return holdings
 

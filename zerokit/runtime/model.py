@@ -18,7 +18,6 @@ from torch.jit._script import RecursiveScriptModule
 
 from zerokit.errors import UsageError
 from zerokit.layout import Parameter, Segment, Unit
-from zerokit.runtime.hooks import registrations
 
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
@@ -63,27 +62,20 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
             owners.setdefault(name, []).append(module)
 
     segments: list[Segment] = []
-    members: list[Parameter] = []
-    current: str | None = None
     for name, parameter in named.items():
         scope = next(iter(users[name])) if len(users[name]) == 1 else None
-        # Parameters of the rest stand alone, to join within a bucket: a large embedding then is a unit by itself.
-        if members and (scope is None or scope != current):
-            segments.append(Segment(current, tuple(members)))
-            members = []
-        current = scope
-        members.append(
-            Parameter(
-                name=name,
-                shape=tuple(parameter.shape),
-                dtype=str(parameter.dtype).removeprefix("torch."),
-                group=groups.get(parameter, 0),
-                trainable=parameter.requires_grad,
-                aliases=tuple(aliases.get(name, ())),
-            )
+        member = Parameter(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            group=groups.get(parameter, 0),
+            trainable=parameter.requires_grad,
+            aliases=tuple(aliases.get(name, ())),
         )
-    if members:
-        segments.append(Segment(current, tuple(members)))
+        # Parameters of the rest stand alone, to join within a bucket: a large embedding then is a unit by itself.
+        joins = scope is not None and segments and segments[-1].scope == scope
+        before = segments.pop().parameters if joins else ()
+        segments.append(Segment(scope, (*before, member)))
     return Anatomy(named, segments, owners)
 
 
@@ -197,45 +189,39 @@ def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dic
     return found
 
 
-class KnownParameters:
-    """The parameters that a model has, under all their names."""
+def parameter_ids(model: nn.Module) -> dict[str, int]:
+    """The identity of each parameter, by all its names; torch.func.functional_call puts tensors in their place."""
+    named: Iterable[tuple[str, object]] = model.named_parameters(remove_duplicate=False)
+    return {name: id(parameter) for name, parameter in named if isinstance(parameter, nn.Parameter)}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._known = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._registrations = registrations()[0]
 
-    def require_same(self, model: nn.Module) -> None:
-        """Raise `UsageError` if parameters were added, removed or renamed."""
-        if self._registrations == registrations()[0]:
-            return
-        # torch.func.functional_call replaces parameters by plain tensors.
-        named: Iterable[tuple[str, object]] = model.named_parameters(remove_duplicate=False)
-        foreign = [
-            name for name, p in named if isinstance(p, nn.Parameter) and self._known.get(name) != id(p)
-        ]
-        if foreign:
-            raise UsageError(
-                f"{', '.join(foreign)}: not in the model when ZeroOptimizer was built (a module or parameter was "
-                "added, replaced, renamed or tied), so it would not be updated and saved correctly: change the "
-                "model before, or build a new model and optimizer"
-            )
-        self._registrations = registrations()[0]
+def require_known(model: nn.Module, known: Mapping[str, int]) -> None:
+    """Raise `UsageError` if parameters were added, replaced or renamed since `parameter_ids` gave what is `known`."""
+    foreign = dict(parameter_ids(model).items() - known.items())
+    if foreign:
+        raise UsageError(
+            f"{', '.join(sorted(foreign))}: not in the model when ZeroOptimizer was built (a module or parameter was "
+            "added, replaced, renamed or tied), so it would not be updated and saved correctly: change the model "
+            "before, or build a new model and optimizer"
+        )
 
 
 class Materializer:
     """Makes the initial values of parameters and buffers that are on `meta`."""
 
     def __init__(
-        self, model: nn.Module, init: Callable[[nn.Module], None] | None, device: torch.device, seed: int
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        init: Callable[[nn.Module], None] | None,
+        device: torch.device,
+        seed: int,
     ) -> None:
         self._init, self._device, self._seed = init, device, seed
         self._paths = {module: path for path, module in model.named_modules()}
-        self._owners: dict[nn.Parameter, nn.Module] = {}
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                self._owners.setdefault(parameter, module)
-        # A parameter that lies in an earlier unit has lost both by the time its module is initialised again.
-        self._forms = {parameter: (parameter.shape, parameter.dtype) for parameter in self._owners}
+        self._owners = {parameter: anatomy.owners[name][0] for name, parameter in anatomy.named.items()}
+        # A parameter that lies in an earlier unit has lost its form by the time its module is initialised again.
+        self._forms = {p: torch.empty(p.shape, dtype=p.dtype, device="meta") for p in self._owners}
 
     def values_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Values for those of `parameters` that are on `meta`; a tied one takes what its first owner gives it."""
@@ -266,9 +252,7 @@ class Materializer:
             )
         held = dict(module._parameters)
         scratch = {
-            p: nn.Parameter(
-                torch.empty(self._forms[p][0], dtype=self._forms[p][1], device=self._device), p.requires_grad
-            )
+            p: nn.Parameter(torch.empty_like(self._forms[p], device=self._device), p.requires_grad)
             for p in held.values()
             if p is not None
         }

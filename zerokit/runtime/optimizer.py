@@ -136,9 +136,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._unscaled, self._finite = False, None
         if compiled_autograd.compiled_autograd_enabled:
             raise UsageError(
-                "compiled autograd runs backward on tensors without values, whose gradients zerokit cannot reduce: "
-                "keep torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (their "
-                "backward is compiled too)"
+                "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
+                "torch._dynamo.config.compiled_autograd off; what is compiled has a compiled backward without it"
             )
         before, LossScale.current = LossScale.current, None if self.scaler is None else self.scaler.value
         try:

@@ -116,8 +116,7 @@ class ForwardingOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         raise UsageError(
-            "the layout is fixed when ZeroOptimizer is built: pass all groups as "
-            "params=[...], and freeze or unfreeze before"
+            "the layout is fixed when ZeroOptimizer is built: pass all groups as params=[...], and freeze before"
         )
 
     @property
@@ -166,9 +165,8 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
     """Restore the result of `take_state`. Raises `LayoutMismatch` for another layout, stage or rank."""
     if state.get("place") != _origin(runtime) or "divided" not in state:
         raise LayoutMismatch(
-            "this state was saved by another rank, stage, precision or layout; a "
-            "rank's state_dict fits only the same rank of an equal run. "
-            "Use a zerokit checkpoint to change world size or stage"
+            "this state was saved by another rank, stage, precision or layout, and fits only the same rank of an "
+            "equal run: use a zerokit checkpoint to change world size or stage"
         )
     runtime.gathering.make_current()  # what the last step has updated may still be on its way
     for unit, divided in zip(runtime.units, state["divided"], strict=True):

@@ -33,11 +33,12 @@ from zerokit.runtime.hooks import (
     in_backward,
     origin,
     outside_transforms,
+    registrations,
     require_no_graphs,
     tensors_in,
     transforming,
 )
-from zerokit.runtime.model import Anatomy, KnownParameters, announcers
+from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known
 from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
 from zerokit.runtime.schedule import ForwardPass
 from zerokit.runtime.unit import UnitState
@@ -57,7 +58,7 @@ class ModelWalk:
         self._accumulates = self._makes_graph = self._had_gradients = False
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
-        self._known = KnownParameters(model)
+        self._known, self._registrations = parameter_ids(model), registrations()[0]
         # In fp32 nothing is cast: inputs of another dtype are refused by PyTorch as they are without zerokit.
         casts = precision.cast_inputs and precision.compute != torch.float32
         self._casting = modules_that_cast(model) if casts else set()
@@ -104,7 +105,9 @@ class ModelWalk:
             self.abandon()
         if self._in_forward:
             self._gathering.free_all()  # the last forward ended in an exception
-        self._known.require_same(module)
+        if self._registrations != registrations()[0]:
+            require_known(module, self._known)
+            self._registrations = registrations()[0]
         recorded, frees = self._gathering.order.recorded, self.units[0].comes_and_goes
         if frees and not recorded and self._device == "cuda":
             require_no_graphs(module)

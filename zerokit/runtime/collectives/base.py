@@ -126,14 +126,12 @@ class Route:
     def wait_for_readers(self, unit: int | None = None) -> None:
         """Wait until this rank's pieces of gathered units, or of one unit, may be changed or dropped."""
 
-    def in_place(self, own: Tensor, whole: Tensor) -> bool:
-        """Whether `own` is this rank's piece of `whole`."""
-        return own.data_ptr() == whole.data_ptr() + self.rank * own.numel() * own.element_size()
-
-    def place(self, own: Tensor | None, whole: Tensor) -> None:
-        """Set this rank's piece of `whole` to `own`, if given."""
-        if own is not None and not self.in_place(own, whole):
-            whole.view(self.size, -1)[self.rank].copy_(own)
+    def place(self, own: Tensor | None, whole: Tensor) -> Tensor:
+        """This rank's piece of `whole`, set to `own`, if given."""
+        piece = whole.view(self.size, -1)[self.rank]
+        if own is not None and own.data_ptr() != piece.data_ptr():
+            piece.copy_(own)
+        return piece
 
 
 Hop = Callable[[Work | None], Any]

@@ -97,7 +97,6 @@ class HostWork(HostHop):
         return self._started[-1]
 
     def attempt(self) -> bool:
-        """Make progress without waiting. Returns whether the result has arrived."""
         while self._hop.attempt():
             if not self._next:
                 if self in self._progress.pending:
@@ -164,16 +163,15 @@ class HostRoute(Route, ABC):
         self.progress = progress
 
     def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> HostHop:
-        self.place(own, whole)
-        host = whole
+        piece, host = self.place(own, whole), whole
         if whole.device.type != "cpu":
             host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
-            host.view(self.size, -1)[self.rank].copy_(whole.view(self.size, -1)[self.rank])
+            self.place(piece, host)
 
         def take_others() -> None:
             if host is not whole:
-                piece = whole.numel() // self.size
-                for others in (slice(0, self.rank * piece), slice((self.rank + 1) * piece, None)):
+                start = self.rank * piece.numel()
+                for others in (slice(0, start), slice(start + piece.numel(), None)):
                     whole[others].copy_(host[others], non_blocking=True)
 
         return self._gather(host.view(self.size, -1), unit, take_others)

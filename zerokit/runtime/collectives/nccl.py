@@ -130,12 +130,10 @@ class NcclRoute(Route):
 
     def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Work:
         size = whole.numel() // self.size
-        if own is None or self.in_place(own, whole):
-            start = self.rank * size
-            own = whole[start : start + size]
+        piece, arrives = whole.view(self.size, -1)[self.rank], [whole]
+        if own is None or own.data_ptr() == piece.data_ptr():
+            own, start = piece, self.rank * size
             arrives = [whole[:start], whole[start + size :]]
-        else:
-            arrives = [whole]
         run = partial(_all_gather, whole, own, group=self.group)
         return self._gathers.launch(Operation(Kind.ALL_GATHER.of(unit), run, [own], arrives), after)
 
