@@ -274,7 +274,7 @@ class Replay:
             case Moment.END_FORWARD:
                 gathering.end_forward(training=True)
                 if not gathering.order.recorded:
-                    gathering.record_forward(self._trace.kept_lazily)
+                    gathering.order.record_forward(current, self._trace.kept_lazily)
             case Moment.BACKWARD:
                 self._begin_backward()
                 current.consumed = True

@@ -56,8 +56,6 @@ class Gathering:
         self.graph_kept = False
         """Whether backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
         self._open = 0
-        self._trace: list[int] = []
-        self._read_early: set[int] = set()
         self._heap = heap or Heap(collectives.device, settles=not placement.cuts_parameters)
 
     def gather_updated(self) -> None:
@@ -95,7 +93,7 @@ class Gathering:
             if in_backward:
                 self._use(unit)
             elif in_forward:
-                self._read_early.add(index)
+                self.passes.current.read_early.add(index)
                 self.enter(unit)
                 unit.guard()  # what is done to its other parameters is to be noticed, too
             else:
@@ -108,8 +106,6 @@ class Gathering:
 
     def begin_forward(self, *, training: bool) -> None:
         self.passes.begin(training=training)
-        self._trace.clear()
-        self._read_early.clear()
         self._begin_pass()
         self._forward = Schedule(self.order.forward if self._placement.cuts_parameters else ())
         self.deviated = self._last_stays = False
@@ -123,8 +119,9 @@ class Gathering:
 
     def enter(self, unit: UnitState) -> None:
         """A module of `unit` is about to run in forward."""
-        if self._trace[-1:] != [unit.index]:
-            self._trace.append(unit.index)
+        trace = self.passes.current.trace
+        if trace[-1:] != [unit.index]:
+            trace.append(unit.index)
         self._go_to(unit)
 
     def enter_aside(self, unit: UnitState) -> None:
@@ -286,10 +283,6 @@ class Gathering:
         return not unit.comes_and_goes or self._open > 0
 
     # ---- issuing
-
-    def record_forward(self, lazy: Collection[int]) -> None:
-        """Adopt rank 0's order of units in this forward pass, and its `lazy` units."""
-        self.order.record_forward(self._trace, self._read_early, lazy)
 
     def _begin_pass(self, *, accumulates: bool = False) -> None:
         self.reductions.begin(accumulates=accumulates)

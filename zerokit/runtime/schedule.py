@@ -84,6 +84,10 @@ class ForwardPass:
         self.consumed = False  # whether a backward pass has brought gradients through it
         self.uses = 0  # how often units have been used so far
         self.first_use: dict[int, int] = {}  # which use of any unit was the first one of each
+        self.trace: list[int] = []
+        """Units in the order in which the pass has come to them."""
+        self.read_early: set[int] = set()
+        """Units whose weights were read outside the modules that announce it."""
         self.watched: set[int] = set()
         """Units with outputs whose gradients a hook will announce."""
 
@@ -174,12 +178,13 @@ class Order:
         """The unit that backward comes to last."""
         return next((operation for operation in reversed(self.backward) if operation >= 0), None)
 
-    def record_forward(self, trace: Sequence[int], read_early: Set[int], lazy: Collection[int]) -> None:
-        """Adopt rank 0's order after a forward pass: its `trace` of units, those that were read before, and `lazy`."""
+    def record_forward(self, done: ForwardPass, lazy: Collection[int]) -> None:
+        """Adopt what rank 0 has `done` in a forward pass, and in the first one which of its units are `lazy`."""
         broadcast = self._collectives.broadcast_list
-        self.forward = broadcast(self._in_order(trace, self.kept | read_early, lazy))
+        kept, lazy = self.kept | done.read_early, self.lazy if self.recorded else lazy
+        self.forward = broadcast(self._in_order(done.trace, kept, lazy))
         self.lazy = frozenset(broadcast(sorted(lazy)))
-        self.kept = frozenset(broadcast(sorted(self.kept | read_early)))
+        self.kept = frozenset(broadcast(sorted(kept)))
         self.recorded = True
         if self._gathers:
             self.backward = self._plan()

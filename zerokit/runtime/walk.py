@@ -150,7 +150,7 @@ class ModelWalk:
             gathering.end_forward(training=torch.is_grad_enabled())
             if not gathering.order.recorded or gathering.deviated:
                 lazy = {index for index, modules in self._announcers.items() if modules <= self._called}
-                gathering.record_forward(gathering.order.lazy if gathering.order.recorded else lazy)
+                gathering.order.record_forward(self._passes.current, lazy)
         self._in_forward = False
 
     def _end_generator(self, current: ForwardPass) -> None:
