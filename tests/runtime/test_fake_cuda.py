@@ -100,9 +100,9 @@ def test_control_values_are_not_read_within_a_step(
     # `copy_` looks for a driver even where tensors are fake.
     monkeypatch.setattr(Tensor, "copy_", lambda to, values, **_: torch._foreach_copy_([to], [values]))
     route = _Route()
-    gradients = SimpleNamespace(received=True, skipped=lambda storage: ())
+    gradients = SimpleNamespace(received=True, units={})
     inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    control = StepControl(route, [], gradients, inner)  # type: ignore[arg-type]
+    control = StepControl(route, gradients, inner)  # type: ignore[arg-type]
     assert control.agree(None)
     (values,) = route.reduced
     assert (values.device.type, values.dtype, values.shape) == ("cuda", torch.float64, (4,))

@@ -62,6 +62,7 @@ class UnitGradients:
         self.arrived: set[int] = set()  # that have a gradient from this pass
         self.filled: set[int] = set()  # whose part of the bucket is filled
         self.received: set[int] = set()  # whose gradients have come since the last `forget`
+        self.untrained: set[int] = set()  # that were frozen in a forward pass since then
         self.batches = state.collectives.runs_ahead or self.unit.numel * dtype.itemsize <= SMALL_BYTES
         """Whether gradients wait until they can be copied into the bucket together."""
         self.waiting: dict[int, Tensor] = {}  # those gradients, by position
@@ -93,6 +94,11 @@ class UnitGradients:
     def complete(self) -> bool:
         """Whether all gradients of this backward pass have arrived."""
         return len(self.arrived) == len(self.state.parameters)
+
+    @property
+    def skipped(self) -> set[int]:
+        """The positions of parameters without a gradient because they are, or were, frozen; they keep their values."""
+        return (self.state.stopped | self.untrained) - self.received
 
     @property
     def memory(self) -> Tensor:
@@ -236,6 +242,7 @@ class UnitGradients:
         self.filled.clear()
         self.waiting.clear()
         self.received.clear()
+        self.untrained.clear()
         if self.cut or self._lone:
             self._drop()
 

@@ -135,7 +135,7 @@ class Runtime:
         else:
             weakref.finalize(walk, gathering.finish_updates).atexit = False
         self.inner = optimizer_class(groups, **options)
-        self.control = StepControl(collectives, units, gradients, self.inner)
+        self.control = StepControl(collectives, gradients, self.inner)
 
     def masters(self) -> Iterator[tuple[UnitState, MasterSlice, dict[str, Any]]]:
         """The masters that this rank updates, in line order, each with its optimizer state ({} before a step)."""

@@ -56,8 +56,6 @@ class Gradients:
         self.shown = False  # whole gradients are shown to the user, who may change them
         self.transient = 0
         """The most bytes that buckets of units' own have had in flight at once since the last `forget`."""
-        self._untrained: set[tuple[int, int]] = set()
-        """Parameters that were frozen in a forward pass since then."""
         self._cleared: set[tuple[int, int]] = set()
         self._nodes: dict[tuple[int, int], Any] = {}
         """Autograd's accumulating nodes of the parameters, each asked for once."""
@@ -265,7 +263,6 @@ class Gradients:
             unit.forget()
         self.transient, self.received, self.mixed = 0, False, mixed
         self._cleared.clear()
-        self._untrained.clear()
 
     def clear(self, index: int, position: int) -> None:
         """Clear the gradient of one parameter; none are left once all of this rank's share are cleared.
@@ -281,17 +278,6 @@ class Gradients:
     def holds(self, index: int, position: int) -> bool:
         """Whether this rank knows of a gradient of this parameter."""
         return self.received and index in self.units and (index, position) not in self._cleared
-
-    def note_frozen(self, unit: UnitState) -> None:
-        """Start a forward pass in which the unit's frozen parameters receive no gradient."""
-        self._untrained.update((unit.index, position) for position in unit.stopped)
-
-    def skipped(self, unit: UnitState) -> set[int]:
-        """The positions of parameters without a gradient because they are, or were, frozen; they keep their values."""
-        if not unit.stopped and not self._untrained:
-            return set()
-        frozen = unit.stopped | {position for index, position in self._untrained if index == unit.index}
-        return frozen - self.units[unit.index].received if frozen else frozen
 
     # ---- residuals of an int8 or int4 wire
 

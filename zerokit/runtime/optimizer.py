@@ -137,7 +137,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         if compiled_autograd.compiled_autograd_enabled:
             raise UsageError(
                 "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
-                "torch._dynamo.config.compiled_autograd off; what is compiled has a compiled backward without it"
+                "torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (with their backward)"
             )
         before, LossScale.current = LossScale.current, None if self.scaler is None else self.scaler.value
         try:

@@ -119,13 +119,6 @@ class ForwardingOptimizer(Optimizer):
             "the layout is fixed when ZeroOptimizer is built: pass all groups as params=[...], and freeze before"
         )
 
-    @property
-    def _step_supports_amp_scaling(self) -> NoReturn:
-        # torch.amp.GradScaler asks for this before it steps.
-        raise UsageError(
-            "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
-        )
-
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
             "a ZeroOptimizer cannot be copied or pickled, because its communicators belong to this process: use "

@@ -27,11 +27,8 @@ class StepControl:
     device. Only a rank that has no gradients looks at once, and all do in fp16.
     """
 
-    def __init__(
-        self, collectives: Collectives, units: Sequence[UnitState], gradients: Gradients, inner: Optimizer
-    ) -> None:
-        self._collectives, self._units, self._gradients = collectives, units, gradients
-        self._inner = inner
+    def __init__(self, collectives: Collectives, gradients: Gradients, inner: Optimizer) -> None:
+        self._collectives, self._gradients, self._inner = collectives, gradients, inner
         self._pending: Callable[[], list[float]] | None = None
 
     def agree(self, finite: Tensor | None) -> bool:
@@ -69,7 +66,7 @@ class StepControl:
 
     def _digest(self) -> int:
         """A checksum of the parameters that are left out, and of the groups' numbers (tensors would be waited for)."""
-        stopped = [(unit.index, *sorted(self._gradients.skipped(unit))) for unit in self._units]
+        stopped = [(index, *sorted(unit.skipped)) for index, unit in self._gradients.units.items()]
         numbers = [
             [(name, float(value)) for name, value in group.items() if type(value) in (int, float)]
             for group in self._inner.param_groups
@@ -155,7 +152,8 @@ def update_masters(
     """
     trainable = [unit for unit in units if unit.unit.trainable]
     for unit in trainable:
-        skipped = gradients.skipped(unit)
+        own = gradients.units[unit.index]
+        skipped = own.skipped
         if skipped and not all(
             skipped.issuperset(positions) or skipped.isdisjoint(positions)
             for positions in map(unit.positions_in, unit.masters)
@@ -165,7 +163,7 @@ def update_masters(
         for master in unit.masters:
             if skipped and skipped.issuperset(unit.positions_in(master)):
                 continue  # as in torch, what has no gradient keeps its value and its states
-            gradient = gradients.units[unit.index].of(master.interval)
+            gradient = own.of(master.interval)
             tensor = master.tensor
             tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
     if isinstance(inner, SGD):

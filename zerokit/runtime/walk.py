@@ -125,7 +125,7 @@ class ModelWalk:
             if not unit.guarded:
                 unit.note_requires_grad()
             if unit.stopped and training:
-                self._gradients.note_frozen(unit)
+                self._gradients.units[unit.index].untrained |= unit.stopped
         return self._cast(module, args, kwargs)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
