@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from zerokit.runtime import linux
-from zerokit.runtime.linux import Heap, keep_freed_memory
+from zerokit.runtime import memory
+from zerokit.runtime.memory import Heap, keep_freed_memory
 
 TRIM = ("malloc_trim", 0)
 KEEP = ("mallopt", -1, -1)
@@ -18,7 +18,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux heaps 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | int, ...]]:
     made: list[tuple[str | int, ...]] = []
-    monkeypatch.setattr(linux, "_call", lambda name, *arguments: made.append((name, *arguments)))
+    monkeypatch.setattr(memory, "_call", lambda name, *arguments: made.append((name, *arguments)))
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     return made
@@ -86,4 +86,4 @@ def test_what_the_environment_says_stands(
 
 
 def test_another_c_library_is_left_alone() -> None:
-    linux._call("a_function_that_no_library_has", 1)
+    memory._call("a_function_that_no_library_has", 1)

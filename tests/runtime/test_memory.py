@@ -14,7 +14,7 @@ import torch
 
 from tests.support.distributed import run_alone
 from zerokit.layout import Interval
-from zerokit.runtime.linux import MappedMemory, _spare_pages, keep_freed_memory
+from zerokit.runtime.memory import MappedMemory, _spare_pages, keep_freed_memory
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told what to keep"

@@ -113,7 +113,7 @@ DEVICES: Mapping[str, Device] = {
 }
 
 PAGE_BYTES, HUGE_PAGE_BYTES = 4096, 2 << 20
-"""Page sizes of Linux on x86. Pieces of at least a huge page are gathered into huge pages (`zerokit.runtime.linux`)."""
+"""Page sizes of Linux on x86. Pieces of a huge page or more are gathered into huge pages (`zerokit.runtime.memory`)."""
 NETWORK_LATENCY_S = 14e-6
 """A ring's step between nodes in NCCL's own model (src/graph/tuning.cc: hwLat, network, ring, Simple)."""
 NETWORK_EFFICIENCY = 0.85

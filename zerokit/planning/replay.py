@@ -20,7 +20,7 @@ from zerokit.planning.recording import Event, ModelTrace, Moment
 from zerokit.runtime.buckets import SMALL_BYTES
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import MOST_IN_FLIGHT
-from zerokit.runtime.linux import Heap
+from zerokit.runtime.memory import Heap
 from zerokit.runtime.schedule import ForwardPass
 from zerokit.runtime.unit import State
 

@@ -24,8 +24,8 @@ from zerokit.runtime.collectives import make_collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import TICKET
-from zerokit.runtime.linux import Heap
 from zerokit.runtime.masters import MasterSlice
+from zerokit.runtime.memory import Heap
 from zerokit.runtime.model import Materializer, UnitRule, require_own_memory, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
 from zerokit.runtime.rounding import Rounding

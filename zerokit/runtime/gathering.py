@@ -23,7 +23,7 @@ from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import refuse_reading
-from zerokit.runtime.linux import Heap
+from zerokit.runtime.memory import Heap
 from zerokit.runtime.schedule import ForwardPass, Operation, Order, Passes, Reductions, Schedule, reduction
 from zerokit.runtime.unit import State, UnitState
 
@@ -138,7 +138,8 @@ class Gathering:
         return unit.comes_and_goes and not unit.active
 
     def hold(self, unit: UnitState) -> None:
-        """Keep `unit` gathered until backward, because no hook will show when it is read."""
+        """Keep `unit` gathered until backward ends, because no hook will show when it is read."""
+        self.passes.unwatched.add(unit.index)
         if unit.comes_and_goes:
             unit.state = State.HELD
 

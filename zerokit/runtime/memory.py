@@ -1,20 +1,38 @@
-"""Memory of a unit: the whole unit while it is needed, and one rank's shard always (stage 3).
+"""Memory of a unit: the whole unit while it is needed, and one rank's shard always (stage 3); the heap around it.
 
 [Note: one storage for life] Autograd saves views of weights, which re-pointing a parameter to another storage would
 leave behind. So a unit keeps one storage, and only the memory behind it comes and goes: on CUDA the storage is
-resized; on Linux hosts its pages go, all but those of the shard, which so needs no copy (`linux`).
+resized; on Linux hosts its pages go, all but those of the shard, which so needs no copy. They go to the next unit or
+back to the system, and one small piece of memory replaces them, mapped over and over, whose bytes are all ones: nan in
+every floating-point dtype. A view that the user kept reads nan there; returned pages alone would read as zeros, and an
+emptied storage would end the process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from zerokit.layout import Interval
+
+_MAP_FIXED = 0x10  # Linux's mman.h, on every processor that it serves
+_HUGE_PAGE = 2 << 20
+_NAN_BYTES = _HUGE_PAGE  # the size of the piece that stands for all freed memory
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+_FAILED = ctypes.c_size_t(-1).value  # what mmap and mremap return then
+_SPARE_BYTES = 8 << 20
+"""The most that is kept of freed pages: two units of stretches that are too short for huge pages."""
 
 
 class UnitMemory:
@@ -53,13 +71,133 @@ class ResizedMemory(UnitMemory):
         self.shard.copy_(self.whole[self._own.start : self._own.stop])
 
 
+class MappedMemory(UnitMemory):
+    """A private mapping whose pages outside the shard are returned to the system. Linux only.
+
+    Stretches of huge pages (512 times fewer faults, where the system allows them) are mapped anew whenever the unit
+    comes and goes. Shorter ones are private views of the file of nan for life: what was written there goes with its
+    pages, to the next unit that needs as many (`SparePages`).
+    """
+
+    def __init__(self, numel: int, own: Interval, dtype: torch.dtype) -> None:
+        size = numel * dtype.itemsize
+        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._advise_huge(0, size)
+        super().__init__(torch.frombuffer(self._map, dtype=dtype), own)
+        start = own.start * dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        stop = -(-own.stop * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        others = [(a, b - a) for a, b in ((0, start), (stop, end)) if b > a]
+        self._huge = [(at, length) for at, length in others if length >= _HUGE_PAGE]
+        self._short = [(at, length) for at, length in others if length < _HUGE_PAGE]
+        self._address = self.whole.data_ptr()
+        self._grown = True
+        for at, length in self._short:
+            _map_at(self._address + at, length, _nan_file())
+        self.whole.zero_()
+
+    def grow(self) -> None:
+        if not self._grown:
+            self._grown = True
+            for at, length in self._short:
+                _spare_pages.take(self._address + at, length)
+            for at, length in self._huge:
+                _map_at(self._address + at, length, -1)
+                self._advise_huge(at, length)
+
+    def shrink(self) -> None:
+        if self._grown:
+            self._grown = False
+            for at, length in self._short:
+                if not _spare_pages.give(self._address + at, length):
+                    self._map.madvise(mmap.MADV_DONTNEED, at, length)
+            for at, length in self._huge:
+                # Before something else is mapped over huge pages, which would divide them first.
+                self._map.madvise(mmap.MADV_DONTNEED, at, length)
+                for offset in range(at, at + length, _NAN_BYTES):
+                    _map_at(self._address + offset, min(_NAN_BYTES, at + length - offset), _nan_file())
+
+    def _advise_huge(self, at: int, length: int) -> None:
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE, at, length)
+
+
+class SparePages:
+    """A few MiB of pages that freed stretches leave for the next ones of the same length.
+
+    To pass pages on takes about a third of the time that the system takes to hand out others, with faults and zeros.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: defaultdict[int, list[int]] = defaultdict(list)
+        """Where the pages are, by the length of their stretch."""
+        self._lock = threading.Lock()
+
+    def give(self, address: int, length: int) -> bool:
+        """Move the pages out of a view of the file of nan, which stays. False where the system cannot.
+
+        The system chooses where they go, so that a refusal, as by Linux before 5.13, unmaps nothing.
+        """
+        moved_to = _function("mremap")(address, length, length, _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP, None)
+        if moved_to == _FAILED:
+            return False
+        with self._lock:
+            self._addresses[length].append(moved_to)
+            while sum(each * len(kept) for each, kept in self._addresses.items()) > _SPARE_BYTES:
+                others = (each for each, kept in self._addresses.items() if kept and each != length)
+                dropped = next(others, length)
+                _function("munmap")(self._addresses[dropped].pop(), dropped)
+        return True
+
+    def take(self, address: int, length: int) -> None:
+        """Move pages there, if there are as many, full of nan as those that the file gives."""
+        with self._lock:
+            if not self._addresses[length]:
+                return
+            source = self._addresses[length].pop()
+        ctypes.memset(source, 0xFF, length)
+        moved = _MREMAP_MAYMOVE | _MREMAP_FIXED
+        if _function("mremap")(source, length, length, moved, address) != address:
+            _map_at(address, length, _nan_file())  # which may be unmapped by now
+
+
+_spare_pages = SparePages()
+
+
+@functools.cache
+def _nan_file() -> int:
+    """A file in memory that reads as nan in every floating-point dtype, open for the life of the process."""
+    descriptor = os.memfd_create("zerokit-nan", os.MFD_CLOEXEC)
+    os.write(descriptor, b"\xff" * _NAN_BYTES)
+    return descriptor
+
+
+def _map_at(address: int, length: int, descriptor: int) -> None:
+    """Put fresh memory (descriptor -1), or a private view of a file, where other memory of this process was."""
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor < 0 else 0)
+    mapped_at = _function("mmap")(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if mapped_at != address:
+        raise MemoryError(f"the system refuses to map {length} bytes: {os.strerror(ctypes.get_errno())}")
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., int]:
+    """`mmap`, `mremap` or `munmap` of the C library."""
+    function: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype = ctypes.c_size_t
+    function.argtypes = {
+        "mmap": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long],
+        "mremap": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p],
+        "munmap": [ctypes.c_void_p, ctypes.c_size_t],
+    }[name]
+    return cast(Callable[..., int], function)
+
+
 def unit_memory(
     numel: int, own: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
 ) -> UnitMemory:
     """Zeroed memory for a unit of `numel` elements, whole for now."""
     if comes_and_goes and numel and device.type == "cpu" and sys.platform == "linux":
-        from zerokit.runtime.linux import MappedMemory  # needs what only Linux has
-
         return MappedMemory(numel, own, dtype)
     kind = ResizedMemory if comes_and_goes and numel else UnitMemory
     return kind(torch.zeros(numel, dtype=dtype, device=device), own)
@@ -73,3 +211,50 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     except TypeError:  # torch 2.6 takes one tensor and one number
         for tensor, version in zip(tensors, versions, strict=True):
             set_version(tensor, version)
+
+
+_M_TRIM_THRESHOLD = -1  # glibc's malloc.h, mallopt(3)
+_SETTLING_PASSES = 3
+"""The heap settles in the first passes; where parameters stay whole, later ones would only pay for fresh pages."""
+
+
+class Heap:
+    """The heap that a model's tensors lie in, if `device` is a host.
+
+    It `settles` where the same tensors come and go in every pass, which they do not where units are gathered and freed.
+    """
+
+    def __init__(self, device: torch.device, *, settles: bool) -> None:
+        self._serves = device.type == "cpu" and sys.platform == "linux"
+        self._settles = settles
+        self._passes = 0
+
+    def return_freed_memory(self) -> None:
+        """Return pages of freed memory to the system, which the heap would keep."""
+        if self._serves:
+            _call("malloc_trim", 0)
+
+    def note_forward(self) -> None:
+        """Trim the heap after a forward pass, because backward starts with the largest tensors."""
+        self._passes += 1
+        if not self._settles or self._passes <= _SETTLING_PASSES:
+            self.return_freed_memory()
+        if self._settles and self._passes == _SETTLING_PASSES and self._serves:
+            keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep the free top of its heap, unless the environment sets a limit, once it has seen some steps.
+
+    By itself it keeps 64 MiB at most, and every step would fault the rest in again. This also ends glibc's search for
+    the size from which tensors get pages of their own.
+    """
+    tuned = "MALLOC_TRIM_THRESHOLD_" in os.environ or "trim_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    if not tuned:
+        _call("mallopt", _M_TRIM_THRESHOLD, -1)
+
+
+def _call(name: str, *arguments: int) -> None:
+    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:  # another C library than glibc
+        function(*arguments)

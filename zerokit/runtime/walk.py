@@ -192,10 +192,10 @@ class ModelWalk:
                     self._passes.unwatched.add(unit.index)
                     self._gathering.enter_aside(unit)
                 if nested and self._is_freed(unit):
-                    self._stay(unit)
+                    self._gathering.hold(unit)
         if nested:  # backward will come to the units around both before and after this one
             for unit in around:
-                self._stay(unit)
+                self._gathering.hold(unit)
         if torch.is_grad_enabled() and any(unit.comes_and_goes for unit in units):
             self._given[module] = {
                 origin(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args)
@@ -204,10 +204,6 @@ class ModelWalk:
     def _is_freed(self, unit: UnitState) -> bool:
         """Whether `unit` is freed when its pass has left it."""
         return unit.comes_and_goes and unit.index not in self._gathering.order.kept
-
-    def _stay(self, unit: UnitState) -> None:
-        self._gathering.hold(unit)
-        self._passes.unwatched.add(unit.index)
 
     def _after_unit(self, units: list[UnitState], module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
@@ -220,7 +216,7 @@ class ModelWalk:
         if not tensors or transforming():
             # Nothing that a hook could watch: what backward reads of these units must stay until it ends.
             for unit in outermost:
-                self._stay(unit)
+                self._gathering.hold(unit)
             return
         current = self._passes.current if self._in_forward else self._passes.aside
         uses = current.uses if any(map(self._is_freed, outermost)) else None
