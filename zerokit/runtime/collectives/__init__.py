@@ -77,11 +77,11 @@ def make_collectives(
             axes = [
                 clone(group, "gloo", timeout, members=shape.members(axis, own.rank())) for axis in shape.axes
             ]
-        progress = Progress(waits.total_seconds())
+        progress = Progress(waits.total_seconds(), reporter)
         hosts = [
-            SocketRoute(axis, reporter, progress)
+            SocketRoute(axis, progress)
             if (neighbours := meet(axis, units)) is None
-            else MemoryRoute(axis, reporter, progress, neighbours)
+            else MemoryRoute(axis, progress, neighbours)
             for axis in axes
         ]
     made = HostCollectives(own, shape, hosts, device, reporter, waits, progress=progress)

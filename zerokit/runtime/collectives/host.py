@@ -53,9 +53,9 @@ class HostHop:
 class Progress:
     """The collectives on which this rank must make progress while it waits; see [Note: nobody waits for itself]."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, reporter: StallReporter) -> None:
         self.pending: list[HostWork] = []
-        self.timeout_s = timeout_s
+        self.timeout_s, self.reporter = timeout_s, reporter
 
     def attempt_all(self) -> None:
         for work in list(self.pending):
@@ -85,8 +85,8 @@ class Progress:
 class HostWork(HostHop):
     """A collective on hosts: a chain of hops, each of which starts when the previous one has its result."""
 
-    def __init__(self, progress: Progress, reporter: StallReporter, kind: Kind, hops: Sequence[Hop]) -> None:
-        self._progress, self._reporter, self.kind = progress, reporter, kind
+    def __init__(self, progress: Progress, kind: Kind, hops: Sequence[Hop]) -> None:
+        self._progress, self._reporter, self.kind = progress, progress.reporter, kind
         self._started: list[HostHop] = [hops[0](None)]
         self._next = list(hops[1:])
         if self._next or self._hop.attended:
@@ -152,14 +152,14 @@ class HostCollectives(Collectives):
         if kind is Kind.REDUCE_SCATTER and self._progress.pending:
             with self.reporter.waiting("other ranks' pieces"):
                 self._progress.attempt_all()
-        return HostWork(self._progress, self.reporter, kind, hops) if hops else Done()
+        return HostWork(self._progress, kind, hops) if hops else Done()
 
 
 class HostRoute(Route, ABC):
     """The base of routes on hosts: tensors of a device are copied to the host and back."""
 
-    def __init__(self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress) -> None:
-        super().__init__(group, reporter)
+    def __init__(self, group: dist.ProcessGroup, progress: Progress) -> None:
+        super().__init__(group, progress.reporter)
         self.progress = progress
 
     def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> HostHop:

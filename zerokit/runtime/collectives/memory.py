@@ -15,7 +15,6 @@ from torch import Tensor
 from zerokit.runtime.collectives.base import Kind, Wire
 from zerokit.runtime.collectives.host import HostHop, HostRoute, Progress
 from zerokit.runtime.collectives.node import Neighbours
-from zerokit.runtime.collectives.stalls import StallReporter
 
 _CHUNK_BYTES = 1 << 19
 """What is read and added at a time: small enough to stay in a core's cache in between."""
@@ -26,10 +25,8 @@ class MemoryRoute(HostRoute):
 
     name = "memory"
 
-    def __init__(
-        self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress, neighbours: Neighbours
-    ) -> None:
-        super().__init__(group, reporter, progress)
+    def __init__(self, group: dist.ProcessGroup, progress: Progress, neighbours: Neighbours) -> None:
+        super().__init__(group, progress)
         self.neighbours = neighbours
         self._offered: dict[int, _Reading] = {}  # gathers that others may still be reading from, by unit
 

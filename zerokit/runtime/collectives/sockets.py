@@ -21,7 +21,6 @@ from torch import Tensor
 
 from zerokit.runtime.collectives.base import Kind, Wire
 from zerokit.runtime.collectives.host import HostHop, HostRoute, Progress
-from zerokit.runtime.collectives.stalls import StallReporter
 
 T = TypeVar("T")
 
@@ -34,8 +33,8 @@ class SocketRoute(HostRoute):
 
     name = "sockets"
 
-    def __init__(self, group: dist.ProcessGroup, reporter: StallReporter, progress: Progress) -> None:
-        super().__init__(group, reporter, progress)
+    def __init__(self, group: dist.ProcessGroup, progress: Progress) -> None:
+        super().__init__(group, progress)
         # Counted by unit: ranks may interleave gathers and reductions differently, and begin second hops in any order.
         self._turns: defaultdict[tuple[Kind, int], int] = defaultdict(int)
         self._poster = _Thread()
