@@ -101,7 +101,7 @@ class MemoryRoute(HostRoute):
 
 
 class _Reading(HostHop):
-    """What this rank reads of one collective, at the latest when it waits."""
+    """One collective: this rank's offer to the others, and what it reads of theirs, at the latest when it waits."""
 
     attended = True
 
@@ -116,22 +116,26 @@ class _Reading(HostHop):
         self._neighbours, self._kind, self.unit, self.name = neighbours, kind, unit, kind.of(unit)
         self._offered = offered  # kept for the others
         self._read: Callable[[Mapping[int, int]], None] | None = read
-        self._count = neighbours.offer(kind, unit, offered)
+        self._cells, self._own = neighbours.cells, neighbours.cell(neighbours.rank, kind, unit)
+        self._theirs = {peer: neighbours.cell(peer, kind, unit) for peer in neighbours.peers}
+        self._count = self._cells[self._own] + 1
+        self._cells[self._own + 1] = offered.data_ptr()
+        self._cells[self._own] = self._count  # last: who sees it sees the address (x86 keeps stores in order)
 
     def taken(self) -> bool:
-        return self._neighbours.taken(self._kind, self.unit, self._count)
+        """Whether all others have read what this rank has offered."""
+        return all(self._cells[cell + 2] >= self._count for cell in self._theirs.values())
 
     def require_alive(self) -> None:
         self._neighbours.require_alive()
 
     def attempt(self) -> bool:
         if self._read is not None:
-            addresses = self._neighbours.offered(self._kind, self.unit, self._count)
-            if addresses is None:
+            if any(self._cells[cell] < self._count for cell in self._theirs.values()):
                 return False
-            self._read(addresses)
+            self._read({peer: self._cells[cell + 1] for peer, cell in self._theirs.items()})
             self._read = None
-            self._neighbours.take(self._kind, self.unit, self._count)
+            self._cells[self._own + 2] = self._count
         return True
 
     def released(self) -> bool:

@@ -58,31 +58,8 @@ class Neighbours:
         weakref.finalize(self, os.close, board)
         self.rank, self._pids, self._board, self._units = rank, pids, board, units
         self.peers = [peer for peer in range(len(pids)) if peer != rank]
-        self._cells = memoryview(mmap.mmap(board, _board_size(len(pids), units))).cast("q")
+        self.cells = memoryview(mmap.mmap(board, _board_size(len(pids), units))).cast("q")
         fcntl.lockf(board, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
-
-    def offer(self, kind: Kind, unit: int, memory: Tensor) -> int:
-        """Offer `memory` to the others until all have `taken` it. Returns the offer's number for this unit."""
-        cell = self._cell(self.rank, kind, unit)
-        count = self._cells[cell] + 1
-        self._cells[cell + 1] = memory.data_ptr()
-        self._cells[cell] = count  # last: who sees the count sees the address (x86 keeps stores in order)
-        return count
-
-    def offered(self, kind: Kind, unit: int, count: int) -> dict[int, int] | None:
-        """The addresses of the others' memory, once all have made this offer."""
-        cells = {peer: self._cell(peer, kind, unit) for peer in self.peers}
-        if any(self._cells[cell] < count for cell in cells.values()):
-            return None
-        return {peer: self._cells[cell + 1] for peer, cell in cells.items()}
-
-    def take(self, kind: Kind, unit: int, count: int) -> None:
-        """Mark this offer as read by this rank."""
-        self._cells[self._cell(self.rank, kind, unit) + 2] = count
-
-    def taken(self, kind: Kind, unit: int, count: int) -> bool:
-        """Whether all others have read what this rank offered."""
-        return all(self._cells[self._cell(peer, kind, unit) + 2] >= count for peer in self.peers)
 
     def read(self, peer: int, address: int, into: Tensor) -> None:
         """Copy rank `peer`'s memory at `address` into contiguous host memory. Raises `RuntimeError` if it is gone."""
@@ -114,7 +91,8 @@ class Neighbours:
         held: int = _LOCK.unpack(fcntl.fcntl(self._board, fcntl.F_GETLK, query))[0]
         return held != fcntl.F_UNLCK
 
-    def _cell(self, peer: int, kind: Kind, unit: int) -> int:
+    def cell(self, peer: int, kind: Kind, unit: int) -> int:
+        """Where the board has a rank's count of offers, the address of the last, and its count of offers taken."""
         return ((peer * len(Kind) + kind) * self._units + unit) * _CELL_FIELDS
 
 
