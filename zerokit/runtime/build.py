@@ -153,7 +153,7 @@ class Runtime:
         return [unit.kept_part(unit.updated).clone() for unit in self._rounded()]
 
     def _rounded(self) -> list[UnitState]:
-        found = [unit for unit in self.units if unit.rounding is not None and unit.rounding.updates]
+        found = [unit for unit in self.units if unit.sends_differences]
         for unit in found:
             unit.complete()
         return found

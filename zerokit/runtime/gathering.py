@@ -58,11 +58,11 @@ class Gathering:
         self._open = 0
         self._heap = heap or Heap(collectives.device, settles=not placement.cuts_parameters)
 
-    def gather_updated(self) -> None:
-        """Start gathering updated parameters on every rank; inside `gathered()`, gather all of them."""
+    def gather_updated(self, *, written: bool = True) -> None:
+        """Start gathering updated parameters, `written` back or not; inside `gathered()`, gather all of them."""
         for index in dict.fromkeys(self.order.forward) if self._placement.update else ():
             if self.units[index].unit.trainable:
-                self.units[index].gather_update()
+                self.units[index].gather_update(written=written)
         if self._open and self._present:
             for index in sorted(self._present):
                 self.units[index].gather()

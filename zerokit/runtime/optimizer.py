@@ -115,7 +115,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The buffer that background saves write from, once there was one."""
         self._last_counters = Counters()
         self._norm: Tensor | None = None
-        self._sends_differences = self.precision.wire_updates and self._collectives.world > 1
         self._unscaled = False
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
         clear: Any = weakref.WeakMethod(self.zero_grad)
@@ -230,11 +229,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
         with profiled("update"):
-            update_masters(
-                self.runtime.units, self._gradients, self._inner, differences=self._sends_differences
-            )
+            update_masters(self.runtime.units, self._gradients, self._inner)
         self._end_step()
-        self._gathering.gather_updated()
+        self._gathering.gather_updated(written=False)
         self._meet_islands()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
@@ -251,7 +248,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
         """
         self._gradients.settle_residuals(epoch)
-        if self._sends_differences:
+        if any(unit.sends_differences for unit in self.runtime.units):
             self._gathering.make_current()
             write_back(self.runtime.units)
             self._gathering.gather_updated()

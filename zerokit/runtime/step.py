@@ -143,13 +143,8 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
     return total
 
 
-def update_masters(
-    units: Sequence[UnitState], gradients: Gradients, inner: Optimizer, *, differences: bool = False
-) -> None:
-    """Run `inner` over all masters with the reduced gradients, and publish the result.
-
-    With `differences` updates travel as such, rounded, instead of being written back.
-    """
+def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Optimizer) -> None:
+    """Run `inner` over all masters with the reduced gradients, and write back what does not travel as differences."""
     trainable = [unit for unit in units if unit.unit.trainable]
     for unit in trainable:
         own = gradients.units[unit.index]
@@ -173,7 +168,7 @@ def update_masters(
         for master in unit.masters:
             master.tensor.grad = None
         unit.guard_masters()
-    write_back(units, differences=differences)
+    write_back(units, exact=False)
 
 
 def _level_momentum(inner: SGD) -> None:

@@ -68,8 +68,6 @@ class UnitState(OwnedUnit):
         """The gather of the unit, or of what other ranks have updated."""
         self.rounding: Rounding | None = None
         """How the unit travels on an int8 or int4 wire, if it does."""
-        self.sends_differences = False
-        """Whether the next gather of updates is one of rounded differences: nothing was written back."""
         self.last_sent: Tensor | None = None
         """[updated] This rank's parameters after the last update, once the user has changed some: on a wire that rounds
         updates they are not what masters round to."""
@@ -151,7 +149,7 @@ class UnitState(OwnedUnit):
                     start = master.interval.start - self.updated.start
                     changed &= self.last_sent[start : start + kept.numel()] != kept
                 master.tensor.copy_(torch.where(changed, kept.to(master.tensor.dtype), master.tensor))
-        if self.rounding is not None and self.rounding.updates:
+        if self.sends_differences:
             self.last_sent = self.kept_part(self.updated).clone()
         self.note_versions()
 
@@ -202,9 +200,14 @@ class UnitState(OwnedUnit):
         if self.state is State.FREED:
             self.state = State.GATHERING
 
-    def gather_update(self) -> None:
-        """Start gathering updates from the other owners of this rank's parameters."""
-        if self.sends_differences and self.rounding is not None:
+    @property
+    def sends_differences(self) -> bool:
+        """Whether updates travel as rounded differences between masters and what every rank has."""
+        return self.rounding is not None and self.rounding.updates
+
+    def gather_update(self, *, written: bool) -> None:
+        """Start gathering updates from the other owners of this rank's parameters, or differences not yet `written`."""
+        if self.rounding is not None and self.rounding.updates and not written:
             self.complete()
             self.in_flight = self.rounding.send_update(self.shard)
         else:
@@ -341,15 +344,14 @@ def unit_views(unit: Unit, flat: Tensor) -> list[Tensor]:
     return [flat[s.offset : s.offset + s.parameter.numel].view(s.parameter.shape) for s in unit.slices]
 
 
-def write_back(units: Sequence[UnitState], *, differences: bool = False) -> None:
+def write_back(units: Sequence[UnitState], *, exact: bool = True) -> None:
     """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end.
 
-    With `differences` that is left to the next gather of updates, which changes parameters alike on every rank.
+    Unless it is to be `exact`, differences are left to the next gather of updates, which brings all ranks the same.
     """
     kept, masters = [], []
     for unit in units:
-        unit.sends_differences = differences and unit.separate
-        for master in unit.masters if unit.separate and not differences else ():
+        for master in unit.masters if unit.separate and (exact or not unit.sends_differences) else ():
             kept.append(unit.kept_part(master.interval))
             masters.append(master.tensor.detach())
     if kept:
