@@ -40,9 +40,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 _REHEARSED_NUMEL = 4 << 20  # 16 MiB, the default size of a large model's buckets
 
 
-# ---- streams
-
-
 @dataclass(frozen=True, slots=True)
 class Operation:
     """Work on a side stream; its tensors must not change until it has been waited for."""
@@ -100,9 +97,6 @@ class CudaStream:
     def unfinished(self) -> str | None:
         """The name of the first operation that has not ended."""
         return next((name for name, event in self._launched if not event.query()), None)
-
-
-# ---- collectives
 
 
 class NcclRoute(Route):
@@ -203,9 +197,6 @@ class NcclCollectives(Collectives):
 
     def _on_host(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
-
-
-# ---- communicators
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,6 @@ class Neighbours:
         return ((peer * len(Kind) + kind) * self._units + unit) * _CELL_FIELDS
 
 
-# ---- meeting
-
-
 @dataclass(frozen=True)
 class _Card:
     """What each rank sends to all others at the start; numbers below 2⁶³."""
@@ -190,9 +187,6 @@ def _let_siblings_in(parents: Sequence[int]) -> None:
 
 def _board_size(ranks: int, units: int) -> int:
     return max(ranks * len(Kind) * units * _CELL_FIELDS, 1) * 8
-
-
-# ---- the kernel's call
 
 
 class _Range(ctypes.Structure):
