@@ -160,7 +160,6 @@ class UnitGradients:
         self.filled.add(0)
 
     def fill(self, position: int, gradient: Tensor, factor: float) -> None:
-        """Take parameter number `position`'s gradient, times `factor`, into the bucket."""
         target = self._pieces[position]
         if position in self.filled:
             target.add_(gradient, alpha=factor)
@@ -171,7 +170,6 @@ class UnitGradients:
         self.filled.add(position)
 
     def fill_waiting(self, factor: float) -> None:
-        """Copy the waiting gradients, times `factor`, into the bucket."""
         first = [position for position in self.waiting if position not in self.filled]
         later = [position for position in self.waiting if position in self.filled]
         if first:

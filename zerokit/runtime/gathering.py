@@ -264,7 +264,6 @@ class Gathering:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """A context in which every parameter is whole."""
         self.open()
         try:
             yield

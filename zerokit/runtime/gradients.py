@@ -282,7 +282,6 @@ class Gradients:
     # ---- residuals of an int8 or int4 wire
 
     def roundings(self) -> list[tuple[UnitState, Rounding]]:
-        """The units on such a wire, in line order."""
         return [(unit.state, unit.rounding) for unit in self.units.values() if unit.rounding is not None]
 
     def settle_residuals(self, epoch: object) -> None:

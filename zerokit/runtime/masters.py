@@ -105,6 +105,5 @@ class OwnedUnit:
             master.tensor.__class__ = MasterParameter
 
     def unguard_masters(self) -> None:
-        """Unguard the masters for the optimizer's update."""
         for master in self.masters:
             master.tensor.__class__ = nn.Parameter

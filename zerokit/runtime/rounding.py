@@ -56,8 +56,6 @@ class Rounding:
             self.residual = None
         return wire
 
-    # ---- updates
-
     def send_update(self, memory: Tensor) -> Work:
         """Start to gather how this rank's masters differ from their shard of `memory`, for all to add the same."""
         route = self._collectives.routes[self._axis]
@@ -73,8 +71,6 @@ class Rounding:
         packed[route.rank].copy_(mine[0])
         work = self._collectives.all_gather(self._unit, packed.view(-1), axes=(self._axis,), wire=wire)
         return _Differences(work, wire, packed, memory.view(route.size, -1))
-
-    # ---- checkpoints
 
     def settle(self, epoch: object) -> None:
         """Let the owner of each element hold the sum of residuals. All ranks call it; `epoch` names what follows."""

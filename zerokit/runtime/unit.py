@@ -285,7 +285,6 @@ class UnitState(OwnedUnit):
                 parameter.__class__ = guarded
 
     def unguard(self) -> None:
-        """Unguard the parameters for the model's computation."""
         if self.guarded:
             self.guarded = False
             for parameter, guarded in zip(self.parameters, self._guarded, strict=True):

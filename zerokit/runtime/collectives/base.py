@@ -168,7 +168,6 @@ class Collectives:
 
     @property
     def route(self) -> str:
-        """The name of the route of tensors."""
         return " and ".join(dict.fromkeys(route.name for route in reversed(self.routes.values())))
 
     @property
@@ -306,7 +305,6 @@ class Collectives:
         return control.tolist
 
     def any(self, condition: bool) -> bool:
-        """Whether the value is true on any rank."""
         return any(self.all_gather_objects(condition))
 
     def all_gather_objects(self, value: T) -> list[T]:
