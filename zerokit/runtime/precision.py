@@ -3,9 +3,8 @@
 Floating-point inputs take the compute dtype where they meet weights. That is at modules that hold parameters
 themselves, in a ParameterList too, and leave none to modules inside (Linear, LayerNorm, a layer of one's own), and at
 PyTorch's own that do both (MultiheadAttention). What passes through the model untouched, a timestep or a mask, keeps
-its dtype until then: 1001 would become 1000 in bfloat16. A module that computes with parameters of its own beside
-modules that have some, or with another module's, must cast by itself, as in any half-precision model: elementwise its
-results would be float32, and PyTorch refuses products of two dtypes.
+its dtype until then: 1001 would become 1000 in bfloat16. A module that computes with parameters beside modules that
+have some, or with another module's, must cast by itself, as in any half-precision model.
 """
 
 from __future__ import annotations
@@ -42,25 +41,18 @@ class Precision:
         reduce: of the buckets in which gradients are accumulated and summed over ranks.
         master: of the weights that the optimizer updates, and of its states.
         wire: of gradients on their way between ranks: as `reduce` by default, or bfloat16, "int8" or "int4" beside
-            `reduce` in fp32. See below.
+            `reduce` in fp32.
         feedback: whether an int8 or int4 wire rounds to nearest and what it rounds away is kept, 4 bytes an element
             that a rank sends, and added to the same rank's next gradients. Otherwise it rounds at random.
         wire_updates: whether updated parameters travel on an int8 or int4 wire too, as differences from what every rank
             has. For half-precision compute and outer stages 1 and 2.
         seed: of rounding at random.
-        cast_inputs: whether floating-point inputs take the compute dtype where they meet weights: at modules that
-            hold parameters and have no modules with parameters inside, and at PyTorch's own. What a model does not feed
-            to weights (timesteps, masks) keeps its dtype; a module with parameters beside such modules casts by itself.
+        cast_inputs: whether floating-point inputs take the compute dtype where they meet weights, at modules that hold
+            parameters and have none inside, and at PyTorch's own; otherwise a model casts by itself.
 
-    The ZeRO paper's mixed-precision table (arXiv:1910.02054, §3.1) counts 2 bytes an element for gradients:
-    `Precision(compute=torch.float16, reduce=torch.float16)`. Summing in fp32 is the default because it costs
-    little and loses nothing.
-
-    `wire=torch.bfloat16` halves the bytes of that sum: each rank rounds its bucket, times 1/N, to bf16, and the rounded
-    pieces are added in fp32 in rank order, so each term is rounded once and no sum is. `wire="int8"` and `wire="int4"`
-    send 1.008 and 0.516 bytes an element: integers with a scale a block, on a mesh of two axes over the outer one
-    alone. With `feedback` what is lost in one step comes in the next; without it each rank's term is right on average.
-    Bits are the same at every stage and route. docs/precision.md says more.
+    Sums in fp32 cost little and lose nothing; the ZeRO paper's table (arXiv:1910.02054, §3.1) counts those of
+    `Precision(compute=torch.float16, reduce=torch.float16)`. docs/precision.md says how each wire rounds: bits are the
+    same at every stage and route.
 
     Raises `UsageError` for a dtype other than float32, bfloat16 or float16, for a wire that is neither `reduce` nor one
     of these beside float32, and for `wire_updates` without such a wire or with fp32 compute.
