@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from zerokit.errors import UsageError
@@ -176,33 +177,33 @@ class Placement:
 
     # ---- the hops
 
-    @property
+    @cached_property
     def use(self) -> tuple[Axis, ...]:
         """The axes over which parameters are gathered for each use, because they are sharded."""
         return self._axes("parameters", Held.CUT)
 
-    @property
+    @cached_property
     def update(self) -> tuple[Axis, ...]:
         """The axes over which updated parameters are gathered after a step: whole parameters that owners update."""
         return tuple(axis for axis in self._axes("optimizer", Held.CUT) if axis not in self.use)
 
-    @property
+    @cached_property
     def sums(self) -> tuple[Axis, ...]:
         """The axes over which summed gradients return to every rank, because every rank updates the same elements."""
         return self._axes("gradients", Held.WHOLE)
 
     # ---- what a rank holds
 
-    @property
+    @cached_property
     def cuts_parameters(self) -> bool:
         return bool(self.use)
 
-    @property
+    @cached_property
     def cuts_gradients(self) -> bool:
         """Whether whole gradients exist only in flight; they then share a few buckets."""
         return self._row(Axis.INNER).gradients is Held.CUT
 
-    @property
+    @cached_property
     def pooled_buckets(self) -> int:
         """The number of gradient buckets that small units share: one is filled while others are reduced.
 
