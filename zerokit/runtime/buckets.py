@@ -56,8 +56,7 @@ class UnitGradients:
         """Whether that has memory of its own; else it is the bucket."""
         self._adds = self.cut and self.kept == state.own
         """Whether sums over ranks are added there; else they arrive in the midst of what is summed."""
-        self.reduced = False
-        """Whether the bucket was handed to the collectives in this backward pass."""
+        self.reduced = False  # whether this backward pass has handed the bucket to the collectives
         # Positions of the parameters
         self.arrived: set[int] = set()  # that have a gradient from this pass
         self.filled: set[int] = set()  # whose part of the bucket is filled

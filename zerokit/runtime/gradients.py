@@ -279,8 +279,6 @@ class Gradients:
         """Whether this rank knows of a gradient of this parameter."""
         return self.received and index in self.units and (index, position) not in self._cleared
 
-    # ---- residuals of an int8 or int4 wire
-
     def roundings(self) -> list[tuple[UnitState, Rounding]]:
         return [(unit.state, unit.rounding) for unit in self.units.values() if unit.rounding is not None]
 

@@ -54,8 +54,7 @@ class Ticket:
 
     reference: weakref.ref[ModelWalk]
     index: int  # of its unit
-    positions: tuple[int, ...]
-    """Positions of the unit's parameters: one, or several for a master."""
+    positions: tuple[int, ...]  # of the unit's parameters: one, or several for a master
     name: str
 
     @property

@@ -84,12 +84,10 @@ class ForwardPass:
         self.consumed = False  # whether a backward pass has brought gradients through it
         self.uses = 0  # how often units have been used so far
         self.first_use: dict[int, int] = {}  # which use of any unit was the first one of each
-        self.trace: list[int] = []
-        """Units in the order in which the pass has come to them."""
+        self.trace: list[int] = []  # units in the order in which the pass has come to them
         self.read_early: set[int] = set()
         """Units whose weights were read outside the modules that announce it."""
-        self.watched: set[int] = set()
-        """Units with outputs whose gradients a hook will announce."""
+        self.watched: set[int] = set()  # units with outputs whose gradients a hook will announce
 
     def use(self, unit: int) -> None:
         self.uses += 1
