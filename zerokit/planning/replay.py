@@ -20,7 +20,6 @@ from zerokit.planning.recording import Event, ModelTrace, Moment
 from zerokit.runtime.buckets import SMALL_BYTES
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import MOST_IN_FLIGHT
-from zerokit.runtime.memory import Heap
 from zerokit.runtime.schedule import ForwardPass
 from zerokit.runtime.unit import State
 
@@ -83,6 +82,7 @@ class _StandIn:
     unit: Unit
     whole_bytes: int
     totals: _Totals
+    placement: Placement
     comes_and_goes: bool
     state: State
     active: int = 0
@@ -115,7 +115,7 @@ class _StandIn:
 class _NoCollectives:
     """What `Gathering` asks of collectives, where nothing moves: every rank does what this one does."""
 
-    device = torch.device("cpu")
+    device = torch.device("meta")  # which has no heap
 
     def wait_for_readers(self) -> None:
         pass
@@ -189,7 +189,7 @@ class Replay:
             size = sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
             numel = unit.numel - (0 if step.on_cuda else placement.parameters(unit, position).numel)
             state = State.FREED if self._sharded else State.READY
-            units.append(_StandIn(unit, numel * size, self._totals, self._sharded, state))
+            units.append(_StandIn(unit, numel * size, self._totals, placement, self._sharded, state))
         self._units = units
         pool = pooled_units(step.layout)
         self._pool_numel = max(pool, default=0)
@@ -211,8 +211,7 @@ class Replay:
             for unit in trainable
         }
         stand_ins, itself, collectives = cast(Any, units), cast(Any, self), cast(Any, _NoCollectives())
-        no_heap = Heap(torch.device("meta"), settles=False)
-        self._gathering = Gathering(stand_ins, itself, collectives, placement, heap=no_heap)
+        self._gathering = Gathering(stand_ins, itself, collectives)
         self.accumulating = False
         """Whether gradients stay on this rank for now, as in `Gradients`."""
         self._begun = False

@@ -124,7 +124,7 @@ class Runtime:
             if state.unit.trainable:
                 state.rounding = Rounding(state, precision)
         self.gradients = gradients = Gradients(units, collectives, precision, layout)
-        self.gathering = gathering = Gathering(units, gradients, collectives, placement, prefetch=prefetch)
+        self.gathering = gathering = Gathering(units, gradients, collectives, prefetch)
         keep_statistics(model, precision.compute)
         self.walk = walk = ModelWalk(model, parts, gathering, precision)
         for number, entry in enumerate(groups):

@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from zerokit.errors import ScheduleError
-from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import refuse_reading
@@ -34,19 +33,12 @@ class Gathering:
     """Issues gathers, `prefetch` of them ahead of the unit that computes, and tracks which units are in memory."""
 
     def __init__(
-        self,
-        units: Sequence[UnitState],
-        gradients: Gradients,
-        collectives: Collectives,
-        placement: Placement,
-        *,
-        prefetch: int = 1,
-        heap: Heap | None = None,
+        self, units: Sequence[UnitState], gradients: Gradients, collectives: Collectives, prefetch: int = 1
     ) -> None:
         self.units, self.gradients, self._collectives = units, gradients, collectives
-        self._placement, self._prefetch = placement, prefetch
+        self._placement, self._prefetch = units[0].placement, prefetch
         self.passes = Passes()
-        self.order = Order(units, collectives, placement, prefetch)
+        self.order = Order(units, collectives, prefetch)
         self.deviated = False  # whether this forward pass left the recorded order
         self._forward, self._backward = Schedule(), Schedule()
         self.reductions = Reductions(gradients, self.passes, self.order)
@@ -56,7 +48,7 @@ class Gathering:
         self.graph_kept = False
         """Whether backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
         self._open = 0
-        self._heap = heap or Heap(collectives.device, settles=not placement.cuts_parameters)
+        self._heap = Heap(collectives.device, settles=not self._placement.cuts_parameters)
 
     def gather_updated(self, *, written: bool = True) -> None:
         """Start gathering updated parameters, `written` back or not; inside `gathered()`, gather all of them."""

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import TypeAlias
 
-from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.unit import UnitState
@@ -146,11 +145,9 @@ class Order:
     Units without `scopes` hold the rest, which the root module may use at any time.
     """
 
-    def __init__(
-        self, units: Sequence[UnitState], collectives: Collectives, placement: Placement, prefetch: int
-    ) -> None:
+    def __init__(self, units: Sequence[UnitState], collectives: Collectives, prefetch: int) -> None:
         self._units, self._collectives = units, collectives
-        self._gathers, self._prefetch = placement.cuts_parameters, prefetch
+        self._gathers, self._prefetch = units[0].placement.cuts_parameters, prefetch
         self._trainable = frozenset(unit.index for unit in units if unit.unit.trainable)
         self.kept = frozenset(unit.index for unit in units if not unit.unit.scopes)
         """Units that stay gathered from their first use to the end of backward, whatever uses them."""

@@ -21,17 +21,14 @@ from zerokit.runtime.unit import UnitState
 
 
 def install_model_methods(
-    model: nn.Module,
-    units: Sequence[UnitState],
-    gathering: Gathering,
-    clear: weakref.WeakMethod[Callable[[], None]],
+    model: nn.Module, gathering: Gathering, clear: weakref.WeakMethod[Callable[[], None]]
 ) -> None:
     """Make the model's methods behave as without zerokit, or raise an error with advice.
 
     `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters; all ranks must call them.
     At stage 3 `state_dict` copies unit by unit, because gathered memory is freed again.
     """
-    _install_state_dict(model, units, gathering)
+    _install_state_dict(model, gathering)
     plain_zero_grad, plain_apply = _method(model, "zero_grad"), _method(model, "_apply")
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -41,8 +38,8 @@ def install_model_methods(
             clear_gradients()
 
     def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        _require_harmless(function, units)
-        guarded = [unit for unit in units if unit.guarded]
+        _require_harmless(function, gathering.units)
+        guarded = [unit for unit in gathering.units if unit.guarded]
         for unit in guarded:
             unit.unguard()
         try:
@@ -74,7 +71,7 @@ def _method(model: nn.Module, name: str) -> Callable[..., Any]:
     return call
 
 
-def _install_state_dict(model: nn.Module, units: Sequence[UnitState], gathering: Gathering) -> None:
+def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
     plain_state_dict = _method(model, "state_dict")
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -82,10 +79,10 @@ def _install_state_dict(model: nn.Module, units: Sequence[UnitState], gathering:
             return plain_state_dict(*args, **kwargs)
         # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
         with gathering.opened():
-            holders = [_holders(unit) for unit in units]
+            holders = [_holders(unit) for unit in gathering.units]
             state = plain_state_dict(*args, **kwargs)
             gathering.take_changes()
-            for unit, count in zip(units, holders, strict=True):
+            for unit, count in zip(gathering.units, holders, strict=True):
                 if unit.comes_and_goes:
                     _keep_copies(state, unit, count)
                     unit.free()
