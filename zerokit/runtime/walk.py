@@ -158,9 +158,7 @@ class ModelWalk:
         if current is self._passes.current and self._in_forward and not in_backward():
             self._end_forward()
 
-    def _before_unit(
-        self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
+    def _before_unit(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward():
             self._begin_backward()
             self._gathering.enter_backward(units)

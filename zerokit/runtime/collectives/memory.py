@@ -7,6 +7,7 @@ been taken; gathered pieces are free to change after `wait_for_readers`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from zerokit.runtime.collectives.base import Kind, Wire
 from zerokit.runtime.collectives.host import HostHop, HostRoute, Progress
 from zerokit.runtime.collectives.node import Neighbours
 
+_Read: TypeAlias = Callable[[Mapping[int, int]], None]
 _CHUNK_BYTES = 1 << 19
 """What is read and added at a time: small enough to stay in a core's cache in between."""
 
@@ -105,17 +107,10 @@ class _Reading(HostHop):
 
     attended = True
 
-    def __init__(
-        self,
-        neighbours: Neighbours,
-        kind: Kind,
-        unit: int,
-        offered: Tensor,
-        read: Callable[[Mapping[int, int]], None],
-    ) -> None:
+    def __init__(self, neighbours: Neighbours, kind: Kind, unit: int, offered: Tensor, read: _Read) -> None:
         self._neighbours, self._kind, self.unit, self.name = neighbours, kind, unit, kind.of(unit)
         self._offered = offered  # kept for the others
-        self._read: Callable[[Mapping[int, int]], None] | None = read
+        self._read: _Read | None = read
         self._cells, self._own = neighbours.cells, neighbours.cell(neighbours.rank, kind, unit)
         self._theirs = {peer: neighbours.cell(peer, kind, unit) for peer in neighbours.peers}
         self._count = self._cells[self._own] + 1
