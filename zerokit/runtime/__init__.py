@@ -20,10 +20,4 @@ from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.precision import LossScale, Precision
 
-__all__ = [
-    "LossScale",
-    "MemoryReport",
-    "Precision",
-    "TrafficReport",
-    "ZeroOptimizer",
-]
+__all__ = ["LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"]

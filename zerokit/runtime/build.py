@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import TICKET
 from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.memory import Heap
-from zerokit.runtime.model import Materializer, UnitRule, require_own_memory, take_apart
+from zerokit.runtime.model import InitRule, Materializer, UnitRule, require_own_memory, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
 from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.step import StepControl
@@ -55,7 +55,7 @@ class Runtime:
         prefetch: int,
         process_group: dist.ProcessGroup | None,
         timeout: datetime.timedelta | None,
-        init: Callable[[nn.Module], None] | None,
+        init: InitRule,
     ) -> None:
         """Take over `model`; arguments and errors as for `ZeroOptimizer`."""
         if isinstance(model, torch._dynamo.OptimizedModule):

@@ -19,6 +19,7 @@ from torch.jit._script import RecursiveScriptModule
 from zerokit.errors import UsageError
 from zerokit.layout import Parameter, Segment, Unit
 
+InitRule = Callable[[nn.Module], None] | None
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -210,12 +211,7 @@ class Materializer:
     """Makes the initial values of parameters and buffers that are on `meta`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        anatomy: Anatomy,
-        init: Callable[[nn.Module], None] | None,
-        device: torch.device,
-        seed: int,
+        self, model: nn.Module, anatomy: Anatomy, init: InitRule, device: torch.device, seed: int
     ) -> None:
         self._init, self._device, self._seed = init, device, seed
         self._paths = {module: path for path, module in model.named_modules()}
