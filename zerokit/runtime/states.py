@@ -183,14 +183,9 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
 @contextmanager
 def residuals_shown(runtime: Runtime) -> Iterator[None]:
     """A context in which the owners' residuals are a state of each master, for saving."""
-    masters = [
-        (master, rounding.shown(master))
-        for unit, rounding in runtime.gradients.roundings()
-        if rounding.residual is not None
-        for master in unit.masters
-    ]
-    for master, residual in masters:
-        runtime.inner.state[master.tensor][RESIDUAL] = residual
+    for unit, rounding in runtime.gradients.roundings():
+        for master in unit.masters if rounding.residual is not None else ():
+            runtime.inner.state[master.tensor][RESIDUAL] = rounding.shown(master)
     try:
         yield
     finally:

@@ -48,7 +48,7 @@ def install_model_methods(
             for unit in guarded:
                 unit.guard()
 
-    model.__dict__ |= {"zero_grad": zero_grad, "_apply": apply, "__deepcopy__": _refuse_deepcopy}
+    model.__dict__.update({"zero_grad": zero_grad, "_apply": apply, "__deepcopy__": _refuse_deepcopy})
     # DistributedDataParallel reads it first of all; fully_shard and replicate look into the registry.
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDistributedDataParallel()
     for module in model.modules():
