@@ -73,8 +73,7 @@ class UnitGradients:
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
         self._pieces: list[Tensor] = []  # views of the bucket, one a parameter, each in its parameter's shape
         self._gaps: list[Tensor] = []
-        """Padding, to be cleared. In a bucket of the unit's own only a block of small integers that overflows fills it.
-        """
+        """The padding of a lent bucket, and of any that a block of small integers may overflow in: it is cleared."""
         self._lent: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         """Those of the pool's buckets, and the gaps between them, by address: these buckets live for ever."""
         self._lone = (

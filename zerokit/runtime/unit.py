@@ -161,9 +161,8 @@ class UnitState(OwnedUnit):
         with torch.no_grad():
             for master in self.masters:
                 both = part.memory.intersection(master.interval).shifted(-part.offset)
-                if both.numel:
-                    own = master.part(master.tensor, part.memory)
-                    own.copy_(values.detach().reshape(-1)[both.start : both.stop])
+                own = master.part(master.tensor, part.memory)
+                own.copy_(values.detach().reshape(-1)[both.start : both.stop])
 
     def suspect(self, position: int, alias: Tensor) -> None:
         """Note that a tensor over a parameter's memory was handed out; it may change elements while it lives."""
