@@ -7,7 +7,6 @@ count bytes instead of holding them. Buckets are lent and returned as in `runtim
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -119,12 +118,6 @@ class _NoCollectives:
 
     def wait_for_readers(self) -> None:
         pass
-
-    def agree(self, what: str) -> None:
-        pass
-
-    def broadcast_list(self, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
 
     def all_gather_objects(self, value: object) -> list[object]:
         return [value]

@@ -24,7 +24,18 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
     digest = hashlib.sha256(layout.digest() + json.dumps(settings, sort_keys=True).encode()).hexdigest()
     if len(set(collectives.all_gather_objects(digest))) == 1:
         return
-    described = collectives.all_gather_objects(settings | _describe(layout))
+    units = [unit.name for unit in layout.units]
+    mine = {
+        **settings,
+        "bucket_mb": f"{layout.bucket_bytes} bytes",
+        "the number of parameters": str(len(layout.parameters)),
+        **{
+            p.name: f"{p.dtype}{list(p.shape)} in group {p.group}{'' if p.trainable else ' (frozen)'}"
+            for p in layout.parameters
+        },
+        "the division by units=": f"{len(units)} units ({', '.join(units[:2])}, …)",
+    }
+    described = collectives.all_gather_objects(mine)
     lines = []
     for rank, other in enumerate(described):
         differing = [key for key in {**described[0], **other} if described[0].get(key) != other.get(key)]
@@ -37,19 +48,6 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
         + "\n  ".join(lines)
         + "\nBuild the same model with the same arguments on every rank"
     )
-
-
-def _describe(layout: Layout) -> dict[str, str]:
-    units = [unit.name for unit in layout.units]
-    return {
-        "bucket_mb": f"{layout.bucket_bytes} bytes",
-        "the number of parameters": str(len(layout.parameters)),
-        **{
-            p.name: f"{p.dtype}{list(p.shape)} in group {p.group}{'' if p.trainable else ' (frozen)'}"
-            for p in layout.parameters
-        },
-        "the division by units=": f"{len(units)} units ({', '.join(units[:2])}, …)",
-    }
 
 
 _SHAPE = (16, 24)

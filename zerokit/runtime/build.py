@@ -92,10 +92,10 @@ class Runtime:
             **_describe_options(groups, options),
         }
         require_agreement(layout, settings, collectives)
-        collectives.reporter.distinguish(collectives.broadcast_list([secrets.randbits(40)])[0])
+        collectives.reporter.distinguish(collectives.all_gather_objects(secrets.randbits(40))[0])
 
         meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-        seed = collectives.broadcast_list([torch.initial_seed() % 2**62])[0] if meta else 0
+        seed = collectives.all_gather_objects(torch.initial_seed() % 2**62)[0] if meta else 0
         materializer = Materializer(model, parts, init, device, seed)
         heap = Heap(device, settles=True)
         self.units = units = list[UnitState]()

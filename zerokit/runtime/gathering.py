@@ -47,7 +47,7 @@ class Gathering:
         self._last_stays = False  # whether the unit that backward begins with is still there from forward
         self.graph_kept = False
         """Whether backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
-        self._open = 0
+        self.is_open = 0  # how often, one context inside the other
         self._heap = Heap(collectives.device, settles=not self._placement.cuts_parameters)
 
     def gather_updated(self, *, written: bool = True) -> None:
@@ -55,7 +55,7 @@ class Gathering:
         for index in dict.fromkeys(self.order.forward) if self._placement.update else ():
             if self.units[index].unit.trainable:
                 self.units[index].gather_update(written=written)
-        if self._open and self._present:
+        if self.is_open and self._present:
             for index in sorted(self._present):
                 self.units[index].gather()
                 self.units[index].complete()
@@ -81,7 +81,7 @@ class Gathering:
         unit = self.units[index]
         if not unit.comes_and_goes:
             unit.complete()
-        elif not self._open and unit.state is not State.HELD:
+        elif not self.is_open and unit.state is not State.HELD:
             if in_backward:
                 self._use(unit)
             elif in_forward:
@@ -143,7 +143,7 @@ class Gathering:
 
     def end_forward(self, *, training: bool) -> None:
         """End a use by all ranks, which may now change the parameters."""
-        if self._placement.cuts_parameters and not self._open:
+        if self._placement.cuts_parameters and not self.is_open:
             if not self.deviated:
                 self._leave_out(self._forward, len(self._forward.operations), ending=True)
             self._last_stays = training and self.order.recorded and not self.deviated
@@ -168,7 +168,7 @@ class Gathering:
                 unit.unguard()
             elif unit.index in self.order.kept:
                 self._use(unit)
-        if self._open or not self._placement.cuts_parameters:
+        if self.is_open or not self._placement.cuts_parameters:
             self.reductions.waiting.extend(self.order.reductions)
 
     def enter_backward(
@@ -183,7 +183,7 @@ class Gathering:
         if current is not None:
             gathered = any(unit.index not in self.order.kept for unit in units)
             self.reductions.note_output(current, uses, gathered=gathered)
-            if current not in (self.passes.aside, self._round) and not self._open:
+            if current not in (self.passes.aside, self._round) and not self.is_open:
                 self._begin_round(current)
         for unit in units:
             position = None if self._stays(unit) else self._backward.find(unit.index)
@@ -200,7 +200,7 @@ class Gathering:
     def end_backward(self) -> None:
         """Issue the collectives that only other ranks needed, and wait for all sums."""
         self.reductions.ending = True
-        if self._placement.cuts_parameters and not self._open:
+        if self._placement.cuts_parameters and not self.is_open:
             if self._round is None and self.passes.latest is not None:
                 self._begin_round(self.passes.latest)
             self._leave_out(self._backward, len(self._backward.operations), ending=True)
@@ -209,7 +209,7 @@ class Gathering:
 
     def free_all(self) -> None:
         """End the pass, complete or abandoned."""
-        if self._present and not self._open and not self.graph_kept:
+        if self._present and not self.is_open and not self.graph_kept:
             self._last_stays = False
             for index in sorted(self._present):
                 self._free(self.units[index])
@@ -235,14 +235,10 @@ class Gathering:
 
     # ---- whole parameters, for their user
 
-    @property
-    def is_open(self) -> bool:
-        return self._open > 0
-
     def open(self) -> None:
         """Gather every parameter and keep it gathered until `close`."""
-        self._open += 1
-        if self._open == 1:
+        self.is_open += 1
+        if self.is_open == 1:
             for unit in self.units:
                 self._use(unit)
                 unit.guard()
@@ -251,7 +247,7 @@ class Gathering:
     def close(self) -> None:
         """Copy in-place changes to shards and masters."""
         self.take_changes()
-        self._open -= 1
+        self.is_open -= 1
         self.free_all()
 
     @contextmanager
@@ -266,13 +262,13 @@ class Gathering:
         """Take over the user's in-place changes since the last pass, or since `gathered()` was entered."""
         for unit in self.units:
             # Units that come and go can be changed while they are shown, and nowhere else.
-            if unit.state is not State.FREED and (self._open if unit.comes_and_goes else unit.separate):
+            if unit.state is not State.FREED and (self.is_open if unit.comes_and_goes else unit.separate):
                 unit.complete()
                 unit.take_changes()
 
     def _stays(self, unit: UnitState) -> bool:
         """Whether `unit` is whole now, and stays so, whatever uses it."""
-        return not unit.comes_and_goes or self._open > 0
+        return not unit.comes_and_goes or self.is_open > 0
 
     # ---- issuing
 
@@ -354,10 +350,10 @@ class Gathering:
             if schedule is self._backward:
                 if self._round is not None and index in self._round.watched and unused and not ending:
                     continue  # this rank used it earlier than others did: its turn will come
-            elif (index == self.order.last and not schedule.comes_again(index)) or (
-                unused and not self.order.recorded
-            ):
-                continue  # backward begins with it; or the order is a guess, and it may come yet
+            elif index == self.order.last and index not in schedule.operations[schedule.cursor + 1 :]:
+                continue  # backward begins with it
+            elif unused and not self.order.recorded:
+                continue  # the order is a guess, and it may come yet
             self._free(unit)
 
     def _free_idle(self, stay: Collection[int | None]) -> None:

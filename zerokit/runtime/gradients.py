@@ -265,14 +265,11 @@ class Gradients:
         self._cleared.clear()
 
     def clear(self, index: int, position: int) -> None:
-        """Clear the gradient of one parameter; none are left once all of this rank's share are cleared.
-
-        Nothing else changes: what ranks issue must not depend on what one of them clears.
-        """
+        """Clear the gradient of one parameter; what ranks issue must not depend on what one of them clears."""
         self.units[index].clear(position)
         self._cleared.add((index, position))
         self.units[index].received.discard(position)
-        if self._cleared >= self._shared:
+        if self._cleared >= self._shared:  # all of this rank's share
             self.received = False
 
     def holds(self, index: int, position: int) -> bool:

@@ -194,10 +194,7 @@ class HeldGradient(Tensor):
 
 
 class MasterParameter(_WithoutGradient):
-    """A master outside the optimizer's update: its gradient is held by zerokit.
-
-    Otherwise functions over the gradients of `optimizer.param_groups` would find none, and do nothing.
-    """
+    """A master outside the update: functions over gradients, which zerokit holds, would otherwise do nothing."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 

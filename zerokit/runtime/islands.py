@@ -40,10 +40,7 @@ class Islands:
         return self.rank // self.mesh.inner
 
     def group(self, axis: Axis, backend: str, user: object) -> dist.ProcessGroup:
-        """A new process group of the ranks that `axis` joins with this one, for `user`.
-
-        All ranks of `everyone` call it alike.
-        """
+        """A new process group of the ranks that `axis` joins with this one, for `user`; all ranks call it alike."""
         members = self.mesh.members(axis, self.rank)
         made = clone(self.everyone, backend, self.timeout, members=members)
         if backend == "gloo":

@@ -123,10 +123,7 @@ class MappedMemory(UnitMemory):
 
 
 class SparePages:
-    """A few MiB of pages that freed stretches leave for the next ones of the same length.
-
-    To pass pages on takes about a third of the time that the system takes to hand out others, with faults and zeros.
-    """
+    """A few MiB of pages that freed stretches leave for the next of the same length; new ones take thrice as long."""
 
     def __init__(self) -> None:
         self._addresses: defaultdict[int, list[int]] = defaultdict(list)
@@ -134,10 +131,8 @@ class SparePages:
         self._lock = threading.Lock()
 
     def give(self, address: int, length: int) -> bool:
-        """Move the pages out of a view of the file of nan, which stays. False where the system cannot.
-
-        The system chooses where they go, so that a refusal, as by Linux before 5.13, unmaps nothing.
-        """
+        """Move the pages out of a view of the file of nan, which stays. False where the system refuses."""
+        # The system chooses where they go, so that a refusal, as by Linux before 5.13, unmaps nothing.
         moved_to = _function("mremap")(address, length, length, _MREMAP_MAYMOVE | _MREMAP_DONTUNMAP, None)
         if moved_to == _FAILED:
             return False

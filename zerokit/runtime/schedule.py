@@ -37,8 +37,7 @@ def reduction(unit: int) -> Operation:
 class Schedule:
     """The operations in order, and a pass's position. A unit may be gathered several times.
 
-    `cursor` is the position of the gather whose unit was entered last (-1 before); those below `issued` have been
-    issued.
+    `cursor` is the position of the gather whose unit was entered last (-1 before); those below `issued` are issued.
     """
 
     def __init__(self, operations: Iterable[Operation] = ()) -> None:
@@ -70,10 +69,6 @@ class Schedule:
     def needs(self, unit: int) -> bool:
         """Whether a gather of `unit` was issued for a position that the pass has not passed."""
         return unit in self.operations[max(self.cursor, 0) : self.issued]
-
-    def comes_again(self, unit: int) -> bool:
-        """Whether `unit` is gathered again after the cursor."""
-        return unit in self.operations[self.cursor + 1 :]
 
 
 class ForwardPass:
@@ -129,10 +124,7 @@ class Passes:
         self.unanswered = False
 
     def are_gradients_over(self, unit: int, current: ForwardPass, uses: int | None) -> bool:
-        """Whether `unit` receives no more gradients once an output made after `uses` uses has received its own.
-
-        With None only if it was never used.
-        """
+        """Whether `unit` receives no more gradients once an output made after `uses` uses (None: all) has its own."""
         if unit in self.unwatched or any(not (one is current or one.consumed) for one in self._open):
             return False
         first = current.first_use.get(unit)
@@ -175,11 +167,9 @@ class Order:
 
     def record_forward(self, done: ForwardPass, lazy: Collection[int]) -> None:
         """Adopt what rank 0 has `done` in a forward pass, and in the first one which of its units are `lazy`."""
-        broadcast = self._collectives.broadcast_list
-        kept, lazy = self.kept | done.read_early, self.lazy if self.recorded else lazy
-        self.forward = broadcast(self._in_order(done.trace, kept, lazy))
-        self.lazy = frozenset(broadcast(sorted(lazy)))
-        self.kept = frozenset(broadcast(sorted(kept)))
+        kept, lazy = self.kept | done.read_early, frozenset(self.lazy if self.recorded else lazy)
+        mine = self._in_order(done.trace, kept, lazy), lazy, kept
+        self.forward, self.lazy, self.kept = self._collectives.all_gather_objects(mine)[0]
         self.recorded = True
         if self._gathers:
             self.backward = self._plan()
@@ -212,7 +202,7 @@ class Order:
         self.reductions_recorded = True
         if not self._gathers:
             order = dict.fromkeys([*completed, *self.reductions])
-            self.backward = tuple(map(reduction, self._collectives.broadcast_list(list(order))))
+            self.backward = tuple(map(reduction, self._collectives.all_gather_objects(list(order))[0]))
         elif self.last is not None:
             everyones = self._collectives.all_gather_objects(early & self.kept & self.lazy)
             self.backward = self._plan(frozenset.intersection(*map(frozenset, everyones)))

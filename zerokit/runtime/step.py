@@ -172,10 +172,7 @@ def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Opti
 
 
 def _level_momentum(inner: SGD) -> None:
-    """Let tensors that begin late in a group have a momentum, which fused kernels want for all or none.
-
-    Zeros give what the first step gives without dampening.
-    """
+    """Let tensors that begin late in a group have a momentum, which fused kernels want for all or none."""
     for group in inner.param_groups:
         active = [tensor for tensor in group["params"] if tensor.grad is not None]
         late = [tensor for tensor in active if inner.state.get(tensor, {}).get("momentum_buffer") is None]
@@ -184,5 +181,5 @@ def _level_momentum(inner: SGD) -> None:
         if group.get("dampening"):
             group["fused"] = False
             continue
-        for tensor in late:
+        for tensor in late:  # zeros give what the first step gives without dampening
             inner.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)

@@ -134,10 +134,7 @@ class UnitState(OwnedUnit):
     # ---- changes by the user
 
     def take_changes(self, *, certain: bool = False) -> None:
-        """Refresh shard and masters if the whole parameters were, or may have been, changed.
-
-        Masters of elements that still round to what is there keep their precision.
-        """
+        """Refresh shard and masters if the parameters may have changed; what rounds to what is there stays exact."""
         if not certain and not self._aliases and self._versions == self._current_versions():
             return
         self._memory.store()

@@ -45,7 +45,7 @@ from zerokit.runtime.unit import UnitState
 
 
 class ModelWalk:
-    """The model's position: in forward, in backward, or between; the `Watcher` of its parameters."""
+    """The model's position: in forward, in backward, or between; its guarded parameters ask what they may."""
 
     def __init__(
         self, model: nn.Module, anatomy: Anatomy, gathering: Gathering, precision: Precision

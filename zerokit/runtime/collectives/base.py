@@ -315,10 +315,6 @@ class Collectives:
                 dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
-    def broadcast_list(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's list; the ranks' lists may differ in length."""
-        return self.all_gather_objects(list(numbers))[0]
-
     def own(self, groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup) -> None:
         """Take gloo groups, which all ranks of `like` have made, for nobody else's."""
         self._own_groups |= {str(number): group for number, group in enumerate(groups)}

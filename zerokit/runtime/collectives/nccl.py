@@ -229,9 +229,7 @@ def make_nccl(
     )
 
 
-_MADE: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[Mesh, datetime.timedelta | None], Communicators]
-] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Communicators]] = weakref.WeakKeyDictionary()
 """Those of each process group that lives, by mesh and time-out: later optimizers take them over."""
 
 
