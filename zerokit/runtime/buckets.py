@@ -26,7 +26,7 @@ class BucketPool:
             torch.empty(self.numel, dtype=dtype, device=device) for _ in range(min(count, len(fitting)))
         ]
         """The buckets that are not lent: all of them between backward passes."""
-        self._owned = {bucket.data_ptr(): bucket for bucket in self.free}
+        self.owned = {bucket.data_ptr(): bucket for bucket in self.free}  # all of them, by address
 
     def take(self, numel: int) -> Tensor | None:
         """A bucket of `numel` elements with arbitrary contents; None while all are in use."""
@@ -35,13 +35,9 @@ class BucketPool:
         return self.free.pop()[:numel] if self.free else None
 
     def give(self, bucket: Tensor) -> None:
-        whole = self._owned.get(bucket.data_ptr())
+        whole = self.owned.get(bucket.data_ptr())
         if whole is not None:
             self.free.append(whole)
-
-    def owns(self, bucket: Tensor) -> bool:
-        """Whether `bucket` starts at one of the pool's buckets."""
-        return bucket.data_ptr() in self._owned
 
 
 class UnitGradients:
@@ -142,7 +138,7 @@ class UnitGradients:
         known = self._lent.get(bucket.data_ptr())
         if known is None:
             known = unit_views(self.unit, bucket), [bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
-            if self._pool.owns(bucket):
+            if bucket.data_ptr() in self._pool.owned:
                 self._lent[bucket.data_ptr()] = known
         self._pieces, self._gaps = known
 

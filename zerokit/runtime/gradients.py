@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Layout, pooled_units
 from zerokit.runtime.buckets import BucketPool, UnitGradients
-from zerokit.runtime.collectives import Collectives, Counters, Wire, Work
+from zerokit.runtime.collectives import Collectives, Wire, Work
 from zerokit.runtime.guard import hooked
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.precision import LossScale, Precision
@@ -278,13 +278,6 @@ class Gradients:
 
     def roundings(self) -> list[tuple[UnitState, Rounding]]:
         return [(unit.state, unit.rounding) for unit in self.units.values() if unit.rounding is not None]
-
-    def settle_residuals(self, epoch: object) -> None:
-        """Move the residuals' sums to their owners, as in a run that resumes here. This traffic belongs to no step."""
-        counters, self._collectives.counters = self._collectives.counters, Counters()
-        for _, rounding in self.roundings():
-            rounding.settle(epoch)
-        self._collectives.counters = counters
 
     def scale_residuals(self, factor: float) -> None:
         """Rescale gradients after a change of the loss scale."""

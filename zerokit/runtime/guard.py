@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from zerokit.runtime.unit import UnitState
     from zerokit.runtime.walk import ModelWalk
 
-TICKET = "_zerokit"
-"""The attribute of a managed parameter that leads to its unit."""
+TICKET = "_zerokit"  # the attribute of a managed parameter that leads to its unit
 
 _GRADIENT_ADVICE = (
     "zerokit holds the gradient in flat buckets, summed and divided over ranks: call optimizer.clip_grad_norm_() "

@@ -17,8 +17,7 @@ from zerokit.placement import Axis, Mesh, row_of
 from zerokit.runtime.build import group_of_this_rank, mesh_of
 from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, note_user, timeout_of
 
-LOCAL = "local"
-"""The outer stage of a mesh whose outer axis synchronises no gradients."""
+LOCAL = "local"  # the outer stage of a mesh whose outer axis synchronises no gradients
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -221,7 +221,8 @@ class ZeroOptimizer(ForwardingOptimizer):
             if overflow:
                 self.skipped_steps += 1
                 self._end_step()
-                self._meet_islands()
+                if self.local_steps is not None:
+                    self.local_steps.after_step()  # islands must count alike
                 return loss
             self._unscale()
         self._gathering.take_changes()
@@ -232,22 +233,21 @@ class ZeroOptimizer(ForwardingOptimizer):
             update_masters(self.runtime.units, self._gradients, self._inner)
         self._end_step()
         self._gathering.gather_updated(written=False)
-        self._meet_islands()
+        if self.local_steps is not None:
+            self.local_steps.after_step()
         for hook in self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         return loss
-
-    def _meet_islands(self) -> None:
-        """After each call of `step`, the skipped ones too: islands must count alike."""
-        if self.local_steps is not None:
-            self.local_steps.after_step()
 
     def settle(self, epoch: object) -> None:
         """Move to the state of a run that resumes from here: sums of residuals at their owners, exact parameters.
 
         On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
         """
-        self._gradients.settle_residuals(epoch)
+        before, self._collectives.counters = self._collectives.counters, Counters()
+        for _, rounding in self._gradients.roundings():
+            rounding.settle(epoch)
+        self._collectives.counters = before  # that traffic belongs to no step
         if any(unit.sends_differences for unit in self.runtime.units):
             self._gathering.make_current()
             write_back(self.runtime.units)

@@ -26,10 +26,8 @@ from zerokit.formulas import BLOCK_FORMATS, BlockFormat
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
-DtypeName = Literal["fp32", "bf16", "fp16"]
-"""What these dtypes are called."""
-BlockName = Literal["int8", "int4"]
-"""Wires of small integers in blocks."""
+DtypeName = Literal["fp32", "bf16", "fp16"]  # what these dtypes are called
+BlockName = Literal["int8", "int4"]  # wires of small integers in blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,7 @@ class Route:
         return piece
 
 
-Hop = Callable[[Work | None], Any]
-"""Starts a collective behind another one."""
+Hop = Callable[[Work | None], Any]  # starts a collective behind another one
 
 
 class Collectives:
