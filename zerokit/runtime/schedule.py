@@ -47,8 +47,10 @@ class Schedule:
 
     def find(self, unit: int) -> int | None:
         """The first position, from the cursor on, of a gather of `unit`."""
-        start = max(self.cursor, 0)
-        return self.operations.index(unit, start) if unit in self.operations[start:] else None
+        try:
+            return self.operations.index(unit, max(self.cursor, 0))
+        except ValueError:
+            return None
 
     def issue(self, stop: int) -> Iterator[Operation]:
         """The unissued operations up to `stop` (exclusive), each marked as issued when taken."""
