@@ -16,8 +16,6 @@ from zerokit.errors import LayoutMismatch, UnsupportedOptimizer
 from zerokit.layout import Layout
 from zerokit.runtime.collectives import Collectives
 
-_NAMED = 4  # at most so many differences of a rank are listed
-
 
 def require_agreement(layout: Layout, settings: dict[str, str], collectives: Collectives) -> None:
     """Raise `LayoutMismatch` on every rank, naming ranks and differences, unless all describe the same thing."""
@@ -41,7 +39,7 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
         differing = [key for key in {**described[0], **other} if described[0].get(key) != other.get(key)]
         lines += [
             f"rank {rank}: {key} is {other.get(key, 'absent')}, not {described[0].get(key, 'absent')}"
-            for key in differing[:_NAMED]
+            for key in differing[:4]
         ]
     raise LayoutMismatch(
         "ranks disagree, compared with rank 0:\n  "

@@ -26,8 +26,6 @@ from zerokit.runtime.memory import Heap
 from zerokit.runtime.schedule import ForwardPass, Operation, Order, Passes, Reductions, Schedule, reduction
 from zerokit.runtime.unit import State, UnitState
 
-_LAST_WAIT_S = 2.0  # others read this rank's part as soon as they wait
-
 
 class Gathering:
     """Issues gathers, `prefetch` of them ahead of the unit that computes, and tracks which units are in memory."""
@@ -63,7 +61,7 @@ class Gathering:
 
     def finish_updates(self) -> None:
         """Finish updates in flight when the optimizer is deleted, maybe amid collectives of another."""
-        self._collectives.wait_at_most(_LAST_WAIT_S)
+        self._collectives.wait_at_most(2.0)  # seconds: others read this rank's part as soon as they wait
         with suppress(ScheduleError):
             self.make_current()
 

@@ -137,9 +137,13 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
         # Accumulates in fp64 without a copy in fp64, which `vector_norm(dtype=...)` makes.
         norms = torch._foreach_norm(filled, norm_type, dtype=torch.float64) if filled else ()
         return torch.stack([total, *norms]).pow(norm_type).sum()
-    for chunk in (chunk for shard in filled for chunk in shard.split(_CHUNK)):
-        wide = chunk.double()
-        total += torch.dot(wide, wide) if norm_type == 2.0 else (wide.abs() ** norm_type).sum()
+    # Small ones together: each operation has its price on the host.
+    small = [shard for shard in filled if shard.numel() <= _CHUNK // 8]
+    large = [shard for shard in filled if shard.numel() > _CHUNK // 8]
+    for shard in (*large, torch.cat(small)) if small else large:
+        for chunk in shard.split(_CHUNK):
+            wide = chunk.double()
+            total += torch.dot(wide, wide) if norm_type == 2.0 else (wide.abs() ** norm_type).sum()
     return total
 
 

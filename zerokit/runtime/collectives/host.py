@@ -21,7 +21,6 @@ from zerokit.runtime.collectives.base import Collectives, Done, Hop, Kind, Route
 from zerokit.runtime.collectives.stalls import StallReporter
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
-_PAUSE_AT_EXIT_S = 0.05
 
 
 class HostHop:
@@ -197,4 +196,4 @@ def _pause_at_exit() -> None:
     They take Python's lock for it. From its shutdown on Python ends the threads that ask, which aborts the process
     (seen with torch 2.13 in 2 of 10 runs on a busy machine, also under DDP).
     """
-    atexit.register(time.sleep, _PAUSE_AT_EXIT_S)
+    atexit.register(time.sleep, 0.05)
