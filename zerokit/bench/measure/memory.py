@@ -117,7 +117,7 @@ def held_by(zero: ZeroOptimizer) -> Iterator[Held]:
     from zerokit.runtime.measure import list_holdings  # no part of other engines' memory
 
     runtime = zero.runtime
-    for one in list_holdings(runtime.model, runtime.units, runtime.gradients, runtime.inner):
+    for one in list_holdings(runtime):
         yield KIND_OF_LINE[one.line], one.tensor, one.used + one.padding
 
 
