@@ -10,11 +10,10 @@ from itertools import groupby
 import pytest
 import torch
 
-from tests.runtime.patterns.catalogue import PATTERNS
+from tests.runtime.patterns.catalogue import PATH, PATTERNS, render
 from tests.runtime.patterns.engines import Setting
 from tests.runtime.patterns.harness import STAGES, Pattern, Verdict, usage
 from tests.runtime.patterns.running import complaints, jobs_of, try_out
-from tests.runtime.patterns.table import PATH, render
 from tests.support.distributed import ROOT
 
 #: Patterns that share a launch, which costs as much as two runs: few enough that two workers are equally busy.

@@ -21,9 +21,9 @@ grad = torch.autograd.grad
 # ---- gradients of gradients
 
 
-@pattern.each_step("a gradient penalty, as in WGAN-GP", Mlp)
+@pattern.each_step("a gradient penalty, as in WGAN-GP")
 def gradient_penalty(engine: Engine) -> None:
-    real, fake = engine.data(4, 8), engine.data(4, 8)
+    real, fake = engine.data(), engine.data()
     loss = engine.model(fake).mean() - engine.model(real).mean()
     mixed = (0.5 * (real + fake)).requires_grad_()
     (slope,) = grad(engine.model(mixed).sum(), mixed, create_graph=True)
@@ -41,35 +41,31 @@ class ForceField(Mlp):
         return energy, -slope
 
 
-@pattern.each_step("a force field: `autograd.grad` inside forward, loss of energy and forces", ForceField)
+@pattern.each_step(
+    "a force field: `autograd.grad` inside forward, evaluated under `no_grad` in between", ForceField
+)
 def force_field(engine: Engine) -> None:
-    energy, force = engine.model(engine.data(4, 8))
+    energy, force = engine.model(engine.data())
     engine.update(1e-2 * energy.square() + square(force - 1))
-
-
-@pattern.each_step("a force field, evaluated under `no_grad` in between", ForceField)
-def force_field_evaluated(engine: Engine) -> None:
     with torch.no_grad():
-        engine.record(square(engine.model(engine.data(4, 8))[1]))
-    engine.update(square(engine.model(engine.data(4, 8))[1]))
+        engine.record(square(engine.model(engine.data())[1]))
 
 
-@pattern.each_step("`loss.backward(create_graph=True)`", Mlp)
+@pattern.each_step("`loss.backward(create_graph=True)`")
 def backward_create_graph(engine: Engine) -> None:
-    loss = square(engine.model(engine.data(4, 8)))
+    loss = engine.loss()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Using backward")
         loss.backward(create_graph=True)
     engine.record(loss)
-    engine.step()
-    engine.zero_grad()
+    engine.finish()
 
 
-@pattern("a Hessian-vector product", Mlp)
+@pattern("a Hessian-vector product")
 def hessian_vector(engine: Engine) -> None:
     parameters = list(engine.model.parameters())
     for _ in range(STEPS):
-        loss = square(engine.model(engine.data(4, 8)))
+        loss = engine.loss()
         vector = [engine.data(*p.shape) for p in parameters]
         slopes = grad(loss, parameters, create_graph=True)
         product = sum(((g * v).sum() for g, v in zip(slopes, vector, strict=True)), start=torch.zeros(()))
@@ -78,16 +74,16 @@ def hessian_vector(engine: Engine) -> None:
         engine.update(loss)
 
 
-@pattern.each_step("a penalty of the parameters' gradients", Mlp)
+@pattern.each_step("a penalty of the parameters' gradients")
 def penalty_of_gradients(engine: Engine) -> None:
-    loss = square(engine.model(engine.data(4, 8)))
+    loss = engine.loss()
     slopes = grad(loss, list(engine.model.parameters()), create_graph=True)
     engine.update(loss + 0.1 * sum(g.square().sum() for g in slopes))
 
 
-@pattern.each_step("`autograd.grad` with respect to parameters, beside the update", Mlp)
+@pattern.each_step("`autograd.grad` with respect to parameters, beside the update")
 def gradients_of_parameters(engine: Engine) -> None:
-    loss = square(engine.model(engine.data(4, 8)))
+    loss = engine.loss()
     weights = [engine.model.head.weight, engine.model.blocks[0].inner.weight]
     for slope in grad(loss, weights, retain_graph=True):
         engine.record(slope.norm())
@@ -97,44 +93,45 @@ def gradients_of_parameters(engine: Engine) -> None:
 # ---- gradients of inputs
 
 
-@pattern.each_step("adversarial training: `x.grad` (FGSM), then a step", Mlp)
+def _attack(engine: Engine) -> Tensor:
+    x = engine.data().requires_grad_()
+    engine.backward(square(engine.model(x)))
+    assert x.grad is not None
+    return x.detach() + 0.1 * x.grad
+
+
+@pattern.each_step("adversarial training: `x.grad` (FGSM), then a step")
 def adversarial(engine: Engine) -> None:
-    x = engine.data(4, 8).requires_grad_()
-    engine.backward(square(engine.model(x)))
-    assert x.grad is not None
+    x = _attack(engine)
     engine.zero_grad()
-    engine.update(square(engine.model(x.detach() + 0.1 * x.grad)))
+    engine.update(square(engine.model(x)))
 
 
-@pattern.each_step("adversarial training that keeps both gradients", Mlp)
+@pattern.each_step("adversarial training that keeps both gradients")
 def adversarial_both(engine: Engine) -> None:
-    x = engine.data(4, 8).requires_grad_()
-    engine.backward(square(engine.model(x)))
-    assert x.grad is not None
-    engine.update(square(engine.model(x.detach() + 0.1 * x.grad)))
+    engine.update(square(engine.model(_attack(engine))))
 
 
-@pattern.each_step("saliency: `autograd.grad` of inputs, the graph given up", Mlp)
+@pattern.each_step("saliency: `autograd.grad` of inputs, the graph given up")
 def saliency(engine: Engine) -> None:
-    x = engine.data(4, 8).requires_grad_()
+    x = engine.data().requires_grad_()
     (slope,) = grad(square(engine.model(x)), x)
     engine.record(slope.norm())
-    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.train()
 
 
-@pattern.each_step("an inner loop over inputs (energy-based), `retain_graph` within it", Mlp)
+@pattern.each_step("an inner loop over inputs (energy-based), `retain_graph` within it")
 def inner_loop(engine: Engine) -> None:
-    x = engine.data(4, 8).requires_grad_()
+    x = engine.data().requires_grad_()
     for _ in range(3):
-        energy = square(engine.model(x))
-        (slope,) = grad(energy, x, retain_graph=True)
+        (slope,) = grad(square(engine.model(x)), x, retain_graph=True)
         x = (x - 0.1 * slope).detach().requires_grad_()
-    engine.update(square(engine.model(engine.data(4, 8))) - 0.1 * square(engine.model(x)))
+    engine.update(engine.loss() - 0.1 * square(engine.model(x)))
 
 
-@pattern.each_step("an unrolled inner loop over inputs, differentiated through", Mlp)
+@pattern.each_step("an unrolled inner loop over inputs, differentiated through")
 def unrolled_loop(engine: Engine) -> None:
-    x = engine.data(4, 8).requires_grad_()
+    x = engine.data().requires_grad_()
     for _ in range(2):
         (slope,) = grad(square(engine.model(x)), x, create_graph=True)
         x = x - 0.1 * slope
@@ -185,12 +182,10 @@ class Custom(nn.Module):
         return torch.tanh(self.function.apply(x, self.weight))
 
 
-def _customs(function: Any) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, WIDTH), *(Custom(function) for _ in range(3)), nn.Linear(WIDTH, 8))
-
-
-pattern("a custom function that saves its weight", lambda: _customs(SavesWeight))(CLIPPED, "saves_weight")
-pattern("a custom function that keeps its weight on `ctx`", lambda: _customs(KeepsWeight))(
+pattern("a custom function that saves its weight", lambda: Mlp(block=lambda: Custom(SavesWeight)))(
+    CLIPPED, "saves_weight"
+)
+pattern("a custom function that keeps its weight on `ctx`", lambda: Mlp(block=lambda: Custom(KeepsWeight)))(
     CLIPPED, "keeps_weight"
 )
 
@@ -222,7 +217,7 @@ class Domains(Mlp):
 
 @pattern.each_step("gradient reversal before a second head", Domains)
 def reversal(engine: Engine) -> None:
-    one, two = engine.model(engine.data(4, 8))
+    one, two = engine.model(engine.data())
     engine.update(square(one) + square(two))
 
 
@@ -234,40 +229,26 @@ class Rounded(Block):
         return y + (y.round() - y).detach()
 
 
-pattern("straight-through rounding", lambda: nn.Sequential(nn.Linear(8, WIDTH), Rounded(), Block()))(
-    CLIPPED, "straight_through"
-)
+pattern("straight-through rounding", lambda: Mlp(block=Rounded))(CLIPPED, "straight_through")
 
 
 # ---- what is cut out of the graph, or stored elsewhere
 
 
-class Cut(Mlp):
-    """Parts without gradient, and a detached middle."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x = self.first(x)
-            x = self.blocks[0](x)
-        y = self.blocks[1](x)
-        return self.head(self.blocks[2](y.detach()) + y)
+@pattern.features("a forward with parts under `no_grad` and a detached middle")
+def cut(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = model.blocks[0](model.first(x))
+    y = model.blocks[1](x)
+    return model.blocks[2](y.detach()) + y
 
 
-pattern("a forward with parts under `no_grad` and a detached middle", Cut)(CLIPPED, "cut")
-
-
+@pattern.model("a first pass under `no_grad`, fed to a second one, in one forward (self-conditioning)")
 class Again(Mlp):
-    """The same blocks without and then with gradients (self-conditioning)."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             guess = super().forward(x)
         return super().forward(x + guess)
-
-
-pattern("a first pass under `no_grad`, fed to a second one, in one forward", Again)(
-    CLIPPED, "self_conditioning"
-)
 
 
 @pattern("truncated backpropagation through time, the hidden state detached", lambda: chain(2))
@@ -278,42 +259,32 @@ def truncated(engine: Engine) -> None:
         engine.update(square(hidden))
 
 
-@pattern.each_step("`save_on_cpu`", Mlp)
-def save_on_cpu(engine: Engine) -> None:
-    with torch.autograd.graph.save_on_cpu():
-        loss = square(engine.model(engine.data(4, 8)))
-    engine.update(loss)
-
-
-@pattern.each_step("saved tensors packed by hooks of the user's (as copies)", Mlp)
+@pattern.each_step("`save_on_cpu`; saved tensors packed by hooks of the user's (as copies)")
 def packed(engine: Engine) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        loss = engine.loss()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        loss = square(engine.model(engine.data(4, 8)))
+        loss = loss + engine.loss()
     engine.update(loss)
 
 
-@pattern("anomaly detection", Mlp)
+@pattern("anomaly detection")
 def anomaly(engine: Engine) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autograd.set_detect_anomaly(True):
-            CLIPPED(engine)
+    with warnings.catch_warnings(action="ignore"), torch.autograd.set_detect_anomaly(True):
+        CLIPPED(engine)
 
 
-@pattern.each_step("`retain_grad()` on an activation", Mlp)
+@pattern.each_step("`retain_grad()` on an activation")
 def retain_grad(engine: Engine) -> None:
-    y = engine.model(engine.data(4, 8))
+    y = engine.model(engine.data())
     y.retain_grad()
-    loss = square(y)
-    engine.backward(loss)
+    engine.update(square(y))
     engine.record(y.grad.norm())
-    engine.step()
-    engine.zero_grad()
 
 
-@pattern("compiled autograd", Mlp, refused=always(usage("compiled autograd", "compile the model")))
+@pattern("compiled autograd", refused=always(usage("compiled autograd", "compile the model")))
 def compiled(engine: Engine) -> None:
-    loss = square(engine.model(engine.data(4, 8)))
+    loss = engine.loss()
     engine.record(loss)
     if not engine.plain:
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, func
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import Engine
 from tests.runtime.patterns.harness import Subject, updates, usage
 from tests.runtime.patterns.models import Mlp, square
 
@@ -18,80 +19,59 @@ pattern = Subject(__name__)
 OUTSIDE: Any = {3: usage("gathered()", or_right=True)}
 
 
+def _call(engine: Engine, weights: dict[str, Tensor], x: Tensor) -> Any:
+    return square(func.functional_call(engine.model, weights, x))
+
+
 def _weights(engine: Engine) -> dict[str, Tensor]:
     return dict(engine.model.named_parameters())
 
 
+def _detached(engine: Engine) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in _weights(engine).items()}
+
+
+def _adapted(
+    engine: Engine, weights: dict[str, Tensor], inner: Tensor, *, second_order: bool = False
+) -> Tensor:
+    """The loss after an inner step."""
+    slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=second_order)
+    adapted = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), slopes, strict=True)}
+    return _call(engine, adapted, engine.data())
+
+
 def _maml(engine: Engine) -> Tensor:
     weights = _weights(engine)
-    inner = square(func.functional_call(engine.model, weights, engine.data(4, 8)))
-    slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-    adapted = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), slopes, strict=True)}
-    return square(func.functional_call(engine.model, adapted, engine.data(4, 8)))
+    return _adapted(engine, weights, _call(engine, weights, engine.data()), second_order=True)
 
 
-pattern("MAML: one inner step, `functional_call` with adapted weights", Mlp, refused=OUTSIDE)(
+pattern("MAML: one inner step, `functional_call` with adapted weights", refused=OUTSIDE)(
     updates(_maml), "maml"
+)
+pattern("first-order MAML", refused=OUTSIDE)(
+    updates(lambda engine: _adapted(engine, _weights(engine), engine.loss())), "first_order_maml"
 )
 
 
-@pattern.each_step("MAML: the forward inside `gathered()`", Mlp)
+@pattern.each_step("MAML: the forward inside `gathered()`")
 def maml_gathered(engine: Engine) -> None:
     with engine.gathered():
         loss = _maml(engine)
     engine.update(loss)
 
 
-def _first_order(engine: Engine) -> Tensor:
-    weights = _weights(engine)
-    inner = square(engine.model(engine.data(4, 8)))
-    slopes = torch.autograd.grad(inner, list(weights.values()))
-    adapted = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), slopes, strict=True)}
-    return square(func.functional_call(engine.model, adapted, engine.data(4, 8)))
+# ---- transformations beside the update
 
 
-pattern("first-order MAML", Mlp, refused=OUTSIDE)(updates(_first_order), "first_order_maml")
-
-
-def _loss(engine: Engine, x: Tensor) -> Any:
-    def compute(weights: dict[str, Tensor]) -> Tensor:
-        return square(func.functional_call(engine.model, weights, x))
-
-    return compute
-
-
-@pattern.each_step("`torch.func.grad` of the loss, beside the update", Mlp, refused=OUTSIDE)
-def func_grad(engine: Engine) -> None:
-    x = engine.data(4, 8)
-    weights = {name: p.detach() for name, p in _weights(engine).items()}
-    for slope in func.grad(_loss(engine, x))(weights).values():
-        engine.record(slope.norm())
-    engine.update(square(engine.model(x)))
+def _grad(engine: Engine, x: Tensor) -> None:
+    slopes = func.grad(lambda weights: _call(engine, weights, x))(_detached(engine))
+    engine.record(sum(slope.norm() for slope in slopes.values()))
 
 
 def _per_example(engine: Engine, x: Tensor) -> None:
-    weights = {name: p.detach() for name, p in _weights(engine).items()}
-
-    def each(weights: dict[str, Tensor], row: Tensor) -> Tensor:
-        return square(func.functional_call(engine.model, weights, row[None]))
-
-    for slope in func.vmap(func.grad(each), (None, 0))(weights, x).values():
-        engine.record(slope.norm())
-
-
-@pattern.each_step("gradients of each example: `vmap` of `torch.func.grad`", Mlp, refused=OUTSIDE)
-def per_example(engine: Engine) -> None:
-    x = engine.data(4, 8)
-    _per_example(engine, x)
-    engine.update(square(engine.model(x)))
-
-
-@pattern.each_step("gradients of each example inside `gathered()`", Mlp)
-def per_example_gathered(engine: Engine) -> None:
-    x = engine.data(4, 8)
-    with engine.gathered():
-        _per_example(engine, x)
-    engine.update(square(engine.model(x)))
+    each = func.grad(lambda weights, row: _call(engine, weights, row[None]))
+    slopes = func.vmap(each, (None, 0))(_detached(engine), x)
+    engine.record(sum(slope.norm() for slope in slopes.values()))
 
 
 def _jvp(function: Any, at: Any, along: Any) -> Tensor:
@@ -103,44 +83,67 @@ def _jvp(function: Any, at: Any, along: Any) -> Tensor:
     return result[1]
 
 
-@pattern.each_step("`torch.func.jvp` along the weights", Mlp, refused=OUTSIDE)
-def jvp(engine: Engine) -> None:
-    x = engine.data(4, 8)
-    weights = {name: p.detach() for name, p in _weights(engine).items()}
+def _along_weights(engine: Engine, x: Tensor) -> None:
+    weights = _detached(engine)
     tangents = {name: torch.ones_like(p) for name, p in weights.items()}
-    engine.record(_jvp(_loss(engine, x), weights, tangents))
-    engine.update(square(engine.model(x)))
+    engine.record(_jvp(lambda weights: _call(engine, weights, x), weights, tangents))
 
 
-@pattern.each_step("`torch.func.jvp` along the input", Mlp, refused=OUTSIDE)
-def jvp_of_input(engine: Engine) -> None:
-    x = engine.data(4, 8)
+BESIDE: dict[str, tuple[str, Callable[[Engine, Tensor], None]]] = {
+    "func_grad": ("`torch.func.grad` of the loss", _grad),
+    "per_example": ("gradients of each example: `vmap` of `torch.func.grad`", _per_example),
+    "jvp": ("`torch.func.jvp` along the weights", _along_weights),
+}
+for key, (name, beside) in BESIDE.items():
+
+    def step(engine: Engine, beside: Callable[[Engine, Tensor], None] = beside) -> None:
+        x = engine.data()
+        beside(engine, x)
+        engine.update(square(engine.model(x)))
+
+    pattern.each_step(name, refused=OUTSIDE)(step, key)
+
+
+@pattern.each_step("gradients of each example inside `gathered()`")
+def per_example_gathered(engine: Engine) -> None:
+    with engine.gathered():
+        _per_example(engine, engine.data())
+    engine.train()
+
+
+def _slope_of_input(engine: Engine) -> Tensor:
+    x = engine.data()
     slope = _jvp(engine.model, x, torch.ones_like(x))
-    engine.update(square(engine.model(x)) + 0.1 * square(slope))
+    return square(engine.model(x)) + 0.1 * square(slope)
 
 
-@pattern.each_step("`torch.func.jacrev` by the input, in the loss", Mlp, refused=OUTSIDE)
-def jacobian(engine: Engine) -> None:
+def _jacobian(engine: Engine) -> Tensor:
     x = engine.data(8)
-    engine.update(square(engine.model(x)) + 0.1 * square(func.jacrev(engine.model)(x)))
+    return square(engine.model(x)) + 0.1 * square(func.jacrev(engine.model)(x))
 
 
-@pattern.each_step("`functional_call` with the model's own weights", Mlp, refused=OUTSIDE)
-def own_weights(engine: Engine) -> None:
-    engine.update(square(func.functional_call(engine.model, _weights(engine), engine.data(4, 8))))
+def _beside_others(engine: Engine) -> Tensor:
+    other = {name: p.detach() for name, p in Mlp().named_parameters()}
+    x = engine.data()
+    return square(engine.model(x) - func.functional_call(engine.model, other, x))
 
 
-@pattern("`functional_call` with other buffers or weights that are none of the model's", Mlp, refused=OUTSIDE)
-def other_weights(engine: Engine) -> None:
-    other = {name: p.detach().clone() for name, p in Mlp().named_parameters()}
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        engine.update(square(engine.model(x) - func.functional_call(engine.model, other, x)))
+LOSSES: dict[str, tuple[str, Callable[[Engine], Tensor]]] = {
+    "jvp_of_input": ("`torch.func.jvp` along the input", _slope_of_input),
+    "jacobian": ("`torch.func.jacrev` by the input, in the loss", _jacobian),
+    "own_weights": (
+        "`functional_call` with the model's own weights",
+        lambda engine: _call(engine, _weights(engine), engine.data()),
+    ),
+    "other_weights": ("`functional_call` with weights that are none of the model's", _beside_others),
+}
+for key, (name, loss) in LOSSES.items():
+    pattern(name, refused=OUTSIDE)(updates(loss), key)
 
 
-@pattern.each_step("implicit differentiation: a fixed point found without gradients", Mlp)
+@pattern.each_step("implicit differentiation: a fixed point found without gradients")
 def fixed_point(engine: Engine) -> None:
-    bias = engine.data(4, 8)
+    bias = engine.data()
     x = torch.zeros(4, 8)
     with torch.no_grad():
         for _ in range(5):

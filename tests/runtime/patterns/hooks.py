@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
 from tests.runtime.patterns.harness import CLIPPED, USUAL, Subject, always, usage
-from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
+from tests.runtime.patterns.models import Block, Mlp, square
 
 pattern = Subject(__name__)
 
 SECOND = always(usage("blocks.1", "register_post_accumulate_grad_hook", "gathered_gradients()"))
 
 
-@pattern("forward hooks and pre-hooks that change what passes", Mlp)
+@pattern("forward hooks and pre-hooks that change what passes")
 def forward_hooks(engine: Engine) -> None:
     for block in engine.model.blocks:
         block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
@@ -24,7 +24,7 @@ def forward_hooks(engine: Engine) -> None:
     CLIPPED(engine)
 
 
-@pattern("full backward hooks and pre-hooks that read and change gradients", Mlp)
+@pattern("full backward hooks and pre-hooks that read and change gradients")
 def backward_hooks(engine: Engine) -> None:
     for block in engine.model.blocks:
         block.register_full_backward_hook(lambda module, inside, outside: (inside[0] * 0.5,))
@@ -36,31 +36,29 @@ def backward_hooks(engine: Engine) -> None:
     CLIPPED(engine)
 
 
-@pattern.each_step("tensor hooks on an output", Mlp)
+@pattern.each_step("tensor hooks on an output")
 def tensor_hooks(engine: Engine) -> None:
-    y = engine.model(engine.data(4, 8))
+    y = engine.model(engine.data())
     y.register_hook(lambda gradient: 2 * gradient)
     engine.update(square(y))
 
 
-@pattern("features taken by a forward hook, used in the loss", Mlp)
-def features_in_loss(engine: Engine) -> None:
+def _with_features(engine: Engine, weight: float) -> None:
+    """The loss of the output, weighted, and of what a hook takes of the second block."""
     taken: list[Tensor] = []
     engine.model.blocks[1].register_forward_hook(lambda module, args, output: taken.append(output))
     for _ in range(STEPS):
-        taken.clear()
-        loss = square(engine.model(engine.data(4, 8)))
-        engine.update(loss + 0.1 * taken[0].abs().mean())
+        y = engine.model(engine.data())
+        loss = square(taken.pop())
+        engine.update(loss + weight * square(y) if weight else loss)
 
 
-@pattern("a loss of hooked features alone, the output unused", Mlp)
-def features_alone(engine: Engine) -> None:
-    taken: list[Tensor] = []
-    engine.model.blocks[1].register_forward_hook(lambda module, args, output: taken.append(output))
-    for _ in range(STEPS):
-        taken.clear()
-        engine.model(engine.data(4, 8))
-        engine.update(square(taken[0]))
+pattern("features taken by a forward hook, used in the loss")(
+    lambda engine: _with_features(engine, 0.5), "features_in_loss"
+)
+pattern("a loss of hooked features alone, the output unused")(
+    lambda engine: _with_features(engine, 0.0), "features_alone"
+)
 
 
 class Balanced(Block):
@@ -72,12 +70,9 @@ class Balanced(Block):
         return y
 
 
-@pattern.each_step(
-    "auxiliary losses left on modules, added later", lambda: nn.Sequential(*(Balanced() for _ in range(3)))
-)
+@pattern.each_step("auxiliary losses left on modules, added later", lambda: Mlp(block=Balanced))
 def auxiliary(engine: Engine) -> None:
-    loss = square(engine.model(engine.data(4, WIDTH)))
-    engine.update(loss + sum(block.auxiliary for block in engine.model))
+    engine.update(engine.loss() + sum(block.auxiliary for block in engine.model.blocks))
 
 
 def _watched(engine: Engine) -> None:
@@ -85,34 +80,29 @@ def _watched(engine: Engine) -> None:
         parameter.register_post_accumulate_grad_hook(lambda p: engine.record(p.grad is not None))
 
 
-@pattern("a post-accumulate hook of the user's, one backward a step", Mlp)
+@pattern("a post-accumulate hook of the user's, one backward a step")
 def accumulated_once(engine: Engine) -> None:
     _watched(engine)
     CLIPPED(engine)
 
 
-@pattern("a post-accumulate hook of the user's, a second micro-batch", Mlp, refused=SECOND)
+@pattern("a post-accumulate hook of the user's, a second micro-batch", refused=SECOND)
 def accumulated_twice(engine: Engine) -> None:
     _watched(engine)
-    for _ in range(STEPS):
-        engine.backward(square(engine.model(engine.data(4, 8))))
-        engine.update(square(engine.model(engine.data(4, 8))))
+    engine.backward(engine.loss())
+    engine.train()
 
 
-@pattern(
-    "a post-accumulate hook of the user's, a second micro-batch inside `accumulate()`", Mlp, refused=SECOND
-)
+@pattern("a post-accumulate hook of the user's, a second micro-batch inside `accumulate()`", refused=SECOND)
 def accumulated_inside(engine: Engine) -> None:
     _watched(engine)
-    for _ in range(STEPS):
-        with engine.accumulate():
-            engine.backward(square(engine.model(engine.data(4, 8))))
-        engine.update(square(engine.model(engine.data(4, 8))))
+    with engine.accumulate():
+        engine.backward(engine.loss())
+    engine.train()
 
 
+@pattern.model("a gradient hook on a slice of a larger tensor, registered before zerokit took it over", USUAL)
 class Slices(Mlp):
-    """Weights that are slices of one tensor, with hooks that were registered before zerokit took them over."""
-
     def __init__(self) -> None:
         super().__init__()
         both = torch.randn(2, 8, 8) / 4
@@ -121,6 +111,3 @@ class Slices(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x @ self.left @ self.right)
-
-
-pattern("a gradient hook on a slice of a larger tensor, registered first", Slices)(USUAL, "hook_on_slice")

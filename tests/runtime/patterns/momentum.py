@@ -39,11 +39,16 @@ class Contrast(nn.Module):
         return (out - 0.5 * other) * (1 + out)
 
 
+def by_data(query: nn.Parameter, key: nn.Parameter) -> None:
+    key.data.mul_(0.9).add_(query.data, alpha=0.1)
+
+
+def by_new_data(query: nn.Parameter, key: nn.Parameter) -> None:
+    key.data = key.data * 0.9 + query.data * 0.1
+
+
 FOLLOWS: dict[str, tuple[str, Follow]] = {
-    "by_data": (
-        "`key.data.mul_().add_()`",
-        lambda query, key: key.data.mul_(0.9).add_(query.data, alpha=0.1),
-    ),
+    "by_data": ("`key.data.mul_().add_()`", by_data),
     "by_lerp": ("`key.data.lerp_()`", lambda query, key: key.data.lerp_(query.data, 0.1)),
     "in_place": ("`key.mul_().add_()`", lambda query, key: key.mul_(0.9).add_(query, alpha=0.1)),
     "by_copy": ("`key.copy_()`", lambda query, key: key.copy_(key * 0.9 + query * 0.1)),
@@ -55,23 +60,16 @@ FOLLOWS: dict[str, tuple[str, Follow]] = {
 }
 for key, (how, follow) in FOLLOWS.items():
     pattern(f"{how} in the root's forward", partial(Contrast, follow), refused=IN_FORWARD)(USUAL, key)
-
-
-def _by_new_data(query: nn.Parameter, key: nn.Parameter) -> None:
-    key.data = key.data * 0.9 + query.data * 0.1
-
-
-BY_DATA = FOLLOWS["by_data"][1]
-pattern("`key.data = …` in the root's forward", partial(Contrast, _by_new_data), refused=OUTSIDE)(
+pattern("`key.data = …` in the root's forward", partial(Contrast, by_new_data), refused=OUTSIDE)(
     USUAL, "by_new_data"
 )
 pattern(
     "`.data` of a layer outside the units changed in the root's forward",
-    partial(Contrast, BY_DATA, part="first"),
+    partial(Contrast, by_data, part="first"),
     refused=IN_FORWARD,
 )(USUAL, "by_data_of_rest")
 pattern(
     "a trained part whose `.data` is changed in the root's forward",
-    partial(Contrast, BY_DATA, frozen=False),
+    partial(Contrast, by_data, frozen=False),
     refused=IN_FORWARD,
 )(USUAL, "trained")

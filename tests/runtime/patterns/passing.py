@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import Engine
 from tests.runtime.patterns.harness import CLIPPED, Subject
-from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
+from tests.runtime.patterns.models import Block, Mlp, square
 
 pattern = Subject(__name__)
 
@@ -55,14 +56,12 @@ class Wrapping(Block):
         return self.kind(hidden=hidden, loss=value.loss + hidden.mean().square())
 
 
-class Through(nn.Module):
+class Through(Mlp):
     """Blocks that hand `kind` on; the model returns it, too."""
 
     def __init__(self, kind: Any) -> None:
-        super().__init__()
+        super().__init__(block=partial(Wrapping, kind))
         self.kind = kind
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Wrapping(kind) for _ in range(3))
 
     def forward(self, x: Tensor) -> Any:
         value = self.kind(hidden=self.first(x), loss=x.new_zeros(()))
@@ -72,17 +71,17 @@ class Through(nn.Module):
 
 
 def _objects(engine: Engine) -> None:
-    for _ in range(STEPS):
-        value = engine.model(engine.data(4, 8))
-        engine.update(square(value.hidden) + 0.1 * value.loss)
+    value = engine.model(engine.data())
+    engine.update(square(value.hidden) + 0.1 * value.loss)
 
 
-pattern("units that take and return a dataclass", lambda: Through(Record))(_objects, "dataclasses_")
-pattern("units that take and return a named tuple", lambda: Through(Pair))(_objects, "named_tuples")
-pattern("units that take and return a plain class", lambda: Through(Plainly))(_objects, "plain_classes")
-pattern("units that take and return a class with slots", lambda: Through(Slotted))(
-    _objects, "slotted_classes"
-)
+for kind, name in (
+    (Record, "a dataclass"),
+    (Pair, "a named tuple"),
+    (Plainly, "a plain class"),
+    (Slotted, "a class with slots"),
+):
+    pattern.each_step(f"units that take and return {name}", partial(Through, kind))(_objects, kind.__name__)
 
 
 class Dicts(Block):
@@ -93,10 +92,6 @@ class Dicts(Block):
 class KeywordsOnly(Mlp):
     """Dictionaries of lists, keywords only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Dicts() for _ in range(3))
-
     def forward(self, *, batch: dict[str, Tensor], **kwargs: Any) -> Any:  # type: ignore[override]
         state: dict[str, Any] = {"x": [self.first(batch["x"])]}
         for block in self.blocks:
@@ -104,9 +99,11 @@ class KeywordsOnly(Mlp):
         return {"logits": self.head(state["x"][0]), "nothing": None}
 
 
-@pattern.each_step("dictionaries in and out, keywords only, `None` among the outputs", KeywordsOnly)
+@pattern.each_step(
+    "dictionaries in and out, keywords only, `None` among the outputs", lambda: KeywordsOnly(block=Dicts)
+)
 def dictionaries(engine: Engine) -> None:
-    engine.update(square(engine.model(batch={"x": engine.data(4, 8)}, unused=None)["logits"]))
+    engine.update(square(engine.model(batch={"x": engine.data()}, unused=None)["logits"]))
 
 
 class Tuples(Block):
@@ -116,10 +113,6 @@ class Tuples(Block):
 
 
 class Positional(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Tuples() for _ in range(3))
-
     def forward(self, *args: Tensor) -> Any:
         state = (self.first(args[0]), self.first(args[1]), None)
         for block in self.blocks:
@@ -127,9 +120,9 @@ class Positional(Mlp):
         return self.head(state[0]), self.head(state[1]), None
 
 
-@pattern.each_step("tuples in and out, `*args`", Positional)
+@pattern.each_step("tuples in and out, `*args`", lambda: Positional(block=Tuples))
 def tuples(engine: Engine) -> None:
-    one, two, _ = engine.model(engine.data(4, 8), engine.data(4, 8))
+    one, two, _ = engine.model(engine.data(), engine.data())
     engine.update(square(one) + square(two))
 
 
@@ -140,55 +133,26 @@ class Stores(Block):
         out.append(super().forward(x))
 
 
-class Collected(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Stores() for _ in range(3))
-
-    def features(self, x: Tensor) -> Tensor:
-        found = [self.first(x)]
-        for block in self.blocks:
-            block(found[-1], found)
-        return found[-1]
-
-
-pattern("units that return `None` and write into a list", Collected)(CLIPPED, "into_a_list")
+def _collect(model: Any, x: Tensor) -> Tensor:
+    found = [model.first(x)]
+    for block in model.blocks:
+        block(found[-1], found)
+    return found[-1]
 
 
 class Sliced(Block):
-    """Returns views of one tensor, which the parent changes in place."""
+    """Returns views of one tensor."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x).chunk(2, -1)
 
 
-class Views(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Sliced() for _ in range(3))
-
-    def features(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            left, right = block(x)
-            x = torch.cat([left.mul(0.5), right], -1)
-        return x
-
-
-pattern("units that return views", Views)(CLIPPED, "views")
-
-
-class InPlace(Mlp):
-    def features(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-            x += 0.1
-            x = F.relu_(x)
-        return x
-
-
-pattern("outputs of units changed in place by the parent", InPlace)(CLIPPED, "in_place")
+def _join_views(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks:
+        left, right = block(x)
+        x = torch.cat([left.mul(0.5), right], -1)
+    return x
 
 
 class Same(Block):
@@ -198,20 +162,29 @@ class Same(Block):
         return super().forward(x) + bias, bias
 
 
-class HandedThrough(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-        self.blocks = nn.ModuleList(Same() for _ in range(3))
-
-    def features(self, x: Tensor) -> Tensor:
-        x, bias = self.first(x), self.bias * 1.0
-        for block in self.blocks:
-            x, bias = block(x, bias)
-        return x + bias
+def _hand_through(model: Any, x: Tensor) -> Tensor:
+    x, bias = model.first(x), model.first.bias * 1.0
+    for block in model.blocks:
+        x, bias = block(x, bias)
+    return x + bias
 
 
-pattern("units that hand an input through (T5's position bias)", HandedThrough)(CLIPPED, "handed_through")
+for key, name, block, features in (
+    ("into_a_list", "units that return `None` and write into a list", Stores, _collect),
+    ("views", "units that return views", Sliced, _join_views),
+    ("handed_through", "units that hand an input through (T5's position bias)", Same, _hand_through),
+):
+    pattern(name, partial(Mlp, block=block, features=features))(CLIPPED, key)
+
+
+@pattern.features("outputs of units changed in place by the parent")
+def in_place(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks:
+        x = block(x)
+        x += 0.1
+        x = F.relu_(x)
+    return x
 
 
 class Steps(Mlp):
@@ -226,5 +199,5 @@ class Steps(Mlp):
 
 @pattern.each_step("a forward that is a generator", Steps)
 def generator(engine: Engine) -> None:
-    outputs = list(engine.model(engine.data(4, 8)))
+    outputs = list(engine.model(engine.data()))
     engine.update(sum((square(y) for y in outputs), start=torch.zeros(())))

@@ -16,28 +16,25 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import Subject, always, updates, usage
-from tests.runtime.patterns.library import Adapted
-from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, square
+from tests.runtime.patterns.library import adapted
+from tests.runtime.patterns.models import WIDTH, Block, Words, square
 
 pattern = Subject(__name__)
 
 # ---- weights and gradients moved by hand
 
 
-@pattern.each_step("SAM: weights moved along the gradient, and back", Mlp)
+@pattern.each_step("SAM: weights moved along the gradient, and back")
 def sam(engine: Engine) -> None:
-    x = engine.data(4, 8)
-    loss = square(engine.model(x))
-    engine.record(loss)
-    engine.backward(loss)
+    x = engine.data()
+    engine.backward(square(engine.model(x)))
     with engine.gathered_gradients():
         climb = [0.1 * p.grad.detach().clone() for p in engine.model.parameters()]
     engine.zero_grad()
     _move(engine, climb, 1.0)
     engine.backward(square(engine.model(x)))
     _move(engine, climb, -1.0)
-    engine.step()
-    engine.zero_grad()
+    engine.finish()
 
 
 def _move(engine: Engine, steps: list[Tensor], sign: float) -> None:
@@ -46,23 +43,21 @@ def _move(engine: Engine, steps: list[Tensor], sign: float) -> None:
             parameter.add_(step, alpha=sign)
 
 
-@pattern("Lookahead: slow weights that follow every second step", Mlp)
+@pattern("Lookahead: slow weights that follow every second step")
 def lookahead(engine: Engine) -> None:
     with engine.gathered():
         slow = [p.detach().clone() for p in engine.model.parameters()]
     for number in range(VARIED_STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
+        engine.train()
         if number % 2:
             with engine.gathered(), torch.no_grad():
                 for behind, parameter in zip(slow, engine.model.parameters(), strict=True):
                     parameter.copy_(behind.lerp_(parameter, 0.5))
 
 
-@pattern(
-    "PCGrad: gradients of two losses put into `p.grad`", Mlp, refused=always(usage("gathered_gradients()"))
-)
+@pattern("PCGrad: gradients of two losses put into `p.grad`", refused=always(usage("gathered_gradients()")))
 def pcgrad(engine: Engine) -> None:
-    output = engine.model(engine.data(4, 8))
+    output = engine.model(engine.data())
     parameters = list(engine.model.parameters())
     one = torch.autograd.grad(square(output), parameters, retain_graph=True)
     two = torch.autograd.grad(output.abs().mean(), parameters)
@@ -71,12 +66,12 @@ def pcgrad(engine: Engine) -> None:
         parameter.grad = a + b
 
 
-@pattern("a prompt that is learnt outside of the model", Mlp)
+@pattern("a prompt that is learnt outside of the model")
 def prompt(engine: Engine) -> None:
     learnt = nn.Parameter(torch.zeros(8))
     outer = torch.optim.SGD([learnt], lr=0.1)
     for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8) + learnt)))
+        engine.update(square(engine.model(engine.data() + learnt)))
         assert learnt.grad is not None
         dist.all_reduce(learnt.grad)
         learnt.grad /= engine.world
@@ -103,10 +98,9 @@ class EarlyExits(nn.Module):
         return outputs
 
 
-@pattern("early exits: the loss of one depth, another at each step", EarlyExits)
+@pattern.each_step("early exits: the loss of one depth, another at each step", EarlyExits, steps=VARIED_STEPS)
 def exits(engine: Engine) -> None:
-    for number in range(VARIED_STEPS):
-        engine.update(square(engine.model(engine.data(4, WIDTH))[number]))
+    engine.update(square(engine.model(engine.data(4, WIDTH))[engine.number]))
 
 
 @pattern.each_step("local losses: blocks called one by one, a backward for each", EarlyExits)
@@ -114,11 +108,8 @@ def local_losses(engine: Engine) -> None:
     x = engine.data(4, WIDTH)
     for block, head in zip(engine.model.blocks, engine.model.heads, strict=True):
         x = block(x.detach())
-        loss = square(head(x))
-        engine.record(loss)
-        engine.backward(loss)
-    engine.step()
-    engine.zero_grad()
+        engine.backward(square(head(x)))
+    engine.finish()
 
 
 class TwoTokens(Words):
@@ -129,9 +120,7 @@ class TwoTokens(Words):
         self.second = Block()
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.features(ids)
         return torch.stack([self.head(x), self.head(self.second(x))])
 
 
@@ -143,26 +132,19 @@ def two_tokens(engine: Engine) -> None:
     engine.update(first + F.cross_entropy(two[:, :-2].flatten(0, 1), ids[:, 2:].flatten()))
 
 
+OWN_LOSS = updates(lambda engine: engine.model(engine.ids(80, 4, 6)))
+
+
+@pattern.model("cross entropy by checkpointed chunks over `self.head.weight`, inside forward", OWN_LOSS)
 class Chunked(Words):
-    """Cross entropy by chunks, recomputed in backward, over the head's weight."""
-
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-
         def part(hidden: Tensor, targets: Tensor) -> Tensor:
             logits = F.linear(hidden, self.head.weight)
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
-        parts = zip(x.chunk(2), ids.chunk(2), strict=True)
+        parts = zip(self.features(ids).chunk(2), ids.chunk(2), strict=True)
         losses = [checkpoint(part, hidden, targets, use_reentrant=False) for hidden, targets in parts]
         return torch.stack(losses).sum() / ids.numel()
-
-
-pattern("cross entropy by checkpointed chunks over `self.head.weight`, inside forward", Chunked)(
-    updates(lambda engine: engine.model(engine.ids(80, 4, 6))), "chunked"
-)
 
 
 class _EarlyGradients(torch.autograd.Function):
@@ -182,95 +164,74 @@ class _EarlyGradients(torch.autograd.Function):
         return of_x * outer[0], of_weight * outer[0], None
 
 
+@pattern.model("a fused linear cross entropy, which makes gradients in forward", OWN_LOSS)
 class Fused(Words):
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
+        x = self.features(ids)
         return _EarlyGradients.apply(x.flatten(0, 1), self.head.weight, ids.flatten())  # type: ignore[no-untyped-call]
 
 
-pattern("a fused linear cross entropy, which makes gradients in forward", Fused)(
-    updates(lambda engine: engine.model(engine.ids(80, 4, 6))), "fused"
-)
-
-
-@pattern.each_step(
-    "LoRA merged into the frozen weights to evaluate, and taken out again",
-    lambda: nn.Sequential(*(Adapted() for _ in range(3))),
-)
+@pattern.each_step("LoRA merged into the frozen weights to evaluate, and taken out again", adapted)
 def merged(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, WIDTH))))
+    engine.update(engine.loss(4, WIDTH))
     for sign in (1, -1):
         with engine.gathered(), torch.no_grad():
             for block in engine.model:
                 block.base.weight.add_(block.up.weight @ block.down.weight, alpha=sign)
-        with torch.no_grad():
-            engine.record(square(engine.model(torch.ones(2, WIDTH))))
+        engine.evaluate(torch.ones(2, WIDTH))
 
 
 # ---- transformations of torch.func and forward-mode derivatives
 
 
-@pattern.each_step("`functional_call` with changed weights, inside `gathered()`", Mlp)
+@pattern.each_step("`functional_call` with changed weights, inside `gathered()`")
 def perturbed(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.train()
     with engine.gathered():
         weights = {name: 1.01 * p.detach() for name, p in engine.model.named_parameters()}
         engine.record(square(torch.func.functional_call(engine.model, weights, torch.ones(2, 8))))
 
 
-@pattern("forward-mode derivatives of the model's input", Mlp)
+@pattern.each_step("forward-mode derivatives of the model's input")
 def forward_mode(engine: Engine) -> None:
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        for _ in range(STEPS):
-            x = engine.data(4, 8)
-            with torch.autograd.forward_ad.dual_level():
-                output = engine.model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
-                engine.record(torch.autograd.forward_ad.unpack_dual(output).tangent.sum())
-            engine.update(square(engine.model(x)))
+    forward_ad, x = torch.autograd.forward_ad, engine.data()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning), forward_ad.dual_level():
+        output = engine.model(forward_ad.make_dual(x, torch.ones_like(x)))
+        engine.record(forward_ad.unpack_dual(output).tangent.sum())
+    engine.update(square(engine.model(x)))
 
 
 # ---- state dicts
 
 
-@pattern("the best weights kept by `copy.deepcopy(model.state_dict())`, loaded at the end", Mlp)
+@pattern("the best weights kept by `copy.deepcopy(model.state_dict())`, loaded at the end")
 def best_weights(engine: Engine) -> None:
     for _ in range(STEPS):
         best = copy.deepcopy(engine.model.state_dict())
-        engine.update(square(engine.model(engine.data(4, 8))))
+        engine.train()
     engine.model.load_state_dict(best)
-    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.train()
 
 
-@pattern.each_step("`state_dict(destination=…, prefix=…)`", Mlp)
+@pattern.each_step("`state_dict(destination=…, prefix=…)` between two micro-batches")
 def prefixed(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.backward(engine.loss())
     into: Any = OrderedDict()
     into._metadata = OrderedDict()
     engine.model.state_dict(destination=into, prefix="model.")
     assert all(name.startswith("model.") for name in into)
     engine.record(torch.stack([value.abs().sum() for value in into.values()]).sum())
+    engine.train()
 
 
-@pattern("`load_state_dict(strict=False)` of one block's names", Mlp)
+@pattern.each_step("`load_state_dict(strict=False)` of one block's names")
 def one_block(engine: Engine) -> None:
     given = {n: 0.5 * value for n, value in engine.model.state_dict().items() if "blocks.1" in n}
-    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.train()
     engine.model.load_state_dict(given, strict=False)
-    for _ in range(STEPS):
-        engine.update(square(engine.model(engine.data(4, 8))))
 
 
-@pattern("`load_state_dict(assign=True)`", Mlp, refused=always(usage("assign=True", "copied")))
+@pattern("`load_state_dict(assign=True)`", refused=always(usage("assign=True", "copied")))
 def assigned(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.train()
     engine.model.load_state_dict({n: v.clone() for n, v in engine.model.state_dict().items()}, assign=True)
-
-
-@pattern.each_step("`state_dict()` between two micro-batches", Mlp)
-def between(engine: Engine) -> None:
-    engine.backward(square(engine.model(engine.data(4, 8))))
-    weights = engine.model.state_dict().values()
-    engine.record(torch.stack([value.abs().sum() for value in weights]).sum())
-    engine.update(square(engine.model(engine.data(4, 8))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import math
 import traceback
 from datetime import timedelta
 from typing import Any
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.runtime.patterns.catalogue import PATTERNS
-from tests.runtime.patterns.engines import Engine, Journal, Plain, Setting, Zero
+from tests.runtime.patterns.engines import Engine, Journal, Plain, Setting
 from tests.runtime.patterns.harness import Pattern, Verdict
 from tests.support.distributed import Outcome, run_ranks_expecting_errors
 from tests.support.training import digest, seed_host
@@ -64,7 +63,7 @@ def _reference(pattern: Pattern, setting: Setting) -> tuple[list[float], list[di
         if pattern.reference == "plain":
             journal = _train(pattern, setting, Plain)
         else:
-            journal = _train(pattern, dataclasses.replace(setting, stage=0, outer=None), Zero)
+            journal = _train(pattern, dataclasses.replace(setting, stage=0, outer=None), Engine)
         assert journal.numbers, f"{pattern.key} records nothing"
     except Exception as error:
         raise BrokenPattern(f"{pattern.key}: the reference fails: {error!r}") from error
@@ -86,7 +85,7 @@ def _try(
 ) -> tuple[Verdict, list[str]]:
     """What became of it; if it is right, its exact numbers and weights."""
     try:
-        journal = _train(pattern, setting, Zero)
+        journal = _train(pattern, setting, Engine)
         found = journal.weights()
     except Exception as error:
         names = tuple(cls.__name__ for cls in type(error).__mro__ if cls is not object)
@@ -134,10 +133,10 @@ def jobs_of(key: str, *, full: bool = False) -> list[Job]:
     return [(key, setting) for setting in PATTERNS[key].settings(full=full)]
 
 
-def try_out(jobs: list[Job], *, timeout: float = math.inf) -> Tried:
+def try_out(jobs: list[Job]) -> Tried:
     """What becomes of every job, in processes that no earlier one has left out of step.
 
-    As many as possible run in the same processes. `timeout` lowers that of the patterns, for a quick look.
+    As many as possible run in the same processes.
     """
     pending = list(jobs)
     tried: Tried = {}
@@ -149,7 +148,7 @@ def try_out(jobs: list[Job], *, timeout: float = math.inf) -> Tried:
             pattern.world if pending[0][1].outer is None else 4,
             run_jobs,
             pending[:count],
-            timeout=min(timeout, pattern.timeout),
+            timeout=pattern.timeout,
         )
         if any(outcome.raised("BrokenPattern") for outcome in outcomes):
             raise AssertionError("\n".join(outcome.describe() for outcome in outcomes))

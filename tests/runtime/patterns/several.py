@@ -18,44 +18,37 @@ pattern = Subject(__name__)
 # ---- several forwards of one model
 
 
-@pattern.each_step("two forwards, one loss (Siamese)", Mlp)
-def siamese(engine: Engine) -> None:
-    one, two = engine.model(engine.data(4, 8)), engine.model(engine.data(4, 8))
-    engine.update(square(one - two) + square(one))
-
-
 class Siamese(Mlp):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
         return square(super().forward(x) - super().forward(y) + 1)
 
 
 pattern("a model that runs all its units twice in one forward", Siamese)(
-    updates(lambda engine: engine.model(engine.data(4, 8), engine.data(4, 8))), "siamese_inside"
+    updates(lambda engine: engine.model(engine.data(), engine.data())), "siamese_inside"
 )
 
 
-@pattern.each_step("two forwards, then two backwards", Mlp)
+@pattern.each_step("two forwards, one loss (Siamese)")
+def siamese(engine: Engine) -> None:
+    one, two = engine.model(engine.data()), engine.model(engine.data())
+    engine.update(square(one - two) + square(one))
+
+
+@pattern.each_step("two forwards, then two backwards, at times the second one's first", steps=VARIED_STEPS)
 def two_and_two(engine: Engine) -> None:
-    one, two = square(engine.model(engine.data(4, 8))), square(engine.model(engine.data(4, 8)))
-    engine.backward(one)
-    engine.update(two)
+    losses = [engine.loss(), engine.loss()]
+    engine.backward(losses.pop(engine.number % 2))
+    engine.update(losses.pop())
 
 
-@pattern.each_step("three forwards, then `backward(a)`, `backward(b + c)`", Mlp)
+@pattern.each_step("three forwards, then `backward(a)`, `backward(b + c)`")
 def three_and_two(engine: Engine) -> None:
-    a, b, c = (square(engine.model(engine.data(4, 8))) for _ in range(3))
+    a, b, c = (engine.loss() for _ in range(3))
     engine.backward(a)
     engine.update(b + c)
 
 
-@pattern.each_step("two forwards, the second one's backward first", Mlp)
-def crossed(engine: Engine) -> None:
-    one, two = square(engine.model(engine.data(4, 8))), square(engine.model(engine.data(4, 8)))
-    engine.backward(two)
-    engine.update(one)
-
-
-@pattern.each_step("a model applied to its own output", lambda: chain(3))
+@pattern.each_step("a model applied to its own output", chain)
 def own_output(engine: Engine) -> None:
     x = engine.data(4, WIDTH)
     for _ in range(3):
@@ -63,28 +56,25 @@ def own_output(engine: Engine) -> None:
     engine.update(square(x))
 
 
-@pattern.each_step("generation under `no_grad`, then a loss of what was generated (policy gradient)", Mlp)
+@pattern.each_step("generation under `no_grad`, then a loss of what was generated (policy gradient)")
 def policy_gradient(engine: Engine) -> None:
-    x = engine.data(4, 8)
+    x = engine.data()
     with torch.no_grad():
         for _ in range(3):
             x = torch.tanh(engine.model(x))
     engine.update(-(engine.model(x).log_softmax(-1)[:, 0] * x.sum(-1)).mean())
 
 
-@pattern.each_step("forwards of several batches, kept, differentiated one by one at the end", Mlp)
+@pattern.each_step("forwards of several batches, kept, differentiated one by one at the end")
 def kept(engine: Engine) -> None:
-    losses = [square(engine.model(engine.data(4, 8))) for _ in range(3)]
-    for loss in losses:
+    for loss in [engine.loss() for _ in range(3)]:
         engine.backward(loss / 3)
-        engine.record(loss)
-    engine.step()
-    engine.zero_grad()
+    engine.finish()
 
 
-@pattern.each_step("a contrastive loss over all ranks' outputs (`all_gather`)", Mlp)
+@pattern.each_step("a contrastive loss over all ranks' outputs (`all_gather`)")
 def contrastive(engine: Engine) -> None:
-    own = engine.model(engine.data(4, 8))
+    own = engine.model(engine.data())
     others = [torch.zeros_like(own) for _ in range(engine.world)]
     torch.distributed.all_gather(others, own.detach())
     others[engine.rank] = own
@@ -94,36 +84,35 @@ def contrastive(engine: Engine) -> None:
 # ---- parts of the model
 
 
-@pattern.each_step("a submodule called directly before the root, in one loss", Mlp)
+@pattern.each_step("a submodule called directly before the root, in one loss")
 def part_before(engine: Engine) -> None:
     part = square(engine.model.blocks[1](engine.data(4, WIDTH)))
-    engine.update(square(engine.model(engine.data(4, 8))) + part)
+    engine.update(engine.loss() + part)
 
 
-@pattern.each_step("a submodule called directly after the root, in one loss", Mlp)
+@pattern.each_step("a submodule called directly after the root, in one loss")
 def part_after(engine: Engine) -> None:
-    loss = square(engine.model(engine.data(4, 8)))
-    engine.update(loss + square(engine.model.blocks[1](engine.data(4, WIDTH))))
+    engine.update(engine.loss() + square(engine.model.blocks[1](engine.data(4, WIDTH))))
 
 
-pattern("a submodule called alone, nothing else", Mlp)(
+pattern("a submodule called alone, nothing else")(
     updates(lambda engine: square(engine.model.blocks[1](engine.data(4, WIDTH)))), "part_alone"
 )
-pattern("a method of the model that calls its units (`model.features(x)`)", Mlp)(
-    updates(lambda engine: square(engine.model.features(engine.data(4, 8)))), "method"
+pattern("a method of the model that calls its units (`model.features(x)`)")(
+    updates(lambda engine: square(engine.model.features(engine.data()))), "method"
 )
 
 
-@pattern.each_step("a method of the model, and the head called on its result", Mlp)
+@pattern.each_step("a method of the model, and the head called on its result")
 def method_and_head(engine: Engine) -> None:
-    x = engine.model.features(engine.data(4, 8))
+    x = engine.model.features(engine.data())
     engine.update(square(engine.model.head(x)) + 0.1 * square(x))
 
 
-@pattern.each_step("a method of the model under `no_grad`, the head trained (linear probe)", Mlp)
+@pattern.each_step("a method of the model under `no_grad`, the head trained (linear probe)")
 def probe(engine: Engine) -> None:
     with torch.no_grad():
-        x = engine.model.features(engine.data(4, 8))
+        x = engine.model.features(engine.data())
     engine.update(square(engine.model.head(x)))
 
 
@@ -137,79 +126,62 @@ class TwoParts(nn.Module):
 
 @pattern.each_step("two submodules called one after the other, the root never", TwoParts)
 def root_never(engine: Engine) -> None:
-    code = engine.model.encoder(engine.data(4, WIDTH))
-    engine.update(square(engine.model.decoder(code)))
+    engine.update(square(engine.model.decoder(engine.model.encoder(engine.data(4, WIDTH)))))
 
 
-@pattern("two submodules trained in turn (alternating minimization)", TwoParts)
+@pattern.each_step("two submodules trained in turn (alternating minimization)", TwoParts, steps=VARIED_STEPS)
 def in_turn(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        parts = [engine.model.encoder, engine.model.decoder]
-        engine.update(square(parts[step % 2](engine.data(4, WIDTH))))
+    parts = [engine.model.encoder, engine.model.decoder]
+    engine.update(square(parts[engine.number % 2](engine.data(4, WIDTH))))
 
 
 # ---- several models
 
 
-@pattern("a GAN: two models, two optimizers, `detach`", Mlp)
+@pattern("a GAN: two models, two optimizers, `detach`, a gradient penalty")
 def gan(engine: Engine) -> None:
     critic = engine.another(Mlp(2, 8, 1))
     for _ in range(STEPS):
-        fake = engine.model(engine.data(4, 8))
-        loss = F.softplus(critic.model(fake.detach())).mean()
-        critic.update(loss + F.softplus(-critic.model(engine.data(4, 8))).mean())
+        fake = engine.model(engine.data())
+        x = fake.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(critic.model(x).sum(), x, create_graph=True)
+        loss = F.softplus(critic.model(x.detach())).mean() + square(slope)
+        critic.update(loss + F.softplus(-critic.model(engine.data())).mean())
         engine.update(F.softplus(-critic.model(fake)).mean())
         critic.zero_grad()
 
 
-@pattern("a GAN that freezes its critic for the generator's step", Mlp)
+@pattern("a GAN that freezes its critic for the generator's step")
 def gan_frozen(engine: Engine) -> None:
     critic = engine.another(Mlp(2, 8, 1))
     for _ in range(STEPS):
         critic.model.requires_grad_(True)
-        fake = engine.model(engine.data(4, 8))
-        critic.update(critic.model(fake.detach()).mean() - critic.model(engine.data(4, 8)).mean())
+        fake = engine.model(engine.data())
+        critic.update(critic.model(fake.detach()).mean() - critic.model(engine.data()).mean())
         critic.model.requires_grad_(False)
         engine.update(-critic.model(fake).mean())
 
 
-@pattern("a GAN with a gradient penalty", Mlp)
-def gan_penalty(engine: Engine) -> None:
-    critic = engine.another(Mlp(2, 8, 1))
-    for _ in range(STEPS):
-        fake = engine.model(engine.data(4, 8))
-        x = fake.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(critic.model(x).sum(), x, create_graph=True)
-        critic.update(critic.model(x.detach()).mean() + square(slope))
-        engine.update(-critic.model(fake).mean())
-        critic.zero_grad()
-
-
-@pattern("two models, one joint loss, two optimizers", Mlp)
+@pattern("two models, one joint loss, two optimizers")
 def joint(engine: Engine) -> None:
     other = engine.another(Mlp(2))
     for _ in range(STEPS):
-        loss = square(other.model(engine.model(engine.data(4, 8))))
-        engine.record(loss)
-        engine.backward(loss)
-        for each in (engine, other):
-            each.step()
-            each.zero_grad()
+        engine.update(square(other.model(engine.model(engine.data()))))
+        other.finish()
 
 
-@pattern("two optimizers in alternate steps", Mlp)
+@pattern("two optimizers in alternate steps")
 def alternate(engine: Engine) -> None:
     other = engine.another(Mlp(2))
     for step in range(VARIED_STEPS):
-        each = (engine, other)[step % 2]
-        each.update(square(each.model(engine.data(4, 8))))
+        (engine, other)[step % 2].train()
 
 
-@pattern("distillation from a frozen teacher outside", Mlp)
+@pattern("distillation from a frozen teacher outside")
 def distillation(engine: Engine) -> None:
     teacher = Mlp(1).requires_grad_(False)
     for _ in range(STEPS):
-        x = engine.data(4, 8)
+        x = engine.data()
         engine.update(square(engine.model(x) - teacher(x)))
 
 
@@ -221,16 +193,15 @@ class Student(Mlp):
         self.__dict__["teacher"] = copy.deepcopy(self).requires_grad_(False)
 
 
-@pattern("an EMA teacher outside, updated from `model.state_dict()`", Student)
+@pattern.each_step("an EMA teacher outside, updated from `model.state_dict()`", Student)
 def ema_teacher(engine: Engine) -> None:
     teacher = engine.model.__dict__["teacher"]
-    for _ in range(STEPS):
-        x = engine.data(4, 8)
-        engine.update(square(engine.model(x) - teacher(x + 1)))
-        state = engine.model.state_dict()
-        with torch.no_grad():
-            for name, p in teacher.named_parameters():
-                p.lerp_(state[name], 0.1)
+    x = engine.data()
+    engine.update(square(engine.model(x) - teacher(x + 1)))
+    state = engine.model.state_dict()
+    with torch.no_grad():
+        for name, p in teacher.named_parameters():
+            p.lerp_(state[name], 0.1)
 
 
 class Momentum(Mlp):
@@ -250,7 +221,7 @@ class Momentum(Mlp):
 
 @pattern.each_step("an EMA teacher inside the model, updated inside `gathered()`", Momentum)
 def teacher_inside(engine: Engine) -> None:
-    engine.update(engine.model(engine.data(4, 8)))
+    engine.update(engine.model(engine.data()))
     with engine.gathered(), torch.no_grad():
         pairs = zip(engine.model.teacher.parameters(), engine.model.blocks.parameters(), strict=True)
         for slow, fast in pairs:
