@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerokit
-from tests.support.distributed import run_ranks
+from tests.support.on_ranks import on_ranks
 
 
 def _train(group: dist.ProcessGroup | None) -> list[float]:
@@ -26,7 +26,8 @@ def _train(group: dist.ProcessGroup | None) -> list[float]:
     return losses
 
 
-def _pipeline() -> list[list[float]]:
+@on_ranks(4, timeout=20.0)
+def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
     """Stages {0, 1} and {2, 3} of a pipeline; first and last rank share an embedding, one is in a group by itself."""
     rank = dist.get_rank()
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 3), (0,), (0, 1), (2, 3), (1, 2))}
@@ -35,9 +36,4 @@ def _pipeline() -> list[list[float]]:
     if rank in (1, 2):
         found.append(_train(groups[1, 2]))
     found.append(_train(None))
-    return found
-
-
-def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
-    for found in run_ranks(4, _pipeline, timeout=20.0):
-        assert all(losses == found[0] for losses in found)
+    assert all(losses == found[0] for losses in found)
