@@ -71,7 +71,7 @@ def test_a_divided_parameter_is_not_read_outside_of_gathered() -> None:
         assert len(model[0].state_dict()) == 2
 
 
-@on_ranks(2, ("gathered, with an exception", "state_dict", "double backward"))
+@on_ranks(2, ("gathered, with an exception", "state_dict", "a module called by itself", "double backward"))
 def test_units_are_freed_again(moment: str) -> None:
     """`test_schedule` sees more such moments."""
     model, optimizer = build(3)
@@ -82,6 +82,8 @@ def test_units_are_freed_again(moment: str) -> None:
             raise KeyError
     elif moment == "state_dict":
         model.state_dict()
+    elif moment == "a module called by itself":
+        optimizer.backward(model[0](x).square().mean())
     elif moment == "double backward":
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         assert optimizer.memory().gathered > 0
