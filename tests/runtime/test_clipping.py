@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.distributed import run_alone, run_each, run_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import train_alone
 from tests.support.training import Run, Trajectory, one_step, train_all, trained, whole_weights
 
@@ -29,27 +30,24 @@ def test_norms_equal_those_of_one_process(name: str, stages: tuple[int, ...], no
             assert result.norms == alone[0].norms
 
 
-def _update_size(given: tuple[int, float, float]) -> tuple[float, float, tuple[Any, ...]]:
+CUTS = itertools.product(NORMS.values(), ((1, 0.125), (3, 0.125), (2, 1e6)))
+
+
+@on_ranks(2, CUTS)
+def test_gradients_are_scaled_to_the_limit_and_never_up(given: tuple[float, tuple[int, float]]) -> None:
     """The norm of an SGD update with learning rate 1 is the norm of the gradients after clipping."""
-    stage, max_norm, norm_type = given
+    norm_type, (stage, limit) = given
     case, model, optimizer = trained("gpt", Run(stage=stage, optimizer="sgd"), lr=1.0)
     before = {name: value.clone() for name, value in whole_weights(model).items()}
     optimizer.backward(case.loss(model, case.batch(0, 0, dist.get_rank())))
-    norm = optimizer.clip_grad_norm_(max_norm, norm_type)
+    norm = optimizer.clip_grad_norm_(limit, norm_type)
+    assert (norm.dtype, norm.ndim, norm.requires_grad) == (torch.float32, 0, False)
+    assert norm > 0.125
     optimizer.step()
     after = whole_weights(model)
     update = torch.cat([(after[name] - before[name]).flatten().double() for name in before])
-    kind = (norm.dtype, norm.ndim, norm.requires_grad)
-    return float(torch.linalg.vector_norm(update, norm_type)), norm.item(), kind
-
-
-def test_gradients_are_scaled_to_the_limit_and_never_up() -> None:
-    cases = [(s, limit, kind) for kind in NORMS.values() for s, limit in ((1, 0.125), (3, 0.125), (2, 1e6))]
-    for (_, limit, _), ranks in zip(cases, run_each(2, _update_size, cases), strict=True):
-        for size, norm, kind in ranks:
-            assert norm > 0.125
-            assert size == pytest.approx(min(norm, limit), rel=1e-3)
-            assert kind == (torch.float32, 0, False)
+    size = float(torch.linalg.vector_norm(update, norm_type))
+    assert size == pytest.approx(min(float(norm), limit), rel=1e-3)
 
 
 def _collectives(given: tuple[int, float | None]) -> Counter[str]:
@@ -71,12 +69,14 @@ def test_clipping_costs_exactly_one_all_reduce() -> None:
             assert less <= more
 
 
-def _norms_in_turn(given: tuple[str, int]) -> list[list[float]]:
-    """Twice the norm of gradients that are usual, infinite on one rank, usual again, and zero."""
+@on_ranks(2, itertools.product(("fp32", "fp16"), range(4)))
+def test_norms_are_of_the_gradients_that_are_there(given: tuple[str, int]) -> None:
+    """Clipped ones the second time; a user who skips a step with a bad norm keeps nothing of it."""
     precision, stage = given
     case, model, optimizer = trained("mlp_10_64_2", Run(stage=stage, precision=precision))
     found: list[list[float]] = []
     assert optimizer.last_norm is None
+    # Gradients that are usual, infinite on one rank, usual again, and zero.
     for factor in (1.0, 1.0 if dist.get_rank() else math.inf, 1.0, 0.0):
         optimizer.zero_grad()
         optimizer.backward(case.loss(model, case.batch(0, 0, dist.get_rank())) * factor)
@@ -84,16 +84,9 @@ def _norms_in_turn(given: tuple[str, int]) -> list[list[float]]:
         assert repr(optimizer.last_norm) == repr(found[-1][-1])
     optimizer.step()
     assert all(bool(value.isfinite().all()) for value in whole_weights(model).values())
-    return found
-
-
-def test_norms_are_of_the_gradients_that_are_there() -> None:
-    """Clipped ones the second time; a user who skips a step with a bad norm keeps nothing of it."""
-    cases = [(precision, stage) for precision in ("fp32", "fp16") for stage in range(4)]
-    for ranks in run_each(2, _norms_in_turn, cases):
-        for usual, bad, again, zero in ranks:
-            assert usual[0] > 0.125
-            assert usual[1] == pytest.approx(0.125, rel=1e-3)
-            assert not math.isfinite(bad[0])
-            assert again == usual
-            assert zero == [0.0, 0.0]
+    usual, bad, again, zero = found
+    assert usual[0] > 0.125
+    assert usual[1] == pytest.approx(0.125, rel=1e-3)
+    assert not math.isfinite(bad[0])
+    assert again == usual
+    assert zero == [0.0, 0.0]

@@ -6,29 +6,42 @@ import io
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
 from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_each, run_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.oracle import train_alone
 from tests.support.training import SMALL, Run, Trajectory, digest, one_step, train_all, trained, whole_weights
 
+RUN = Run(steps=5, clip=math.inf)
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_stages_equal_one_process_in_bits(optimizer: str) -> None:
+
+def _alone() -> dict[str, list[Trajectory]]:
+    return {name: train_alone("gpt_groups", replace(RUN, optimizer=name), 2) for name in OPTIMIZERS}
+
+
+def _by_stages() -> dict[str, dict[str, Trajectory]]:
+    found = {}
+    for turn, name in enumerate(OPTIMIZERS):
+        run = replace(RUN, optimizer=name)
+        stages = {s: replace(run, stage=s, bucket_mb=0.004 if s % 2 else SMALL) for s in (turn % 3, 3)}
+        found[name] = train_all("gpt_groups", {f"stage {stage}": one for stage, one in stages.items()})
+    return found
+
+
+def test_stages_equal_one_process_in_bits() -> None:
     """Stage 3 and another by turns, with parameter groups of different learning rates and weight decays."""
-    run = Run(optimizer=optimizer, steps=5, clip=math.inf)
-    alone = run_alone(train_alone, "gpt_groups", run, 2)
-    others = list(OPTIMIZERS).index(optimizer) % 3
-    runs = {f"stage {s}": replace(run, stage=s, bucket_mb=0.004 if s % 2 else SMALL) for s in (others, 3)}
-    for rank, results in enumerate(run_ranks(2, train_all, "gpt_groups", runs)):
-        for label, result in results.items():
-            assert_equal_bits(result, alone[rank], f"{optimizer}, rank {rank}, {label} against one process")
+    alone = run_alone(_alone)
+    for rank, results in enumerate(run_ranks(2, _by_stages)):
+        for name, stages in results.items():
+            for label, result in stages.items():
+                assert_equal_bits(
+                    result, alone[name][rank], f"{name}, rank {rank}, {label} against one process"
+                )
 
 
 def _begun_late(given: tuple[str, int]) -> list[str]:
@@ -55,7 +68,8 @@ def test_states_may_begin_late() -> None:
     assert [case for case in cases if found[case] != found[case[0], 0]] == []
 
 
-def _surface() -> None:
+@on_ranks(2)
+def test_its_surface_is_that_of_torchs_optimizers() -> None:
     case, model, optimizer = trained("gpt_groups", Run(stage=2), 1)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert "AdamW" in repr(optimizer)
@@ -74,20 +88,14 @@ def _surface() -> None:
     assert {kind for state in optimizer.state.values() for kind in state} == {"exp_avg", "exp_avg_sq", "step"}
 
 
-def test_its_surface_is_that_of_torchs_optimizers() -> None:
-    run_ranks(2, _surface)
-
-
-def _fused_by_choice(fused: bool) -> list[Any]:
+@on_ranks(1, (False, True))
+def test_the_users_own_choice_of_fused_wins(fused: bool) -> None:
     _, _, optimizer = trained("mlp_10_64_2", Run(), fused=fused)
-    return [group["fused"] for group in optimizer.param_groups]
+    assert [group["fused"] for group in optimizer.param_groups] == [fused]
 
 
-def test_the_users_own_choice_of_fused_wins() -> None:
-    assert run_each(1, _fused_by_choice, (False, True)) == [[[False]], [[True]]]
-
-
-def _resume(given: tuple[int, str]) -> None:
+@on_ranks(2, itertools.product(range(4), ("adamw", "lion")))
+def test_state_dicts_resume_a_run_bit_for_bit(given: tuple[int, str]) -> None:
     """Model and optimizer state dicts carry a run into new objects on the same ranks, scheduler included."""
     stage, name = given
     run = Run(stage=stage, optimizer=name, bucket_mb=SMALL)
@@ -111,7 +119,3 @@ def _resume(given: tuple[int, str]) -> None:
         later.step()
     assert one.losses == two.losses
     assert digest(whole_weights(model).items()) == digest(whole_weights(other).items())
-
-
-def test_state_dicts_resume_a_run_bit_for_bit() -> None:
-    run_each(2, _resume, [(stage, name) for name in ("adamw", "lion") for stage in range(4)])

@@ -15,20 +15,19 @@ import torch.distributed as dist
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import train_alone
 from tests.support.recording import plain_unit
 from tests.support.training import LARGE, Run, train_all, train_zero
 from zerokit.runtime.collectives import Wire, make_collectives
 from zerokit.runtime.collectives.node import SWITCH
 
-STAGES = (0, 1, 2, 3)
 BF16 = Wire(torch.bfloat16)
 WIRE = zerokit.Precision(wire=torch.bfloat16)
-HALF = zerokit.Precision(compute=torch.bfloat16, wire=torch.bfloat16)
-SCALED = zerokit.Precision(compute=torch.float16, wire=torch.bfloat16)
 
 
-def _one_rank() -> None:
+@on_ranks(1)
+def test_one_rank_rounds_nothing() -> None:
     alone = train_zero("gpt", Run(steps=3, precision=WIRE))
     assert alone.bits() == train_zero("gpt", Run(steps=3)).bits()
     os.environ[SWITCH] = "0"
@@ -38,10 +37,6 @@ def _one_rank() -> None:
     bucket, out = torch.randn(100), torch.zeros(100)
     collectives.reduce_scatter(plain_unit(0, 100, 1), bucket.clone(), out, add=False, wire=BF16).wait()
     assert torch.equal(out, bucket)
-
-
-def test_one_rank_rounds_nothing() -> None:
-    run_ranks(1, _one_rank)
 
 
 # --- training ----------------------------------------------------------------------------------------------
