@@ -18,6 +18,7 @@ from tests.support.devices import (
     require_deterministic_kernels,
 )
 from tests.support.distributed import run_ranks
+from tests.support.on_ranks import on_ranks
 
 
 def _train_and_count(scene: Scene, device: torch.device) -> tuple[list[str], bool, bool]:
@@ -65,19 +66,11 @@ def test_stages_are_identical_bits(backend: str, world: int, bound: bool) -> Non
                 assert traffic, f"{case}, stage {stage}: traffic() is not its prediction"
 
 
-def test_the_same_the_devices_way() -> None:
+@on_ranks(2, ("plain", "accumulation"))
+def test_the_same_the_devices_way(name: str) -> None:
     """What is held and moved on a host that takes a device's way is what the tests on a GPU expect there."""
-    for results in run_ranks(2, _the_devices_way):
-        for name, stages in results.items():
-            expected = [(stages[0][0], True, True)] * len(STAGES)
-            assert stages == expected, name
-
-
-def _the_devices_way() -> dict[str, list[tuple[list[str], bool, bool]]]:
     with prompt("cpu") as place:
-        return {
-            name: [
-                _train_and_count(at(SCENES[name], stage=stage, precision="bf16"), place) for stage in STAGES
-            ]
-            for name in ("plain", "accumulation")
-        }
+        stages = [
+            _train_and_count(at(SCENES[name], stage=stage, precision="bf16"), place) for stage in STAGES
+        ]
+    assert stages == [(stages[0][0], True, True)] * len(STAGES)

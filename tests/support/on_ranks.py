@@ -13,10 +13,13 @@ from tests.support.distributed import run_ranks
 Test = Callable[..., None]
 
 
-def on_ranks(world: int, cases: Iterable[Any] | None = None, **limits: float) -> Callable[[Test], Test]:
-    """Makes a test of what each of `world` ranks does; `limits` are those of `run_ranks`.
+def on_ranks(
+    world: int | dict[str, int], cases: Iterable[Any] | None = None, **limits: float
+) -> Callable[[Test], Test]:
+    """Makes a test of what each of `world` ranks does, of which a dictionary has the number by the test's `device`.
 
-    Fixtures and parameters travel to the ranks. With `cases` all of them run in one launch, each as first argument.
+    `limits` are those of `run_ranks`. Fixtures and parameters travel to the ranks. With `cases` all of them run in one
+    launch, each as first argument.
 
         @on_ranks(2, cases=(0, 3))
         def test_a_model_trains(stage: int, tmp_path: Path) -> None: ...
@@ -26,7 +29,8 @@ def on_ranks(world: int, cases: Iterable[Any] | None = None, **limits: float) ->
         @functools.wraps(function)
         def test(**given: Any) -> None:
             __tracebackhide__ = True
-            run_ranks(world, _run, function.__module__, function.__name__, given, **limits)
+            count = world if isinstance(world, int) else world[given["device"]]
+            run_ranks(count, _run, function.__module__, function.__name__, given, **limits)
 
         parameters = list(inspect.signature(function).parameters.values())
         signature = inspect.Signature(parameters if cases is None else parameters[1:])
