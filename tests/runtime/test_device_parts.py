@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
-from tests.support.distributed import run_ranks
 from tests.support.happens_before import FakeCuda, FakeStream
+from tests.support.on_ranks import on_ranks
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
 from zerokit.runtime import collectives
@@ -27,36 +27,13 @@ GPU = torch.device("cuda", 0)
 # --- one GPU a rank ----------------------------------------------------------------------------------------
 
 
-class FakeGroup:
-    """What `require_own_device` asks of a process group."""
+class NcclGroup:
+    """A group whose only backend is NCCL's, on CUDA."""
 
     group_name = "fake"
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
     def rank(self) -> int:
-        return self._rank
-
-
-@pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank's current device is the same GPU, and all ranks share a store."""
-    store = HashStore()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
-    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_a_model_on_another_gpu_than_the_current_one_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"lies on cuda:1.*current device.*set_device\("):
-        nccl.require_current_device(torch.device("cuda", 1))
-
-
-class NcclGroup(FakeGroup):
-    """A group whose only backend is NCCL's, on CUDA."""
+        return 0
 
     def size(self) -> int:
         return 1
@@ -67,24 +44,31 @@ class NcclGroup(FakeGroup):
         return object()
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_a_model_on_the_cpu_is_refused_under_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`get_backend_config` says "cuda:nccl" of such a group, and it has no backend to ask for its time-out."""
-    config = dist.distributed_c10d.BackendConfig(dist.Backend("nccl"))
-    assert "nccl" in str(config)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: str(config))
-    with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\)"):
-        make_collectives(NcclGroup(0), torch.device("cpu"), None, units=1)  # type: ignore[arg-type]
+def test_a_model_on_another_gpu_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(UsageError, match=r"lies on cuda:1.*current device.*set_device\("):
+        nccl.require_current_device(torch.device("cuda", 1))
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_a_model_left_on_the_cpu_is_refused_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `init_process_group()` without a backend, whose group serves both."""
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    group: Any = NcclGroup(0)
-    assert collectives._backend_of(group, torch.device("cpu")) == "gloo"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\).*'gloo'"):
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        # What is said of a group of NCCL alone, which has no backend to ask for its time-out.
+        (str(dist.distributed_c10d.BackendConfig(dist.Backend("nccl"))), ""),
+        # Under `init_process_group()` without a backend, whose group serves both.
+        ("cpu:gloo,cuda:nccl", ".*'gloo'"),
+    ],
+)
+def test_a_model_on_the_cpu_is_refused_under_nccl_where_there_are_gpus(
+    config: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nccl" in config
+    group: Any = NcclGroup()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    if said:
+        assert collectives._backend_of(group, torch.device("cpu")) == "gloo"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match=rf"the model lies on cpu.*model\.to\('cuda'\){said}"):
         make_collectives(group, torch.device("cpu"), None, units=1)
 
 
@@ -143,7 +127,8 @@ def _communicators_on_hosts() -> Iterator[list[dist.ProcessGroup]]:
         yield made
 
 
-def _make_communicators() -> None:
+@on_ranks(1)
+def test_communicators_are_made_once_a_group_and_time_out() -> None:
     cpu, short = torch.device("cpu"), datetime.timedelta(seconds=7)
     with _communicators_on_hosts() as made:
         group = dist.new_group([0])
@@ -153,18 +138,14 @@ def _make_communicators() -> None:
         assert len(made) == 3, "a second optimizer takes over the first one's"
         assert nccl.communicators_of(group, Mesh(1, 1), cpu, short, StallReporter(group)) is not first
         assert len(made) == 6
-
         other = dist.new_group([0])
         assert nccl.communicators_of(other, Mesh(1, 1), cpu, None, StallReporter(other)) is not first
         assert len(made) == 9
 
 
-def test_communicators_are_made_once_a_group_and_time_out() -> None:
-    run_ranks(1, _make_communicators)
-
-
-def _start_anew() -> int:
-    """All groups are destroyed, and others are made, as by a user who begins again."""
+@on_ranks(1)
+def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
+    """As by a user who begins again."""
     store = dist.distributed_c10d._get_default_store()
     with _communicators_on_hosts() as made:
         for number in range(2):
@@ -173,11 +154,7 @@ def _start_anew() -> int:
                 dist.init_process_group("gloo", store=PrefixStore("again", store), rank=0, world_size=1)
             group = dist.distributed_c10d._get_default_group()
             nccl.communicators_of(group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group))
-        return len(made)
-
-
-def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
-    assert run_ranks(1, _start_anew) == [6]
+        assert len(made) == 6
 
 
 # --- streams -----------------------------------------------------------------------------------------------

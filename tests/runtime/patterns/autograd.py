@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
 from tests.runtime.patterns.harness import CLIPPED, Subject, always, usage
-from tests.runtime.patterns.models import WIDTH, Block, Mlp, chain, square
+from tests.runtime.patterns.models import WIDTH, Mlp, square
 
 pattern = Subject(__name__)
 
@@ -74,13 +74,6 @@ def hessian_vector(engine: Engine) -> None:
         engine.update(loss)
 
 
-@pattern.each_step("a penalty of the parameters' gradients")
-def penalty_of_gradients(engine: Engine) -> None:
-    loss = engine.loss()
-    slopes = grad(loss, list(engine.model.parameters()), create_graph=True)
-    engine.update(loss + 0.1 * sum(g.square().sum() for g in slopes))
-
-
 @pattern.each_step("`autograd.grad` with respect to parameters, beside the update")
 def gradients_of_parameters(engine: Engine) -> None:
     loss = engine.loss()
@@ -93,23 +86,14 @@ def gradients_of_parameters(engine: Engine) -> None:
 # ---- gradients of inputs
 
 
-def _attack(engine: Engine) -> Tensor:
+@pattern.each_step("adversarial training: `x.grad` (FGSM), at times dropping its gradients")
+def adversarial(engine: Engine) -> None:
     x = engine.data().requires_grad_()
     engine.backward(square(engine.model(x)))
     assert x.grad is not None
-    return x.detach() + 0.1 * x.grad
-
-
-@pattern.each_step("adversarial training: `x.grad` (FGSM), then a step")
-def adversarial(engine: Engine) -> None:
-    x = _attack(engine)
-    engine.zero_grad()
-    engine.update(square(engine.model(x)))
-
-
-@pattern.each_step("adversarial training that keeps both gradients")
-def adversarial_both(engine: Engine) -> None:
-    engine.update(square(engine.model(_attack(engine))))
+    if engine.number % 2:
+        engine.zero_grad()
+    engine.update(square(engine.model(x.detach() + 0.1 * x.grad)))
 
 
 @pattern.each_step("saliency: `autograd.grad` of inputs, the graph given up")
@@ -190,48 +174,6 @@ pattern("a custom function that keeps its weight on `ctx`", lambda: Mlp(block=la
 )
 
 
-class Reverse(torch.autograd.Function):
-    """The gradient reversal of domain-adversarial training."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return -gradient
-
-
-class Domains(Mlp):
-    """Two heads, one behind a gradient reversal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.domain = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.features(x)
-        reverse: Any = Reverse.apply
-        return self.head(x), self.domain(reverse(x))
-
-
-@pattern.each_step("gradient reversal before a second head", Domains)
-def reversal(engine: Engine) -> None:
-    one, two = engine.model(engine.data())
-    engine.update(square(one) + square(two))
-
-
-class Rounded(Block):
-    """A straight-through estimator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y + (y.round() - y).detach()
-
-
-pattern("straight-through rounding", lambda: Mlp(block=Rounded))(CLIPPED, "straight_through")
-
-
 # ---- what is cut out of the graph, or stored elsewhere
 
 
@@ -249,14 +191,6 @@ class Again(Mlp):
         with torch.no_grad():
             guess = super().forward(x)
         return super().forward(x + guess)
-
-
-@pattern("truncated backpropagation through time, the hidden state detached", lambda: chain(2))
-def truncated(engine: Engine) -> None:
-    hidden = torch.zeros(4, WIDTH)
-    for _ in range(STEPS):
-        hidden = engine.model(hidden.detach() + engine.data(4, WIDTH))
-        engine.update(square(hidden))
 
 
 @pattern.each_step("`save_on_cpu`; saved tensors packed by hooks of the user's (as copies)")

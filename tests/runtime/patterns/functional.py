@@ -31,25 +31,16 @@ def _detached(engine: Engine) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in _weights(engine).items()}
 
 
-def _adapted(
-    engine: Engine, weights: dict[str, Tensor], inner: Tensor, *, second_order: bool = False
-) -> Tensor:
-    """The loss after an inner step."""
-    slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=second_order)
+def _maml(engine: Engine) -> Tensor:
+    weights = _weights(engine)
+    inner = _call(engine, weights, engine.data())
+    slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
     adapted = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), slopes, strict=True)}
     return _call(engine, adapted, engine.data())
 
 
-def _maml(engine: Engine) -> Tensor:
-    weights = _weights(engine)
-    return _adapted(engine, weights, _call(engine, weights, engine.data()), second_order=True)
-
-
 pattern("MAML: one inner step, `functional_call` with adapted weights", refused=OUTSIDE)(
     updates(_maml), "maml"
-)
-pattern("first-order MAML", refused=OUTSIDE)(
-    updates(lambda engine: _adapted(engine, _weights(engine), engine.loss())), "first_order_maml"
 )
 
 

@@ -94,11 +94,6 @@ pattern("bf16: integer inputs beyond 256, a buffer that counts", Counting, **BF1
 )
 
 
-@pattern.each_step("bf16: a loss in fp32 of targets in fp32", **BF16)
-def targets(engine: Engine) -> None:
-    engine.update(nn.functional.mse_loss(engine.model(engine.data()).float(), engine.data()))
-
-
 # ---- masters
 
 

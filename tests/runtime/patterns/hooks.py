@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import STEPS, Engine
+from tests.runtime.patterns.engines import VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import CLIPPED, USUAL, Subject, always, usage
-from tests.runtime.patterns.models import Block, Mlp, square
+from tests.runtime.patterns.models import Mlp, square
 
 pattern = Subject(__name__)
 
@@ -36,43 +36,13 @@ def backward_hooks(engine: Engine) -> None:
     CLIPPED(engine)
 
 
-@pattern.each_step("tensor hooks on an output")
-def tensor_hooks(engine: Engine) -> None:
-    y = engine.model(engine.data())
-    y.register_hook(lambda gradient: 2 * gradient)
-    engine.update(square(y))
-
-
-def _with_features(engine: Engine, weight: float) -> None:
-    """The loss of the output, weighted, and of what a hook takes of the second block."""
+@pattern("features taken by a forward hook, a loss of them alone or beside that of the output")
+def features(engine: Engine) -> None:
     taken: list[Tensor] = []
     engine.model.blocks[1].register_forward_hook(lambda module, args, output: taken.append(output))
-    for _ in range(STEPS):
-        y = engine.model(engine.data())
-        loss = square(taken.pop())
-        engine.update(loss + weight * square(y) if weight else loss)
-
-
-pattern("features taken by a forward hook, used in the loss")(
-    lambda engine: _with_features(engine, 0.5), "features_in_loss"
-)
-pattern("a loss of hooked features alone, the output unused")(
-    lambda engine: _with_features(engine, 0.0), "features_alone"
-)
-
-
-class Balanced(Block):
-    """Leaves a loss behind, as a mixture of experts does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.auxiliary = y.mean().square()
-        return y
-
-
-@pattern.each_step("auxiliary losses left on modules, added later", lambda: Mlp(block=Balanced))
-def auxiliary(engine: Engine) -> None:
-    engine.update(engine.loss() + sum(block.auxiliary for block in engine.model.blocks))
+    for step in range(VARIED_STEPS):
+        loss = engine.loss()
+        engine.update(square(taken.pop()) + (0.5 * loss if step // 2 else 0.0))
 
 
 def _watched(engine: Engine) -> None:

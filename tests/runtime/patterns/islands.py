@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.optim import lr_scheduler
 
 from tests.runtime.patterns.engines import Engine
 from tests.runtime.patterns.harness import Subject, updates
@@ -39,14 +38,6 @@ def accumulated(engine: Engine) -> None:
     with engine.accumulate():
         engine.backward(engine.loss() / 2)
     engine.update(engine.loss() / 2)
-
-
-@pattern("local steps with OneCycleLR", options=EVERY)
-def schedule(engine: Engine) -> None:
-    cycle = lr_scheduler.OneCycleLR(engine.optimizer, max_lr=0.01, total_steps=STEPS)
-    for _ in range(STEPS):
-        engine.train()
-        cycle.step()
 
 
 @pattern.each_step(

@@ -142,12 +142,6 @@ def harmless(engine: Engine) -> None:
     assert repr(engine.optimizer)
 
 
-@amid("`nn.utils.parameters_to_vector` inside `gathered()`")
-def to_vector(engine: Engine) -> None:
-    with engine.gathered():
-        engine.record(nn.utils.parameters_to_vector(engine.model.parameters()).double().norm())
-
-
 # It assigns `p.data`.
 @amid("`vector_to_parameters` inside `gathered()`", refused=OR_RIGHT)
 def from_vector(engine: Engine) -> None:

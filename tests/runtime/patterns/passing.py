@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,6 @@ pattern = Subject(__name__)
 
 @dataclass
 class Record:
-    hidden: Tensor
-    loss: Tensor
-
-
-class Pair(NamedTuple):
     hidden: Tensor
     loss: Tensor
 
@@ -77,7 +72,6 @@ def _objects(engine: Engine) -> None:
 
 for kind, name in (
     (Record, "a dataclass"),
-    (Pair, "a named tuple"),
     (Plainly, "a plain class"),
     (Slotted, "a class with slots"),
 ):
@@ -104,26 +98,6 @@ class KeywordsOnly(Mlp):
 )
 def dictionaries(engine: Engine) -> None:
     engine.update(square(engine.model(batch={"x": engine.data()}, unused=None)["logits"]))
-
-
-class Tuples(Block):
-    def forward(self, *args: Any) -> Any:
-        x, skip, nothing = args
-        return super().forward(x), x + skip, nothing
-
-
-class Positional(Mlp):
-    def forward(self, *args: Tensor) -> Any:
-        state = (self.first(args[0]), self.first(args[1]), None)
-        for block in self.blocks:
-            state = block(*state)
-        return self.head(state[0]), self.head(state[1]), None
-
-
-@pattern.each_step("tuples in and out, `*args`", lambda: Positional(block=Tuples))
-def tuples(engine: Engine) -> None:
-    one, two, _ = engine.model(engine.data(), engine.data())
-    engine.update(square(one) + square(two))
 
 
 class Stores(Block):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
@@ -46,14 +45,12 @@ def _skips(*places: list[int]) -> Callable[[Engine], None]:
 
 
 for key, name, places, options in (
-    ("skips_all", "a rank that leaves out all blocks", ([], [0, 1, 2]), {}),
     (
         "skips_all_three",
         "a rank that leaves out all blocks, three ranks",
         ([0, 1, 2], [], [0, 1, 2]),
         {"world": 3},
     ),
-    ("disjoint", "ranks that use disjoint blocks", ([0, 2], [1]), {}),
     ("disjoint_four", "ranks that use disjoint blocks, four ranks", ([0], [1], [2], []), {"world": 4}),
     (
         "orders",
@@ -171,15 +168,6 @@ def different_losses(engine: Engine) -> None:
 def same_evaluation(engine: Engine) -> None:
     engine.evaluate(torch.ones(1 + 3 * engine.rank, 8))
     engine.train()
-
-
-@pattern.each_step("a masked loss: nothing but ignored targets on one rank", steps=VARIED_STEPS)
-def ignored(engine: Engine) -> None:
-    targets = engine.ids(8, 4)
-    if engine.number % engine.world == engine.rank:
-        targets.fill_(-100)
-    y = engine.model(engine.data())
-    engine.update(F.cross_entropy(y, targets, reduction="sum", ignore_index=-100))
 
 
 # ---- calls that one rank makes and another does not

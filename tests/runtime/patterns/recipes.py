@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
+from tests.runtime.patterns.engines import STEPS, Engine
 from tests.runtime.patterns.harness import Subject, always, updates, usage
 from tests.runtime.patterns.library import adapted
 from tests.runtime.patterns.models import WIDTH, Block, Words, square
@@ -41,18 +41,6 @@ def _move(engine: Engine, steps: list[Tensor], sign: float) -> None:
     with engine.gathered(), torch.no_grad():
         for parameter, step in zip(engine.model.parameters(), steps, strict=True):
             parameter.add_(step, alpha=sign)
-
-
-@pattern("Lookahead: slow weights that follow every second step")
-def lookahead(engine: Engine) -> None:
-    with engine.gathered():
-        slow = [p.detach().clone() for p in engine.model.parameters()]
-    for number in range(VARIED_STEPS):
-        engine.train()
-        if number % 2:
-            with engine.gathered(), torch.no_grad():
-                for behind, parameter in zip(slow, engine.model.parameters(), strict=True):
-                    parameter.copy_(behind.lerp_(parameter, 0.5))
 
 
 @pattern("PCGrad: gradients of two losses put into `p.grad`", refused=always(usage("gathered_gradients()")))
@@ -82,7 +70,7 @@ def prompt(engine: Engine) -> None:
 # ---- models
 
 
-class EarlyExits(nn.Module):
+class Exits(nn.Module):
     """A head at every depth."""
 
     def __init__(self) -> None:
@@ -90,46 +78,14 @@ class EarlyExits(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(4))
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        outputs = []
-        for block, head in zip(self.blocks, self.heads, strict=True):
-            x = block(x)
-            outputs.append(head(x))
-        return outputs
 
-
-@pattern.each_step("early exits: the loss of one depth, another at each step", EarlyExits, steps=VARIED_STEPS)
-def exits(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, WIDTH))[engine.number]))
-
-
-@pattern.each_step("local losses: blocks called one by one, a backward for each", EarlyExits)
+@pattern.each_step("local losses: blocks called one by one, a backward for each", Exits)
 def local_losses(engine: Engine) -> None:
     x = engine.data(4, WIDTH)
     for block, head in zip(engine.model.blocks, engine.model.heads, strict=True):
         x = block(x.detach())
         engine.backward(square(head(x)))
     engine.finish()
-
-
-class TwoTokens(Words):
-    """A second trunk into the tied head."""
-
-    def __init__(self) -> None:
-        super().__init__(tied=True)
-        self.second = Block()
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.features(ids)
-        return torch.stack([self.head(x), self.head(self.second(x))])
-
-
-@pattern.each_step("multi-token prediction through one tied head", TwoTokens)
-def two_tokens(engine: Engine) -> None:
-    ids = engine.ids(80, 2, 6)
-    one, two = engine.model(ids)
-    first = F.cross_entropy(one[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    engine.update(first + F.cross_entropy(two[:, :-2].flatten(0, 1), ids[:, 2:].flatten()))
 
 
 OWN_LOSS = updates(lambda engine: engine.model(engine.ids(80, 4, 6)))

@@ -18,16 +18,6 @@ pattern = Subject(__name__)
 # ---- several forwards of one model
 
 
-class Siamese(Mlp):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        return square(super().forward(x) - super().forward(y) + 1)
-
-
-pattern("a model that runs all its units twice in one forward", Siamese)(
-    updates(lambda engine: engine.model(engine.data(), engine.data())), "siamese_inside"
-)
-
-
 @pattern.each_step("two forwards, one loss (Siamese)")
 def siamese(engine: Engine) -> None:
     one, two = engine.model(engine.data()), engine.model(engine.data())
@@ -56,22 +46,6 @@ def own_output(engine: Engine) -> None:
     engine.update(square(x))
 
 
-@pattern.each_step("generation under `no_grad`, then a loss of what was generated (policy gradient)")
-def policy_gradient(engine: Engine) -> None:
-    x = engine.data()
-    with torch.no_grad():
-        for _ in range(3):
-            x = torch.tanh(engine.model(x))
-    engine.update(-(engine.model(x).log_softmax(-1)[:, 0] * x.sum(-1)).mean())
-
-
-@pattern.each_step("forwards of several batches, kept, differentiated one by one at the end")
-def kept(engine: Engine) -> None:
-    for loss in [engine.loss() for _ in range(3)]:
-        engine.backward(loss / 3)
-    engine.finish()
-
-
 @pattern.each_step("a contrastive loss over all ranks' outputs (`all_gather`)")
 def contrastive(engine: Engine) -> None:
     own = engine.model(engine.data())
@@ -97,9 +71,6 @@ def part_after(engine: Engine) -> None:
 
 pattern("a submodule called alone, nothing else")(
     updates(lambda engine: square(engine.model.blocks[1](engine.data(4, WIDTH)))), "part_alone"
-)
-pattern("a method of the model that calls its units (`model.features(x)`)")(
-    updates(lambda engine: square(engine.model.features(engine.data()))), "method"
 )
 
 
@@ -168,40 +139,6 @@ def joint(engine: Engine) -> None:
     for _ in range(STEPS):
         engine.update(square(other.model(engine.model(engine.data()))))
         other.finish()
-
-
-@pattern("two optimizers in alternate steps")
-def alternate(engine: Engine) -> None:
-    other = engine.another(Mlp(2))
-    for step in range(VARIED_STEPS):
-        (engine, other)[step % 2].train()
-
-
-@pattern("distillation from a frozen teacher outside")
-def distillation(engine: Engine) -> None:
-    teacher = Mlp(1).requires_grad_(False)
-    for _ in range(STEPS):
-        x = engine.data()
-        engine.update(square(engine.model(x) - teacher(x)))
-
-
-class Student(Mlp):
-    """Its teacher is copied before it is wrapped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.__dict__["teacher"] = copy.deepcopy(self).requires_grad_(False)
-
-
-@pattern.each_step("an EMA teacher outside, updated from `model.state_dict()`", Student)
-def ema_teacher(engine: Engine) -> None:
-    teacher = engine.model.__dict__["teacher"]
-    x = engine.data()
-    engine.update(square(engine.model(x) - teacher(x + 1)))
-    state = engine.model.state_dict()
-    with torch.no_grad():
-        for name, p in teacher.named_parameters():
-            p.lerp_(state[name], 0.1)
 
 
 class Momentum(Mlp):

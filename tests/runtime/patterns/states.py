@@ -51,11 +51,6 @@ def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
             state[f"{prefix}inner_{key[len(prefix) :]}"] = state.pop(key)
 
 
-def _cast(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for key, value in state.items():
-        state[key] = value.to(torch.float16)
-
-
 def _derive(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state[f"{prefix}merged"] = state[f"{prefix}inner.weight"] @ state[f"{prefix}inner.weight"]
 
@@ -112,7 +107,6 @@ def _with(layer: type[nn.Linear]) -> nn.Module:
 SHAPED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "wrapped": ("`apply_activation_checkpointing`, whose wrapper renames keys", _checkpointed),
     "renamed": ("a state-dict hook that renames keys", partial(_hooked, _rename, "blocks.1")),
-    "cast": ("a state-dict hook that casts to half precision", partial(_hooked, _cast, "")),
     "derived": ("a state-dict hook that adds a product of weights", partial(_hooked, _derive, "blocks.1")),
     "transposed": (
         "`_save_to_state_dict` that writes other keys, views and lists",

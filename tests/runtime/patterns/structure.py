@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import VARIED_STEPS, Engine
+from tests.runtime.patterns.engines import Engine
 from tests.runtime.patterns.harness import CLIPPED, Subject, always, usage, usual
-from tests.runtime.patterns.models import WIDTH, Block, Mlp, chain, square
+from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
 pattern = Subject(__name__)
 
@@ -50,20 +48,6 @@ class Deep(nn.Module):
 WIDE = usual(4, WIDTH, max_norm=0.1)
 pattern("Sequentials nested in Sequentials", lambda: Deep(4))(WIDE, "deep")
 pattern("a single Linear", lambda: nn.Linear(WIDTH, WIDTH))(WIDE, "single_linear")
-
-
-class Choice(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices = nn.ModuleDict({name: Block() for name in "ab"})
-
-    def forward(self, x: Tensor, name: str) -> Tensor:  # type: ignore[override]
-        return self.head(self.choices[name](self.features(x)))
-
-
-@pattern.each_step("ModuleDict, another entry at each step", Choice, steps=VARIED_STEPS)
-def module_dict(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(), "ab"[engine.number % 2])))
 
 
 @pattern.model("a module at several places, a block called several times")
@@ -122,53 +106,6 @@ def branches(model: Any, x: Tensor) -> Tensor:
     return x + model.blocks[0](x) + model.blocks[1](x) * early
 
 
-@pattern.model("a model of one number")
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
-@pattern.model("layers of very unequal sizes", usual(4, 3, max_norm=0.1))
-class Unequal(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (3, 257, 1, 64, 2, 128, 8)
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) + 0.1
-        return x
-
-
-@pattern.model("an autoencoder whose decoder transposes the encoder's weights")
-class Autoencoder(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        blocks: Any = self.blocks
-        code = self.features(x)
-        for block in reversed(blocks):
-            code = torch.tanh(F.linear(code, block.inner.weight.t()))
-        return F.linear(code, self.first.weight.t())
-
-
-@pattern.model("a hypernetwork: one network makes the weights of another")
-class Hypernetwork(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.maker = chain(2)
-        self.last = nn.Linear(WIDTH, 8 * WIDTH)
-        self.code = nn.Parameter(torch.randn(WIDTH))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.last(self.maker(self.code)).view(WIDTH, 8)
-        return self.head(torch.tanh(F.linear(x, weight)))
-
-
 @pattern.features("weights of all blocks stacked inside forward, as a scan does, no block called")
 def scanned(model: Any, x: Tensor) -> Tensor:
     weights = torch.stack([block.inner.weight for block in model.blocks])
@@ -179,8 +116,7 @@ def scanned(model: Any, x: Tensor) -> Tensor:
 
 
 UNITS: dict[str, tuple[str, Any]] = {
-    "units_of_a_class": ("units chosen by `units=nn.Linear`", nn.Linear),
-    "units_of_classes": ("units of two classes", (Block, nn.Linear)),
+    "units_of_a_class": ("units of two classes, `units=(Block, nn.Linear)`", (Block, nn.Linear)),
     "units_by_function": ("units chosen by a function", lambda module: isinstance(module, Block)),
     "root_as_unit": ("the whole model as a unit", lambda module: True),
 }
