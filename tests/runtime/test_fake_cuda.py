@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -37,12 +37,6 @@ NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
 
 
 @pytest.fixture
-def shards() -> Iterator[list[Tensor]]:
-    with FakeTensorMode():
-        yield [torch.empty(size, device="cuda") for size in SIZES]
-
-
-@pytest.fixture
 def route() -> RecordingRoute:
     route = RecordingRoute(runs_ahead=True)
     route.device = torch.device("cuda")
@@ -50,27 +44,26 @@ def route() -> RecordingRoute:
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_a_norm_and_its_coefficient_stay_on_the_device(
-    shards: Sequence[Tensor], route: RecordingRoute, norm_type: float
-) -> None:
-    norm = global_norm(shards, norm_type, route)
-    coefficient = clip_coefficient(norm, 1.0)
-    for value in (norm, coefficient):
-        assert (value.device.type, value.dtype, value.shape) == ("cuda", torch.float64, ())
-    with pytest.raises(RuntimeError):
-        float(norm)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gradients_are_scaled_on_the_device(route: RecordingRoute, dtype: torch.dtype) -> None:
+def test_gradients_are_measured_and_scaled_on_the_device(
+    route: RecordingRoute, dtype: torch.dtype, norm_type: float
+) -> None:
     with FakeTensorMode():
         shards = [torch.empty(size, device="cuda", dtype=dtype) for size in SIZES]
+        norm = global_norm(shards, norm_type, route)
+        coefficient = clip_coefficient(norm, 1.0)
+        for value in (norm, coefficient):
+            assert (value.device.type, value.dtype, value.shape) == ("cuda", torch.float64, ())
+        with pytest.raises(RuntimeError):
+            float(norm)
+        for own in (shards, shards[-1:], []):
+            finite = all_finite(own, route.device)
+            assert (finite.device.type, finite.dtype, finite.shape) == ("cuda", torch.bool, ())
         units = {
             number: SimpleNamespace(of=lambda _, own=own: own, state=SimpleNamespace(updated=None))
             for number, own in enumerate(shards)
         }
-        norm = global_norm(shards, 2.0, route)
-        factor = torch.where(norm.isfinite(), clip_coefficient(norm, 1.0) / 1024.0, 1.0)
+        factor = torch.where(norm.isfinite(), coefficient / 1024.0, 1.0)
         Gradients.scale(SimpleNamespace(units=units, _collectives=route), factor)  # type: ignore[arg-type]
         assert {(shard.device.type, shard.dtype) for shard in shards} == {("cuda", dtype)}
 
@@ -94,16 +87,15 @@ class _Route(NcclCollectives):
         return torch.tensor(values, dtype=torch.float64)  # without a driver no memory can be pinned
 
 
-def test_control_values_are_not_read_within_a_step(
-    monkeypatch: pytest.MonkeyPatch, shards: Sequence[Tensor]
-) -> None:
+def test_control_values_are_not_read_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     # `copy_` looks for a driver even where tensors are fake.
     monkeypatch.setattr(Tensor, "copy_", lambda to, values, **_: torch._foreach_copy_([to], [values]))
     route = _Route()
     gradients = SimpleNamespace(received=True, skipped=lambda storage: ())
     inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     control = StepControl(route, [], gradients, inner)  # type: ignore[arg-type]
-    assert control.agree(None)
+    with FakeTensorMode():
+        assert control.agree(None)
     (values,) = route.reduced
     assert (values.device.type, values.dtype, values.shape) == ("cuda", torch.float64, (4,))
 
@@ -166,9 +158,3 @@ def test_memory_that_is_there_is_not_allocated_anew() -> None:
     memory.shrink()
     memory.grow()
     assert memory.whole.untyped_storage().nbytes() == 32
-
-
-def test_finiteness_is_known_to_the_device_alone(shards: Sequence[Tensor], route: RecordingRoute) -> None:
-    for own in (shards, shards[-1:], []):
-        finite = all_finite(own, route.device)
-        assert (finite.device.type, finite.dtype, finite.shape) == ("cuda", torch.bool, ())

@@ -71,25 +71,16 @@ def test_patterns_on_two_axes(start: int) -> None:
     assert not found, "\n\n".join(found)
 
 
-def test_the_table_is_current() -> None:
+def test_the_table_is_current_and_the_readme_counts_them() -> None:
     assert PATH.read_text() == render(), "run python -m tests.runtime.patterns --write"
-
-
-def test_the_readme_counts_them() -> None:
     assert f"[{len(PATTERNS)} ways to train](zerokit/runtime/PATTERNS.md)" in (ROOT / "README.md").read_text()
-
-
-def test_every_pattern_is_in_a_batch() -> None:
     assert sorted(key for keys in BATCHES.values() for key in keys) == sorted(PATTERNS)
 
 
-RIGHT, WRONG = Verdict("right"), Verdict("wrong", "weight is off by 1")
-REFUSED = Verdict("raised", "use optimizer.gathered()", ("UsageError", "ZerokitError", "ValueError"))
-OTHER = Verdict("raised", "no gathered() here", ("RuntimeError",))
-
-
 def test_what_is_declared_is_what_is_accepted() -> None:
-    pattern = PATTERNS["loops.usual"]
+    pattern, right = PATTERNS["loops.usual"], Verdict("right")
+    refused = Verdict("raised", "use optimizer.gathered()", ("UsageError", "ZerokitError", "ValueError"))
+    every = [right, Verdict("wrong"), refused, Verdict("raised", "no gathered() here", ("RuntimeError",))]
     refusals = {
         0: usage("gathered()"),
         1: usage("gathered()", everywhere=False),
@@ -97,9 +88,7 @@ def test_what_is_declared_is_what_is_accepted() -> None:
         3: usage("gathered()", or_right=True),
     }
     refusing = Pattern("", "", "", pattern.train, pattern.build, refusals)
-    every = [RIGHT, WRONG, REFUSED, OTHER]
-    assert [v.kind for v in every if pattern.accepts(Setting(0), [RIGHT, v])] == ["right"]
-    accepted = [[v for v in every if refusing.accepts(Setting(stage), [REFUSED, v])] for stage in STAGES]
-    assert accepted == [[REFUSED], every, [], [REFUSED]]
-    assert refusing.accepts(Setting(3), [RIGHT, RIGHT])
-    assert not refusing.accepts(Setting(0), [RIGHT, RIGHT])
+    assert [v for v in every if pattern.accepts(Setting(0), [right, v])] == [right]
+    accepted = [[v for v in every if refusing.accepts(Setting(stage), [refused, v])] for stage in STAGES]
+    assert accepted == [[refused], every, [], [refused]]
+    assert [refusing.accepts(Setting(stage), [right, right]) for stage in (0, 3)] == [False, True]

@@ -57,16 +57,16 @@ def test_a_kernel_that_succeeds_is_asked_for(cls: type[Optimizer], device: str) 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"fused": False}, {"fused": None}, {"foreach": True}, {"differentiable": True}, {"capturable": True}],
+    ("cls", "options"),
+    [
+        *((torch.optim.AdamW, {wish: True}) for wish in ("foreach", "differentiable", "capturable")),
+        (torch.optim.AdamW, {"fused": False}),
+        (torch.optim.AdamW, {"fused": None}),
+        (torch.optim.RMSprop, {"lr": 0.1}),  # has no fused kernel
+    ],
 )
-def test_a_wish_of_the_users_stands(options: dict[str, Any]) -> None:
-    assert choose_kernel(torch.optim.AdamW, options, CPU, torch.float32) is options
-
-
-def test_an_optimizer_without_fused_kernels_is_left_alone() -> None:
-    options = {"lr": 0.1}
-    assert choose_kernel(torch.optim.RMSprop, options, CPU, torch.float32) is options
+def test_a_wish_of_the_users_stands(cls: type[Optimizer], options: dict[str, Any]) -> None:
+    assert choose_kernel(cls, options, CPU, torch.float32) is options
 
 
 @pytest.mark.parametrize(
