@@ -37,6 +37,43 @@ def test_half_precision_follows_fp32(precision: Any) -> None:
         assert results["half"].losses != results["full"].losses
 
 
+class Plane(nn.Module):
+    """One matrix, whose gradient is -1."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((64, 64), value))
+
+    def forward(self) -> Tensor:
+        return -self.weight.sum()
+
+
+@on_ranks(2, itertools.product(("given", "loaded", "filled", "clamped"), range(4)))
+def test_masters_add_up_what_is_too_small_for_bf16(given: tuple[str, Any]) -> None:
+    """They take values of fp32 exactly, and follow what is changed by hand; looking at weights changes nothing."""
+    how, stage = given
+    # 1.0035 is rounded to 1.0 in bf16, and the next update crosses 1.0039.
+    expected = torch.tensor({"filled": 1.0, "clamped": 0.0}.get(how, 1.0035))
+    model = Plane(float(expected) if how == "given" else 0.0)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="bf16", lr=1e-3)
+    if how == "loaded":
+        model.load_state_dict({"weight": torch.full((64, 64), float(expected))})
+    if how == "filled":
+        with optimizer.gathered(), torch.no_grad():
+            model.weight.fill_(expected)
+    for _ in range(5):
+        optimizer.backward(model())
+        optimizer.step()
+        optimizer.zero_grad()
+        expected += 1e-3
+        if how == "clamped":
+            expected.clamp_(max=2.0**-9)
+            with optimizer.gathered() if stage == 3 else contextlib.nullcontext(), torch.no_grad():
+                model.weight.clamp_(max=2.0**-9)
+        with optimizer.gathered():
+            assert bool((model.weight == expected.bfloat16()).all())
+
+
 class SpyLinear(nn.Linear):
     """Reports the dtypes of its inputs, which meet its weight."""
 

@@ -183,33 +183,18 @@ class Plain(Engine):
     """Plain torch: one all-reduce averages the gradients, and a missing one counts as zeros.
 
     That holds for one that no rank has, too, as zerokit documents it. What does not require a gradient is left alone.
-
-    In half precision the parameters are bf16, a plain optimizer updates fp32 masters, and every module that holds
-    parameters has its floating inputs cast to their dtype.
     """
 
     plain = True
 
     def _make(self, cls: Any, params: Any, options: Options) -> None:
-        half = options.pop("precision", "fp32") == "bf16"
-        options.pop("units", None)
-        parameters = dict.fromkeys(self.model.parameters())
-        for parameter in parameters:
+        for name in ("precision", "units"):
+            options.pop(name, None)
+        self.parameters = list(dict.fromkeys(self.model.parameters()))
+        for parameter in self.parameters:
             dist.broadcast(parameter.detach(), 0)  # as every engine for data parallelism does
-        self.masters: dict[nn.Parameter, nn.Parameter] = {p: p for p in parameters}
-        if half:
-            self.masters = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters}
-            self.model.to(torch.bfloat16)
-            for module in self.model.modules():
-                if next(module.parameters(recurse=False), None) is not None:
-                    module.register_forward_pre_hook(_cast_inputs)
         self.steps = 0
-        groups: list[Any] = list(self.masters) if params is None else list(params)
-        if groups and isinstance(groups[0], dict):
-            groups = [{**g, "params": [self.masters[p] for p in g["params"]]} for g in groups]
-        else:
-            groups = [self.masters[p] for p in groups]
-        self.optimizer = cls(groups, fused=True, **options)
+        self.optimizer = cls(self.parameters if params is None else params, fused=True, **options)
 
     def backward(self, loss: Tensor) -> None:
         self.record(loss)
@@ -218,22 +203,15 @@ class Plain(Engine):
     @torch.no_grad()
     def average(self) -> None:
         """Let every rank's gradients be their mean. A mean is its own mean: calling this again changes nothing."""
-        # What is frozen now but has a gradient from before is averaged, as torch's optimizer would still use it.
-        trained = [
-            (p, m)
-            for p, m in self.masters.items()
-            if p.requires_grad or p.grad is not None or (m is not p and m.grad is not None)
-        ]
-        for parameter, master in trained:
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            if master is not parameter:
-                before = master.grad if master.grad is not None else torch.zeros_like(master)
-                gradient = before + gradient.to(master.dtype)
-                parameter.grad = None
-            master.grad = gradient
-        if not trained or self.every is not None:
+        gradients = []
+        for parameter in self.parameters:
+            # What is frozen now but has a gradient from before is averaged, as torch's optimizer would still use it.
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if not gradients or self.every is not None:
             return
-        gradients = [m.grad for _, m in trained if m.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(self.world)
         dist.all_reduce(flat)
         for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
@@ -241,24 +219,16 @@ class Plain(Engine):
 
     def clip(self, max_norm: float) -> None:
         self.average()
-        self.record(nn.utils.clip_grad_norm_(self.masters.values(), max_norm))
+        self.record(nn.utils.clip_grad_norm_(self.parameters, max_norm))
 
     def step(self) -> None:
         self.average()
         self.optimizer.step()
         self.steps += 1
         if self.every is not None and self.steps % self.every == 0:
-            for master in self.masters.values():
-                dist.all_reduce(master.detach())
-                master.detach().div_(self.world)
-        self.write_back()
-
-    def write_back(self) -> None:
-        """From masters to parameters."""
-        with torch.no_grad():
-            for parameter, master in self.masters.items():
-                if master is not parameter:
-                    parameter.copy_(master)
+            for parameter in self.parameters:
+                dist.all_reduce(parameter.detach())
+                parameter.detach().div_(self.world)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -282,12 +252,3 @@ class Plain(Engine):
     def gathered_gradients(self) -> Iterator[None]:
         self.average()
         yield
-
-
-def _cast_inputs(module: nn.Module, args: Any) -> Any:
-    dtype = next(module.parameters(recurse=False)).dtype
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return torch.utils._pytree.tree_map(cast, args)
