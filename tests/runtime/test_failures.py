@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""What fails, fails everywhere, soon, by name; what is deleted is gone."""
+"""What fails, fails everywhere, soon, by name; what is deleted or collected is gone; groups of any shape."""
 
 from __future__ import annotations
 
@@ -226,3 +226,81 @@ def test_a_script_ends_cleanly_with_warnings_as_errors(tmp_path: Path) -> None:
             assert process.returncode == 0, err
             assert out.startswith("done")
             assert "Traceback" not in err
+
+
+# --- the garbage collector comes when it will ----------------------------------------------------------------
+
+
+@on_ranks(2, (1, 2), timeout=60.0)
+def test_an_optimizer_collected_on_one_rank_alone_holds_up_nobody(stage: Any) -> None:
+    """Rank 0 collects an optimizer that rank 1 still has, which waits in another one's collectives by then."""
+    gc.disable()
+    first = nn.Linear(64, 64)
+    optimizer = zerokit.ZeroOptimizer(first, torch.optim.SGD, stage=stage, lr=0.1)
+    optimizer.backward(first(torch.ones(2, 64)).float().sum())
+    optimizer.step()
+    cycle: list[Any] = [optimizer]
+    cycle.append(cycle)
+    second = nn.Linear(64, 64)
+    other = zerokit.ZeroOptimizer(second, torch.optim.SGD, stage=stage, lr=0.1)
+    del optimizer, cycle
+    if dist.get_rank() == 0:
+        gc.collect()
+    other.backward(second(torch.ones(2, 64)).float().sum())
+    other.step()
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@on_ranks(2, (False, True), timeout=60.0)
+def test_groups_of_collected_optimizers_are_destroyed_with_their_threads(
+    islands: bool, tmp_path: Path
+) -> None:
+    threads = []
+    where: Any = {"stage": ("local", 2), "mesh": (2, 1)} if islands else {"stage": 2}
+    for step in range(4):
+        model = nn.Linear(8, 8)
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, **where)
+        local = zerokit.LocalSteps(optimizer, every=1) if islands else None
+        optimizer.backward(model(torch.ones(2, 8)).float().sum())
+        optimizer.step()
+        zerokit.save(tmp_path / str(islands), optimizer, step=step)  # over a group of its own
+        del model, optimizer, local
+        gc.collect()
+        threads.append(_threads())
+        deadline = time.monotonic() + 20.0
+        while threads[-1] > threads[0] and time.monotonic() < deadline:
+            time.sleep(0.05)  # a thread that works off tasks ends by itself, when it gets to it
+            threads[-1] = _threads()
+    assert max(threads) == threads[0], threads  # a group that stays has three threads or more
+
+
+def _train(group: dist.ProcessGroup | None) -> list[float]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.AdamW, stage=3, precision="fp32", lr=1e-2, process_group=group
+    )
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(3, 4)).square().sum()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@on_ranks(4, timeout=20.0)
+def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
+    """Stages {0, 1} and {2, 3} of a pipeline; first and last rank share an embedding, one is in a group by itself."""
+    rank = dist.get_rank()
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 3), (0,), (0, 1), (2, 3), (1, 2))}
+    mine = groups[(0, 1) if rank < 2 else (2, 3)]
+    found = [_train(mine), _train(mine)]
+    if rank in (1, 2):
+        found.append(_train(groups[1, 2]))
+    found.append(_train(None))
+    assert all(losses == found[0] for losses in found)

@@ -10,8 +10,7 @@ from tests.runtime.patterns.harness import PATTERNS, STAGES, Pattern
 PATH = Path(__file__).resolve().parents[3] / "zerokit" / "runtime" / "PATTERNS.md"
 
 _MODULES = """
-    loops momentum weights changes gradients passing structure library autograd hooks recomputation functional several
-    recipes threads states ranks half objects islands
+    loops weights changes passing structure library autograd recomputation several ranks half objects
 """
 SUBJECTS = {
     name: (importlib.import_module(f"{__package__}.{name}").__doc__ or "").strip().rstrip(".")

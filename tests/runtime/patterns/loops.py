@@ -1,7 +1,9 @@
-"""The training loop."""
+"""The training loop, and parts of it in threads."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -258,3 +260,46 @@ def autocast_evaluates_first(engine: Engine) -> None:
         engine.evaluate(engine.data())
         y = engine.model(engine.data())
     engine.update(square(y))
+
+
+def _apart(step: Callable[[Engine, Any], None]) -> Callable[[Engine], None]:
+    """Steps with a thread that works off what it is given."""
+
+    def train(engine: Engine) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(STEPS):
+                step(engine, lambda *call: pool.submit(*call).result())
+
+    return train
+
+
+def _step_aside(engine: Engine, elsewhere: Any) -> None:
+    engine.backward(engine.loss())
+    elsewhere(engine.step)
+    engine.zero_grad()
+
+
+def _backward(engine: Engine, elsewhere: Any) -> None:
+    elsewhere(engine.backward, engine.loss())
+    engine.finish()
+
+
+def _state(engine: Engine, elsewhere: Any) -> None:
+    engine.train()
+    weights = elsewhere(engine.model.state_dict)
+    engine.record(torch.stack([value.abs().sum() for value in weights.values()]).sum())
+
+
+pattern("backward in a thread of its own")(_apart(_backward), "backward_in_thread")
+pattern("forward in a thread, all else in the main one")(
+    _apart(lambda engine, elsewhere: engine.update(square(elsewhere(engine.model, engine.data())))),
+    "forward_in_thread",
+)
+pattern("`step()` in a thread")(_apart(_step_aside), "step_in_thread")
+pattern("`state_dict()` in a thread")(_apart(_state), "state_in_thread")
+
+
+@pattern("the whole loop in a thread")
+def loop_in_thread(engine: Engine) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(USUAL, engine).result()

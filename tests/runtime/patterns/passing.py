@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-any-return"
-"""What goes in and out of modules."""
+"""What goes in and out of modules, and hooks of the user's own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import Engine
-from tests.runtime.patterns.harness import CLIPPED, Subject
+from tests.runtime.patterns.engines import VARIED_STEPS, Engine
+from tests.runtime.patterns.harness import CLIPPED, USUAL, Subject, always, usage
 from tests.runtime.patterns.models import Block, Mlp, square
 
 pattern = Subject(__name__)
@@ -25,57 +25,29 @@ class Record:
     loss: Tensor
 
 
-class Plainly:
-    """A class that nobody knows how to look into."""
-
-    def __init__(self, hidden: Tensor, loss: Tensor) -> None:
-        self.hidden, self.loss = hidden, loss
-
-
-class Slotted:
-    __slots__ = ("hidden", "loss")
-
-    def __init__(self, hidden: Tensor, loss: Tensor) -> None:
-        self.hidden, self.loss = hidden, loss
-
-
 class Wrapping(Block):
-    """Takes and returns `kind`."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.kind = kind
+    """Takes and returns a record."""
 
     def forward(self, value: Any) -> Any:
         hidden = super().forward(value.hidden)
-        return self.kind(hidden=hidden, loss=value.loss + hidden.mean().square())
+        return Record(hidden, value.loss + hidden.mean().square())
 
 
 class Through(Mlp):
-    """Blocks that hand `kind` on; the model returns it, too."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__(block=partial(Wrapping, kind))
-        self.kind = kind
+    """Blocks that hand a record on; the model returns it, too."""
 
     def forward(self, x: Tensor) -> Any:
-        value = self.kind(hidden=self.first(x), loss=x.new_zeros(()))
+        value = Record(self.first(x), x.new_zeros(()))
         for block in self.blocks:
             value = block(value)
         return value
 
 
-def _objects(engine: Engine) -> None:
+# test_outputs knows more kinds.
+@pattern.each_step("units that take and return a dataclass", lambda: Through(block=Wrapping))
+def records(engine: Engine) -> None:
     value = engine.model(engine.data())
     engine.update(square(value.hidden) + 0.1 * value.loss)
-
-
-for kind, name in (
-    (Record, "a dataclass"),
-    (Plainly, "a plain class"),
-    (Slotted, "a class with slots"),
-):
-    pattern.each_step(f"units that take and return {name}", partial(Through, kind))(_objects, kind.__name__)
 
 
 class Dicts(Block):
@@ -143,12 +115,12 @@ def _hand_through(model: Any, x: Tensor) -> Tensor:
     return x + bias
 
 
-for key, name, block, features in (
+for key, name, block, how in (
     ("into_a_list", "units that return `None` and write into a list", Stores, _collect),
     ("views", "units that return views", Sliced, _join_views),
     ("handed_through", "units that hand an input through (T5's position bias)", Same, _hand_through),
 ):
-    pattern(name, partial(Mlp, block=block, features=features))(CLIPPED, key)
+    pattern(name, partial(Mlp, block=block, features=how))(CLIPPED, key)
 
 
 @pattern.features("outputs of units changed in place by the parent")
@@ -175,3 +147,74 @@ class Steps(Mlp):
 def generator(engine: Engine) -> None:
     outputs = list(engine.model(engine.data()))
     engine.update(sum((square(y) for y in outputs), start=torch.zeros(())))
+
+
+SECOND = always(usage("blocks.1", "register_post_accumulate_grad_hook", "gathered_gradients()"))
+
+
+@pattern("forward hooks and pre-hooks that change what passes")
+def forward_hooks(engine: Engine) -> None:
+    for block in engine.model.blocks:
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        block.register_forward_hook(lambda module, args, output: output * 0.5)
+    engine.model.register_forward_hook(lambda module, args, output: output + 1.0)
+    CLIPPED(engine)
+
+
+@pattern("full backward hooks and pre-hooks that read and change gradients")
+def backward_hooks(engine: Engine) -> None:
+    for block in engine.model.blocks:
+        block.register_full_backward_hook(lambda module, inside, outside: (inside[0] * 0.5,))
+        block.register_full_backward_pre_hook(lambda module, outside: (outside[0] * 1.5,))
+        block.register_full_backward_hook(lambda module, inside, outside: engine.record(inside[0].norm()))
+    engine.model.head.register_full_backward_hook(
+        lambda module, inside, outside: engine.record(outside[0].norm())
+    )
+    CLIPPED(engine)
+
+
+@pattern("features taken by a forward hook, a loss of them alone or beside that of the output")
+def features(engine: Engine) -> None:
+    taken: list[Tensor] = []
+    engine.model.blocks[1].register_forward_hook(lambda module, args, output: taken.append(output))
+    for step in range(VARIED_STEPS):
+        loss = engine.loss()
+        engine.update(square(taken.pop()) + (0.5 * loss if step // 2 else 0.0))
+
+
+def _watched(engine: Engine) -> None:
+    for parameter in engine.model.blocks[1].parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: engine.record(p.grad is not None))
+
+
+@pattern("a post-accumulate hook of the user's, one backward a step")
+def accumulated_once(engine: Engine) -> None:
+    _watched(engine)
+    CLIPPED(engine)
+
+
+@pattern("a post-accumulate hook of the user's, a second micro-batch", refused=SECOND)
+def accumulated_twice(engine: Engine) -> None:
+    _watched(engine)
+    engine.backward(engine.loss())
+    engine.train()
+
+
+@pattern("a post-accumulate hook of the user's, a second micro-batch inside `accumulate()`", refused=SECOND)
+def accumulated_inside(engine: Engine) -> None:
+    _watched(engine)
+    with engine.accumulate():
+        engine.backward(engine.loss())
+    engine.train()
+
+
+@pattern.model("a gradient hook on a slice of a larger tensor, registered before zerokit took it over", USUAL)
+class Slices(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(2, 8, 8) / 4
+        self.left, self.right = nn.Parameter(both[0]), nn.Parameter(both[1])
+        self.left.register_hook(lambda gradient: 3 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.left @ self.right)

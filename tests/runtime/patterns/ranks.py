@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-any-return"
-"""Ranks that do not all do the same."""
+"""Ranks that do not all do the same, and islands (`LocalSteps`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import Refused, Subject, always, usual
+from tests.runtime.patterns.harness import Refused, Subject, always, updates, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
 pattern = Subject(__name__)
@@ -262,3 +262,49 @@ def past_the_model(engine: Engine) -> None:
     model, x = engine.model, engine.data()
     past = engine.number == 1 and engine.rank == 0
     engine.update(square(model.head(model.features(x)) if past else model(x)))
+
+
+ROUNDS = 5
+"""Two rounds of two steps, and one step of the third."""
+EVERY = {"every": 2}
+ISLANDS = updates(Engine.loss, 0.1, ROUNDS)
+pattern("local steps, with clipping", options=EVERY)(ISLANDS, "clipping")
+pattern("local steps on three islands, synchronised in every step", world=3, options={"every": 1})(
+    ISLANDS, "every_step"
+)
+
+
+@pattern.each_step(
+    "local steps with gradients accumulated inside `accumulate()`", options=EVERY, steps=ROUNDS
+)
+def accumulated(engine: Engine) -> None:
+    with engine.accumulate():
+        engine.backward(engine.loss() / 2)
+    engine.update(engine.loss() / 2)
+
+
+@pattern.each_step(
+    "local steps, a part of the model frozen and released again between them", options=EVERY, steps=ROUNDS
+)
+def frozen(engine: Engine) -> None:
+    engine.model.blocks.requires_grad_(engine.number % 3 != 1)
+    engine.train()
+
+
+@pattern.each_step("local steps, weights clamped by hand after each", options=EVERY, steps=ROUNDS)
+def clamped(engine: Engine) -> None:
+    engine.train()
+    with engine.gathered(), torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+@pattern.each_step(
+    "local steps of islands that use different blocks, in different orders",
+    Skips,
+    options=EVERY,
+    steps=ROUNDS,
+)
+def apart(engine: Engine) -> None:
+    places = [[0, 2, 1], [1]][engine.rank % 2]
+    engine.update(square(engine.model(engine.data(), places)))
