@@ -99,9 +99,6 @@ def test_norms_are_of_the_gradients_that_are_there(given: tuple[str, int]) -> No
     assert zero == [0.0, 0.0]
 
 
-# --- norms by themselves -------------------------------------------------------------------------------------
-
-
 KINDS = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 CPU = torch.device("cpu")
 

@@ -33,8 +33,6 @@ from zerokit.placement import Axis
 from zerokit.runtime.collectives import Wire
 from zerokit.runtime.collectives.nccl import NcclCollectives, NcclRoute
 
-# --- results that come late --------------------------------------------------------------------------------
-
 
 def late_and_prompt(
     device: str, cases: Sequence[tuple[str, Any, Sequence[int]]], threaded: bool = False
@@ -104,9 +102,6 @@ def test_what_is_rounded_lives_until_it_has_been_sent(device: str) -> None:
         assert torch.equal(out, expected)
 
 
-# --- one wait taken away -----------------------------------------------------------------------------------
-
-
 def _bits_of(loop: Callable[[Training], None], scene: Scene, device: torch.device) -> list[str]:
     training = Training(scene, device)
     loop(training)
@@ -156,9 +151,6 @@ def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) 
     """A rank alone gathers nothing from others, so that fewer waits matter there."""
     (found,) = run_on("cuda", _mutated, name, stages)
     assert found == dict.fromkeys(stages, (True, "other bits"))
-
-
-# --- and none too many -------------------------------------------------------------------------------------
 
 
 @on_ranks(2, (1, 2))

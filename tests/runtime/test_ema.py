@@ -132,9 +132,6 @@ def test_it_costs_four_bytes_an_element_of_the_shard_and_no_traffic(stage: int) 
     assert optimizer.traffic().bytes == plain.traffic().bytes
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------
-
-
 def _save(directory: str) -> Weights:
     _, optimizer, _ = _train("gpt", Run(stage=3, steps=3, precision="bf16"))
     zerokit.save(directory, optimizer, step=3)
@@ -244,9 +241,6 @@ def test_what_is_new_to_a_checkpoint_begins_its_average(given: tuple[Any, Any], 
             ema.update()
         zerokit.save(folder, optimizer, step=layers)
         assert abs(zerokit.Checkpoint(folder).read("ema", "0.weight")).max() > 0
-
-
-# --- use ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

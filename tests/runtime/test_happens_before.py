@@ -31,8 +31,6 @@ def test_nothing_races(stage: int) -> None:
             assert cuda.faults == [], name
 
 
-# --- one wait, or one record, taken away -------------------------------------------------------------------
-
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -109,9 +107,6 @@ def test_a_wait_that_is_missing_elsewhere_races(name: str) -> None:
     assert _faults(mutation.scene, stage, mutation.apply, mutation.loop)
 
 
-# --- threads -----------------------------------------------------------------------------------------------
-
-
 def test_a_thread_that_has_set_no_device_is_refused() -> None:
     """It would make a context on the first GPU, from every rank."""
     cuda = FakeCuda()
@@ -127,9 +122,6 @@ def test_a_thread_that_has_set_no_device_is_refused() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(ask).result()
-
-
-# --- and none too many -------------------------------------------------------------------------------------
 
 
 def _wait_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,6 @@ def test_state_dicts_resume_a_run_bit_for_bit(given: tuple[int, str]) -> None:
     assert digest(whole_weights(model).items()) == digest(whole_weights(other).items())
 
 
-# --- which kernel is asked for, and what a trial finds out about states --------------------------------------
-
-
 CPU = torch.device("cpu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -174,9 +174,6 @@ def test_which_modules_of_ones_own_cast(stage: Any) -> None:
     del refused
 
 
-# --- fp16: the loss scale ----------------------------------------------------------------------------------
-
-
 def _scaled_run(stage: int, bad_step: int | None, clip: bool) -> tuple[list[float], ...]:
     """Losses, scales, skipped steps and weights of six steps; in `bad_step` the loss of rank 1 is infinite."""
     scale = zerokit.LossScale(value=1024.0, growth=4.0, backoff=0.5, interval=2, floor=1.0)

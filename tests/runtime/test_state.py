@@ -61,9 +61,6 @@ def test_state_dict_round_trip(given: tuple[str, int]) -> None:
     assert digest(whole_weights(model).items()) == digest(whole_weights(other).items())
 
 
-# --- meta --------------------------------------------------------------------------------------------------
-
-
 def _constant(module: nn.Module) -> None:
     for position, parameter in enumerate(module.parameters(recurse=False)):
         torch.nn.init.normal_(parameter, mean=float(position), std=0.02)

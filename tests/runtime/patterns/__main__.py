@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tests.runtime.patterns.catalogue import PATH, PATTERNS, render
-from tests.runtime.patterns.running import complaints, jobs_of, try_out
+from tests.runtime.patterns.running import jobs_of, launches, try_out
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         if arguments.mesh:
             setting = pattern.on_mesh()
             jobs = [] if setting is None else [(key, setting)]
-        found = complaints(try_out(jobs))
+        found = list(filter(None, map(try_out, launches(jobs))))
         print("\n".join([f"{key}: {'not as declared' if found else 'as declared'}", *found]), flush=True)
 
 

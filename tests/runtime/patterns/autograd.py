@@ -19,9 +19,6 @@ pattern = Subject(__name__)
 grad = torch.autograd.grad
 
 
-# ---- gradients of gradients
-
-
 @pattern.each_step("a gradient penalty, as in WGAN-GP")
 def gradient_penalty(engine: Engine) -> None:
     real, fake = engine.data(), engine.data()
@@ -84,9 +81,6 @@ def gradients_of_parameters(engine: Engine) -> None:
     engine.update(loss)
 
 
-# ---- gradients of inputs
-
-
 @pattern.each_step("adversarial training: `x.grad` (FGSM), at times dropping its gradients")
 def adversarial(engine: Engine) -> None:
     x = engine.data().requires_grad_()
@@ -121,9 +115,6 @@ def unrolled_loop(engine: Engine) -> None:
         (slope,) = grad(square(engine.model(x)), x, create_graph=True)
         x = x - 0.1 * slope
     engine.update(square(engine.model(x)))
-
-
-# ---- custom functions
 
 
 class SavesWeight(torch.autograd.Function):
@@ -173,9 +164,6 @@ pattern("a custom function that saves its weight", lambda: Mlp(block=lambda: Cus
 pattern("a custom function that keeps its weight on `ctx`", lambda: Mlp(block=lambda: Custom(KeepsWeight)))(
     CLIPPED, "keeps_weight"
 )
-
-
-# ---- what is cut out of the graph, or stored elsewhere
 
 
 @pattern.features("a forward with parts under `no_grad` and a detached middle")
@@ -259,9 +247,6 @@ def maml_gathered(engine: Engine) -> None:
     with engine.gathered():
         loss = _maml(engine)
     engine.update(loss)
-
-
-# ---- transformations beside the update
 
 
 def _grad(engine: Engine, x: Tensor) -> None:

@@ -49,14 +49,10 @@ class Setting:
 
 @dataclass
 class Journal:
-    """What a run leaves behind on one rank, to be compared."""
+    """What a run leaves behind on one rank, to be compared: numbers, and models with their weights."""
 
     numbers: list[float] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
-
-    def weights(self) -> list[dict[str, Tensor]]:
-        """Whole weights and buffers of every model; collective at stage 3."""
-        return [engine.weights() for engine in self.engines]
 
 
 class Engine:

@@ -107,9 +107,6 @@ pattern("bf16: BatchNorm, whose running statistics stay in fp32", Normed, **BF16
 pattern("fp16: BatchNorm", Normed, **FP16)(lambda engine: _with_statistics(engine, None), "batch_norm_fp16")
 
 
-# ---- loss scales
-
-
 @pattern("fp16: a GAN whose generator's loss goes through the critic", **FP16)
 def gan_fp16(engine: Engine) -> None:
     critic = engine.another(Mlp(2, 8, 1), precision="fp16")

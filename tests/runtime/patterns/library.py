@@ -124,9 +124,6 @@ def channels_last(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(*IMAGES).to(memory_format=torch.channels_last))))
 
 
-# ---- embeddings and dropout
-
-
 @pattern.each_step("Embedding with `padding_idx`", lambda: Words(padding_idx=0))
 def padding_index(engine: Engine) -> None:
     engine.update(square(engine.model(engine.ids(80, 2, 6) * (engine.ids(2, 2, 6) > 0))))
@@ -156,9 +153,6 @@ pattern("EmbeddingBag", lambda: nn.Sequential(nn.EmbeddingBag(80, WIDTH), Block(
 pattern(
     "dropout", lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.Dropout(0.3), Block(), nn.Dropout(), Block())
 )(CLIPPED, "dropout")
-
-
-# ---- parametrized weights
 
 
 def _parametrized(how: Any) -> nn.Module:
@@ -192,9 +186,6 @@ def assigned_weight_norm(engine: Engine) -> None:
     with engine.gathered(), torch.no_grad():
         for block in engine.model:
             block.inner.weight = 0.9 * block.inner.weight
-
-
-# ---- frozen parts
 
 
 class Adapted(nn.Module):
@@ -233,9 +224,6 @@ pattern(
     "everything behind the first unit frozen (prompt tuning)",
     partial(_frozen, "blocks.1", "blocks.2", "head"),
 )(CLIPPED, "frozen_behind")
-
-
-# ---- tools of torch
 
 
 def _meta() -> nn.Module:

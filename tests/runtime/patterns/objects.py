@@ -28,9 +28,6 @@ pattern = Subject(__name__)
 OR_RIGHT = always(usage(or_right=True))
 
 
-# ---- construction
-
-
 def _zero(engine: Engine, build: Callable[[], Any], **options: Any) -> None:
     """Another ZeroOptimizer, which plain torch has not."""
     engine.record(0)
@@ -68,8 +65,6 @@ def weight_decays(engine: Engine) -> None:
     ]
     _zero(engine, lambda: model, params=groups)
 
-
-# ---- in the middle of training
 
 Does = Callable[[Engine], Any]
 
@@ -166,9 +161,6 @@ def state_outside(engine: Engine) -> None:
 def state_popped(engine: Engine) -> None:
     engine.train()
     engine.optimizer.state.pop(engine.model.head.weight, None)
-
-
-# ---- around it
 
 
 @pattern("`optimizer.register_step_post_hook`")

@@ -145,9 +145,6 @@ def tasks(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(), (engine.rank + engine.number) % 2)))
 
 
-# ---- batches and losses
-
-
 @pattern.each_step("sequences and batches of different sizes, some without rows", world=3, steps=VARIED_STEPS)
 def sizes(engine: Engine) -> None:
     rows = (engine.rank + engine.number) % 3
@@ -168,9 +165,6 @@ def different_losses(engine: Engine) -> None:
 def same_evaluation(engine: Engine) -> None:
     engine.evaluate(torch.ones(1 + 3 * engine.rank, 8))
     engine.train()
-
-
-# ---- calls that one rank makes and another does not
 
 
 @pattern.each_step("a rank that starts no backward in some micro-batches", steps=VARIED_STEPS, **OR_RIGHT)

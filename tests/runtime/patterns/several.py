@@ -21,8 +21,6 @@ from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, chain, squar
 
 pattern = Subject(__name__)
 
-# ---- several forwards of one model
-
 
 @pattern.each_step("two forwards, one loss (Siamese)")
 def siamese(engine: Engine) -> None:
@@ -59,9 +57,6 @@ def contrastive(engine: Engine) -> None:
     torch.distributed.all_gather(others, own.detach())
     others[engine.rank] = own
     engine.update(F.cross_entropy(own @ torch.cat(others).t(), torch.arange(4) + 4 * engine.rank))
-
-
-# ---- parts of the model
 
 
 @pattern.each_step("a submodule called directly before the root, in one loss")
@@ -110,9 +105,6 @@ def root_never(engine: Engine) -> None:
 def in_turn(engine: Engine) -> None:
     parts = [engine.model.encoder, engine.model.decoder]
     engine.update(square(parts[engine.number % 2](engine.data(4, WIDTH))))
-
-
-# ---- several models
 
 
 @pattern("a GAN: two models, two optimizers, `detach`, a gradient penalty")
@@ -171,9 +163,6 @@ def teacher_inside(engine: Engine) -> None:
             slow.lerp_(fast, 0.1)
 
 
-# ---- weights and gradients moved by hand
-
-
 @pattern.each_step("SAM: weights moved along the gradient, and back")
 def sam(engine: Engine) -> None:
     x = engine.data()
@@ -215,9 +204,6 @@ def prompt(engine: Engine) -> None:
         learnt.grad /= engine.world
         outer.step()
         outer.zero_grad()
-
-
-# ---- models
 
 
 class Exits(nn.Module):
@@ -287,9 +273,6 @@ def merged(engine: Engine) -> None:
         engine.evaluate(torch.ones(2, WIDTH))
 
 
-# ---- transformations of torch.func and forward-mode derivatives
-
-
 @pattern.each_step("`functional_call` with changed weights, inside `gathered()`")
 def perturbed(engine: Engine) -> None:
     engine.train()
@@ -305,9 +288,6 @@ def forward_mode(engine: Engine) -> None:
         output = engine.model(forward_ad.make_dual(x, torch.ones_like(x)))
         engine.record(forward_ad.unpack_dual(output).tangent.sum())
     engine.update(square(engine.model(x)))
-
-
-# ---- state dicts
 
 
 @pattern("the best weights kept by `copy.deepcopy(model.state_dict())`, loaded at the end")

@@ -124,9 +124,6 @@ for key, (name, units) in UNITS.items():
     pattern(name, options={"units": units})(CLIPPED, key)
 
 
-# ---- weights that share memory without being one parameter
-
-
 def _changed(change: Callable[[Any], Any]) -> Mlp:
     model = Mlp()
     change(model)

@@ -24,9 +24,6 @@ def _penalty(model: nn.Module) -> Tensor:
     return sum((p.square().sum() for p in model.parameters()), start=torch.zeros(()))
 
 
-# ---- in forward
-
-
 @pattern.features("an L2 penalty over `self.parameters()` inside forward, before any unit is called")
 def penalty_inside(model: Mlp, x: Tensor) -> Tensor:
     penalty = _penalty(model)
@@ -58,9 +55,6 @@ class Head(Words):
 class HeadLater(Words):
     def forward(self, ids: Tensor) -> Tensor:
         return nn.functional.linear(self.features(ids), self.head.weight)
-
-
-# ---- around a step
 
 
 @pattern.each_step("an L2 penalty over `model.parameters()` before the forward", refused=OUTSIDE)
@@ -103,9 +97,6 @@ def shapes(engine: Engine) -> None:
 def state_dict(engine: Engine) -> None:
     engine.train()
     engine.record(sum(value.double().norm() for value in engine.model.state_dict().values()))
-
-
-# ---- after a step
 
 
 def after_steps(name: str, build: Build = Mlp, **options: Any) -> Callable[[Callable[[Engine], Any]], None]:
@@ -196,9 +187,6 @@ def swapped(engine: Engine) -> None:
     USUAL(engine)
 
 
-# ---- frozen
-
-
 @pattern.each_step("`p.requires_grad_(False)` after construction", steps=VARIED_STEPS)
 def freeze_later(engine: Engine) -> None:
     if engine.number == 2:
@@ -251,8 +239,6 @@ def _assign(p: nn.Parameter) -> None:
     p.grad = torch.ones_like(p)
 
 
-# ---- cleared
-
 CLEARINGS: dict[str, tuple[str, Callable[[Engine], Any]]] = {
     "model_zero_grad": ("`model.zero_grad()`", lambda engine: engine.model.zero_grad()),
     "model_zero_grad_to_zeros": (
@@ -287,9 +273,6 @@ def grad_is_none(engine: Engine) -> None:
     loss = engine.loss()
     engine.record(sum(p.grad is None for p in engine.model.parameters()))
     engine.update(loss)
-
-
-# ---- read and changed
 
 
 def _between(does: Callable[[Engine], Any], engine: Engine, *, gathered: bool = False) -> None:
@@ -349,9 +332,6 @@ def gathered_then_more(engine: Engine) -> None:
         _norms(engine)
     engine.backward(engine.loss())
     engine.step()
-
-
-# ---- the parameters' own hooks
 
 
 def _quarter(gradient: Tensor) -> Tensor:
