@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
-from tests.support.distributed import AT_ONCE, run_alone, run_each, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import AT_ONCE, run_alone, run_ranks, run_ranks_expecting_errors
+from tests.support.on_ranks import on_ranks
 from zerokit import LossScale
 
 STAGES = (0, 1, 2, 3)
@@ -335,17 +336,14 @@ def test_bad_use_is_refused_by_every_rank_in_words() -> None:
 
 
 def _without_a_group() -> None:
+    for name in ("UsageError", "LayoutMismatch", "UnsupportedOptimizer", "ScheduleError", "LossScaleError"):
+        assert issubclass(getattr(zerokit, name), zerokit.ZerokitError)
     with pytest.raises(zerokit.UsageError, match="init_process_group"):
         make()
 
 
-def test_no_process_group() -> None:
+def test_without_a_process_group_errors_are_zerokits_too() -> None:
     run_alone(_without_a_group)
-
-
-def test_every_error_is_a_zerokit_error() -> None:
-    for name in ("UsageError", "LayoutMismatch", "UnsupportedOptimizer", "ScheduleError", "LossScaleError"):
-        assert issubclass(getattr(zerokit, name), zerokit.ZerokitError)
 
 
 def _one_rank_is_refused() -> None:
@@ -359,7 +357,8 @@ def test_a_constructor_that_fails_on_one_rank_ends_the_others_within_the_time_ou
         assert outcome.raised("ZerokitError"), outcome.describe()
 
 
-def _built_anew(stage: int) -> None:
+@on_ranks(2, STAGES)
+def test_a_model_whose_optimizer_was_deleted_must_be_built_anew(stage: int) -> None:
     model = small()
     optimizer = make(model, stage=stage)
     del optimizer
@@ -370,7 +369,3 @@ def _built_anew(stage: int) -> None:
     again.load_state_dict(weights)
     make(again, stage=stage)
     assert all(torch.equal(value, weights[name]) for name, value in again.state_dict().items())
-
-
-def test_a_model_whose_optimizer_was_deleted_must_be_built_anew() -> None:
-    run_each(2, _built_anew, STAGES)

@@ -31,8 +31,6 @@ from zerokit.runtime.collectives.node import SWITCH
 from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
 from zerokit.runtime.collectives.stalls import StallReporter
 
-# --- sums --------------------------------------------------------------------------------------------------
-
 
 def _routes(wire: str) -> Iterator[Collectives]:
     """Each route that ranks of this machine have; the last is the device's, over gloo, which sums narrow terms."""
@@ -136,9 +134,6 @@ def test_every_route_adds_terms_in_rank_order(world: int, name: str, dtype: torc
         assert routes == ["memory", "sockets", "nccl"][: len(routes)]
 
 
-# --- training ----------------------------------------------------------------------------------------------
-
-
 def _runs(turn: int, run: Run) -> list[dict[str, Run]]:
     """For each route stage 3 and two others by turns: in two turns every route has them all."""
     others = {f"stage {stage}": replace(run, stage=stage) for stage in range(3)}
@@ -217,9 +212,6 @@ def test_one_rank_rounds_nothing() -> None:
     assert torch.equal(out, bucket)
 
 
-# --- training ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["gpt", "mlp_784_256_10"])
 def test_it_equals_one_process_that_rounds_each_ranks_share(name: str) -> None:
     runs = {f"stage {stage}": Run(stage=stage, precision=WIRE, steps=4, clip=math.inf) for stage in (0, 3)}
@@ -241,9 +233,6 @@ def test_losses_follow_those_of_an_fp32_wire_and_end_within_the_spread_of_three_
         last = {label: statistics.mean(result.losses[-20:]) for label, result in results.items()}
         mean = last.pop("wire")
         assert abs(mean - last["seed 0"]) <= statistics.stdev(last.values())
-
-
-# --- what there is not -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -11,26 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.runtime.patterns.engines import VARIED_STEPS, Engine
+from tests.runtime.patterns.engines import Engine
 from tests.runtime.patterns.harness import CLIPPED, Refused, Subject, always, updates, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, chain, square
 
 pattern = Subject(__name__)
 
-WIDE, SEQUENCES, IMAGES = usual(4, WIDTH, max_norm=0.1), usual(2, 5, WIDTH, max_norm=0.1), (4, 3, 8, 8)
-
-
-class Recurrent(nn.Module):
-    """A stock recurrent network between an embedding and a head."""
-
-    def __init__(self, cls: Any, **options: Any) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(80, WIDTH)
-        self.recurrent = cls(WIDTH, WIDTH, batch_first=True, **options)
-        self.head = nn.Linear(WIDTH * (2 if options.get("bidirectional") else 1), 80)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.recurrent(self.embedding(ids))[0])
+WIDE, IMAGES = usual(4, WIDTH, max_norm=0.1), (4, 3, 8, 8)
 
 
 class First(nn.Module):
@@ -40,52 +27,13 @@ class First(nn.Module):
         return pair[0]
 
 
-_words = updates(lambda engine: square(engine.model(engine.ids(80, 2, 6))), 0.1)
-pattern("GRU, two layers, both directions", lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True))(
-    _words, "gru"
-)
 pattern(
-    "LSTM as a unit of a Sequential",
-    lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.LSTM(WIDTH, WIDTH), First(), nn.Linear(WIDTH, 8)),
-)(usual(5, 2, 8, max_norm=0.1), "lstm_units")
-
-
-class Cells(nn.Module):
-    """A recurrence written as a loop whose length the input gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList([nn.GRUCell(8, WIDTH), nn.GRUCell(WIDTH, WIDTH)])
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one = two = x.new_zeros(x.shape[1], WIDTH)
-        for step in x:
-            one = self.cells[0](step, one)
-            two = self.cells[1](one, two)
-        return self.head(two)
-
-
-@pattern.each_step("a loop over GRU cells, as long as the sequence is", Cells, steps=VARIED_STEPS)
-def cells(engine: Engine) -> None:
-    engine.update(engine.loss(2 + (engine.number * 2) % 5, 3, 8), max_norm=0.1)
-
-
-class Attends(nn.Module):
-    """Attention whose weights are inside MultiheadAttention, never called as modules (`out_proj`)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
-
-
-pattern("MultiheadAttention", lambda: nn.Sequential(Attends(), Attends(), nn.Linear(WIDTH, 8)))(
-    SEQUENCES, "attention"
-)
+    "GRU, two layers, both directions, and LSTM, units of a Sequential",
+    lambda: nn.Sequential(
+        *[nn.Linear(8, WIDTH), nn.GRU(WIDTH, WIDTH // 2, 2, bidirectional=True), First()],
+        *[nn.LSTM(WIDTH, WIDTH), First(), nn.Linear(WIDTH, 8)],
+    ),
+)(usual(5, 2, 8, max_norm=0.1), "recurrent")
 
 
 def _encoder() -> nn.Module:

@@ -96,15 +96,12 @@ class TwoParts(nn.Module):
         self.encoder, self.decoder = chain(2), chain(2)
 
 
-@pattern.each_step("two submodules called one after the other, the root never", TwoParts)
+@pattern.each_step(
+    "two submodules, one after the other and then in turn, the root never", TwoParts, steps=VARIED_STEPS
+)
 def root_never(engine: Engine) -> None:
-    engine.update(square(engine.model.decoder(engine.model.encoder(engine.data(4, WIDTH)))))
-
-
-@pattern.each_step("two submodules trained in turn (alternating minimization)", TwoParts, steps=VARIED_STEPS)
-def in_turn(engine: Engine) -> None:
-    parts = [engine.model.encoder, engine.model.decoder]
-    engine.update(square(parts[engine.number % 2](engine.data(4, WIDTH))))
+    x, parts = engine.data(4, WIDTH), (engine.model.encoder, engine.model.decoder)
+    engine.update(square(parts[engine.number % 2](x) if engine.number > 1 else parts[1](parts[0](x))))
 
 
 @pattern("a GAN: two models, two optimizers, `detach`, a gradient penalty")
