@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,38 +33,22 @@ class Skips(Mlp):
         return self.head(x)
 
 
-def _skips(*places: list[int]) -> Callable[[Engine], None]:
+def skips(key: str, name: str, *places: list[int], **options: Any) -> None:
     """Every rank its own blocks; steps begin the list one further."""
 
     def step(engine: Engine) -> None:
         own = places[(engine.rank + engine.number // 2) % len(places)]
         engine.update(square(engine.model(engine.data(), own)), max_norm=0.1)
 
-    return step
+    pattern.each_step(name, Skips, steps=VARIED_STEPS, **options)(step, key)
 
 
-for key, name, places, options in (
-    (
-        "skips_all_three",
-        "a rank that leaves out all blocks, three ranks",
-        ([0, 1, 2], [], [0, 1, 2]),
-        {"world": 3},
-    ),
-    ("disjoint_four", "ranks that use disjoint blocks, four ranks", ([0], [1], [2], []), {"world": 4}),
-    (
-        "orders",
-        "ranks that walk through their blocks in different orders",
-        ([0, 1, 2], [2, 0, 1]),
-        SPLIT | {"refused": {3: Refused("ScheduleError", ("same order",), everywhere=False)}},
-    ),
-    (
-        "repeated",
-        "blocks used repeatedly, a number of times that differs by rank",
-        ([0, 1, 0, 1], [0, 1], [1, 1, 1, 0]),
-        OR_RIGHT,
-    ),
-):
-    pattern.each_step(name, Skips, steps=VARIED_STEPS, **options)(_skips(*places), key)
+SAME_ORDER = SPLIT | {"refused": {3: Refused("ScheduleError", ("same order",), everywhere=False)}}
+skips("skips_all", "a rank that leaves out all blocks, three ranks", [0, 1, 2], [], [0, 1, 2], world=3)
+skips("disjoint", "ranks that use disjoint blocks, four ranks", [0], [1], [2], [], world=4)
+skips("orders", "ranks that walk through blocks in different orders", [0, 1, 2], [2, 0, 1], **SAME_ORDER)
+REPEATED = [0, 1, 0, 1], [0, 1], [1, 1, 1, 0]
+skips("repeated", "blocks used repeatedly, a number of times that differs by rank", *REPEATED, **OR_RIGHT)
 
 
 def _layer_drop(engine: Engine, blocks: int, depth: int) -> None:

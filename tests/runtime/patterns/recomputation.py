@@ -79,28 +79,21 @@ class Inner(Block):
         return x + again(lambda y: torch.tanh(self.inner(y)), x)
 
 
-WAYS: dict[str, tuple[str, How, type[Block]]] = {
-    "every_block": ("every block", each, Block),
-    "alternating": ("every second block", every_second, Block),
-    "two_blocks": ("segments of two blocks", segments, Block),
-    "in_sequence": ("`checkpoint_sequential`", sequential, Block),
-    "around": ("a checkpoint around checkpoints", partial(again, segments), Block),
-    "whole": ("a checkpoint around all blocks", partial(again, _run), Block),
-    "kept_products": (
-        "selective: matrix products are kept",
-        partial(each, context_fn=partial(create_selective_checkpoint_contexts, _policy)),
-        Block,
-    ),
-    "dropout": ("dropout, the random state preserved", each, Dropping),
-    "no_random_state": (
-        "without preserving the random state",
-        partial(each, preserve_rng_state=False),
-        Block,
-    ),
-    "inside": ("inside each block", _run, Inner),
-}
-for key, (name, how, block) in WAYS.items():
+def way(key: str, name: str, how: How, block: type[Block] = Block) -> None:
     pattern(name, partial(_recomputed, how, block))(CLIPPED, key)
+
+
+way("every_block", "every block", each)
+way("alternating", "every second block", every_second)
+way("two_blocks", "segments of two blocks", segments)
+way("in_sequence", "`checkpoint_sequential`", sequential)
+way("around", "a checkpoint around checkpoints", partial(again, segments))
+way("whole", "a checkpoint around all blocks", partial(again, _run))
+SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
+way("kept_products", "selective: matrix products are kept", partial(each, context_fn=SELECTIVE))
+way("dropout", "dropout, the random state preserved", each, Dropping)
+way("no_random_state", "without preserving the random state", partial(each, preserve_rng_state=False))
+way("inside", "inside each block", _run, Inner)
 pattern(
     "`use_reentrant=True`",
     lambda: _recomputed(partial(checkpoint, _run, use_reentrant=True)),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -239,32 +240,24 @@ def _assign(p: nn.Parameter) -> None:
     p.grad = torch.ones_like(p)
 
 
-CLEARINGS: dict[str, tuple[str, Callable[[Engine], Any]]] = {
-    "model_zero_grad": ("`model.zero_grad()`", lambda engine: engine.model.zero_grad()),
-    "model_zero_grad_to_zeros": (
-        "`model.zero_grad(set_to_none=False)`",
-        lambda engine: engine.model.zero_grad(set_to_none=False),
-    ),
-    "zero_grad_to_zeros": (
-        "`optimizer.zero_grad(set_to_none=False)`",
-        lambda engine: engine.optimizer.zero_grad(set_to_none=False),
-    ),
-    "grad_none": ("`p.grad = None` for all parameters", partial(_each, _unset)),
-    "grad_zero": ("`p.grad.zero_()` for all parameters", partial(_each, _zero)),
-}
+def clearing(key: str, name: str, clear: Callable[[Engine], Any]) -> None:
+    def step(engine: Engine) -> None:
+        engine.backward(engine.loss())
+        clear(engine)
+        engine.backward(engine.loss())
+        engine.clip(0.1)
+        engine.step()
+        clear(engine)
+
+    pattern.each_step(name)(step, key)
 
 
-def _clearing(clear: Callable[[Engine], Any], engine: Engine) -> None:
-    engine.backward(engine.loss())
-    clear(engine)
-    engine.backward(engine.loss())
-    engine.clip(0.1)
-    engine.step()
-    clear(engine)
-
-
-for key, (name, clear) in CLEARINGS.items():
-    pattern.each_step(name)(partial(_clearing, clear), key)
+TO_ZEROS = methodcaller("zero_grad", set_to_none=False)
+clearing("model_zero_grad", "`model.zero_grad()`", lambda engine: engine.model.zero_grad())
+clearing("model_to_zeros", "`model.zero_grad(set_to_none=False)`", lambda engine: TO_ZEROS(engine.model))
+clearing("to_zeros", "`optimizer.zero_grad(set_to_none=False)`", lambda engine: TO_ZEROS(engine.optimizer))
+clearing("grad_none", "`p.grad = None` for all parameters", partial(_each, _unset))
+clearing("grad_zero", "`p.grad.zero_()` for all parameters", partial(_each, _zero))
 
 
 @pattern.each_step("`p.grad is None` before the first backward and after `zero_grad()`")
@@ -289,30 +282,29 @@ def _clip_values(engine: Engine) -> None:
     nn.utils.clip_grad_value_(engine.model.parameters(), 1e-3)
 
 
-REFUSED: dict[str, tuple[str, Callable[[Engine], Any], tuple[str, ...]]] = {
-    "torch_clip_norm": (
-        "`nn.utils.clip_grad_norm_(model.parameters(), …)`",
-        lambda engine: nn.utils.clip_grad_norm_(engine.model.parameters(), 0.1),
-        ("optimizer.clip_grad_norm_",),
-    ),
-    "torch_total_norm": (
-        "`nn.utils.get_total_norm` of the gradients",
-        lambda engine: nn.utils.get_total_norm([p.grad for p in engine.model.parameters()]),
-        (),
-    ),
-    "torch_clip_value": ("`nn.utils.clip_grad_value_(model.parameters(), …)`", _clip_values, ()),
-    "read_norm": ("`p.grad.norm()` read", _norms, ()),
-    "multiply": ("`p.grad.mul_()`", partial(_each, _halve), ()),
-    "assign": ("`p.grad = tensor`", partial(_each, _assign), ()),
-}
-for key, (name, does, words) in REFUSED.items():
+def refuses(key: str, name: str, does: Callable[[Engine], Any], *words: str) -> None:
     refused = always(usage("gathered_gradients()", *words))
     pattern.each_step(name, refused=refused)(partial(_between, does), key)
-for key, name, does in (
-    ("gathered_norms", "norms of each parameter", _norms),
-    ("gathered_clip_value", "`clip_grad_value_`", _clip_values),
-):
-    pattern.each_step(f"{name} inside `gathered_gradients()`")(partial(_between, does, gathered=True), key)
+
+
+refuses(
+    "torch_clip_norm",
+    "`nn.utils.clip_grad_norm_(model.parameters(), …)`",
+    lambda engine: nn.utils.clip_grad_norm_(engine.model.parameters(), 0.1),
+    "optimizer.clip_grad_norm_",
+)
+refuses(
+    "torch_total_norm",
+    "`nn.utils.get_total_norm` of the gradients",
+    lambda engine: nn.utils.get_total_norm([p.grad for p in engine.model.parameters()]),
+)
+refuses("torch_clip_value", "`nn.utils.clip_grad_value_(model.parameters(), …)`", _clip_values)
+refuses("read_norm", "`p.grad.norm()` read", _norms)
+refuses("multiply", "`p.grad.mul_()`", partial(_each, _halve))
+refuses("assign", "`p.grad = tensor`", partial(_each, _assign))
+pattern.each_step("`clip_grad_value_` inside `gathered_gradients()`")(
+    partial(_between, _clip_values, gathered=True), "gathered_clip_value"
+)
 
 
 @pattern.each_step("gradients masked inside `gathered_gradients()`, then clipped")
