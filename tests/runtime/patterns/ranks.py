@@ -140,7 +140,7 @@ def different_losses(engine: Engine) -> None:
     engine.model.blocks[1].register_forward_hook(lambda module, args, output: taken.append(output))
     for _ in range(STEPS):
         y = engine.model(engine.data())
-        engine.update(square((y, taken.pop())[engine.rank]))
+        engine.update(square(taken.pop() if engine.rank else y))
         taken.clear()
 
 
