@@ -5,13 +5,15 @@ NCCL for one rank on one GPU. Where a host can run the same function the device'
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import itertools
-import tempfile
+import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,61 +33,55 @@ from tests.support.devices import (
     run_on,
     train,
 )
+from tests.support.on_ranks import on_ranks
 from tests.support.optimizers import FUSED, OPTIMIZERS
+from tests.support.recording import RecordingRoute
 from tests.support.training import whole_weights
 from zerokit.errors import UsageError
+from zerokit.runtime.step import all_finite, global_norm
 
 gpu = pytest.mark.gpu
+on_both = pytest.mark.parametrize("device", DEVICES)
+RANKS = {"cpu": 2, "cuda": 1}
 STACK = SCENES["units used again"]
 
 # --- a step synchronises nothing ---------------------------------------------------------------------------
 
 
-def _steps_without_synchronisation(device: str, precision: str) -> None:
-    """At every stage, clipping or not, from the third step on."""
-    with alone_on_gpu(device):
-        for stage, clip in itertools.product(STAGES, (None, 1.0)):
-            training = Training(
-                at(STACK, stage=stage, precision=precision, clip=clip, steps=5), placed(device)
-            )
-            for step in range(5):
-                if step == 2:
-                    _refuse_synchronisation("error")
-                training.step(step)
-            _refuse_synchronisation("default")
-            training.bits()
-
-
-def _refuse_synchronisation(mode: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "a prototype feature"
-        torch.cuda.set_sync_debug_mode(mode)
+@contextlib.contextmanager
+def _no_synchronisation() -> Iterator[None]:
+    with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
+@on_ranks(1)
 def test_no_step_synchronises(precision: str) -> None:
-    """zerokit asks events, which is no synchronisation; `test_device_control` counts what a step reads."""
-    run_on("cuda", _steps_without_synchronisation, precision)
-
-
-def _synchronise_once(device: str) -> str:
-    with alone_on_gpu(device):
-        value = torch.ones((), device=placed(device))
-        _refuse_synchronisation("error")
-        try:
-            value.item()
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            _refuse_synchronisation("default")
-    return ""
+    """From the third on. zerokit asks events, which is no synchronisation; `test_device_control` counts reads."""
+    with alone_on_gpu("cuda"):
+        for stage, clip in itertools.product(STAGES, (None, 1.0)):
+            scene = at(STACK, stage=stage, precision=precision, clip=clip, steps=5)
+            training = Training(scene, placed("cuda"))
+            training.step(0)
+            training.step(1)
+            with _no_synchronisation():
+                for step in range(2, 5):
+                    training.step(step)
+            training.bits()
 
 
 @gpu
+@on_ranks(1)
 def test_a_synchronisation_would_be_seen() -> None:
-    (message,) = run_on("cuda", _synchronise_once)
-    assert "synchroniz" in message
+    with alone_on_gpu("cuda"):
+        value = torch.ones((), device=placed("cuda"))
+        with _no_synchronisation(), pytest.raises(RuntimeError, match="synchroniz"):
+            value.item()
 
 
 # --- the host runs ahead -----------------------------------------------------------------------------------
@@ -130,43 +126,31 @@ def test_a_step_returns_while_the_device_is_busy(
 
 # --- the user's side ---------------------------------------------------------------------------------------
 
-
-def _stages_with_optimizer(device: str, name: str, options: dict[str, Any]) -> list[list[str]]:
-    with prompt(device) as place:
-        return [train(at(STACK, stage=stage, optimizer=name), place, **options) for stage in (0, 3)]
-
-
-def _optimizers() -> list[tuple[str, dict[str, Any]]]:
-    plain: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in OPTIMIZERS]
-    return plain + [(name, {"fused": False}) for name in OPTIMIZERS if name in FUSED]
+KERNELS: list[tuple[str, dict[str, Any]]] = [
+    *[(name, {}) for name in OPTIMIZERS],
+    *[(name, {"fused": False}) for name in OPTIMIZERS if name in FUSED],
+]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_both
+@on_ranks(RANKS)
 def test_every_optimizer_at_every_stage(device: str) -> None:
     wrong = []
-    for rank in run_on(device, _all_optimizers):
-        for case, outcome in rank.items():
-            if outcome:
-                wrong.append(f"{case}: {outcome}")
+    with prompt(device) as place:
+        for name, options in KERNELS:
+            try:
+                first, last = (
+                    train(at(STACK, stage=stage, optimizer=name), place, **options) for stage in (0, 3)
+                )
+                outcome = "" if first == last else "stages differ"
+            except (RuntimeError, zerokit.ZerokitError) as error:  # the others go on
+                outcome = f"{type(error).__name__}: {error}"
+            wrong += [f"{name} {options}: {outcome}"] if outcome else []
     assert wrong == []
 
 
-def _all_optimizers(device: str) -> dict[str, str]:
-    """What went wrong, by optimizer; the others go on."""
-    found = {}
-    with alone_on_gpu(device):
-        for name, options in _optimizers():
-            try:
-                first, *others = _stages_with_optimizer(device, name, options)
-                found[f"{name} {options}"] = "" if others == [first] else "stages differ"
-            except (RuntimeError, zerokit.ZerokitError) as error:
-                found[f"{name} {options}"] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def _go_on(device: str, precision: str, folder: str) -> list[int]:
-    """Stages at which going on from a state, or a checkpoint in a folder, differs from going on without."""
-    wrong = []
+def _go_on(device: str, precision: str, folder: Path | None = None) -> None:
+    """Going on from a state, or a checkpoint in a folder, equals going on without."""
     with prompt(device) as place:
         for stage in STAGES:
             scene = at(STACK, stage=stage, precision=precision)
@@ -175,124 +159,98 @@ def _go_on(device: str, precision: str, folder: str) -> list[int]:
             first.step(1)
             second.step(0)
             schedule: Any = copy.deepcopy(first.scheduler.state_dict())
-            if folder:
-                zerokit.save(f"{folder}/{stage}", first.optimizer, step=2, extra={"schedule": schedule})
-                schedule = zerokit.load(f"{folder}/{stage}", second.optimizer)["schedule"]
+            if folder is not None:
+                zerokit.save(folder / str(stage), first.optimizer, step=2, extra={"schedule": schedule})
+                schedule = zerokit.load(folder / str(stage), second.optimizer)["schedule"]
             else:
                 second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
             second.scheduler.load_state_dict(schedule)
             for training in (first, second):
                 training.step(2)
                 training.step(3)
-            if second.weights() != first.weights():
-                wrong.append(stage)
-    return wrong
+            assert second.weights() == first.weights(), f"stage {stage}"
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@on_both
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(RANKS)
 def test_training_goes_on_from_a_state_dict(device: str, precision: str) -> None:
-    for wrong in run_on(device, _go_on, precision, ""):
-        assert wrong == []
+    _go_on(device, precision)
 
 
-def _change_whole_weights(device: str) -> list[tuple[bool, list[str]]]:
-    """By stage: whether `gathered()` shows what `state_dict()` does; bits after a change inside."""
+@on_both
+@pytest.mark.skipif(not importlib.util.find_spec("zlib_ng"), reason="checkpoints need zlib-ng")
+@on_ranks(RANKS)
+def test_training_goes_on_from_checkpoints(device: str, tmp_path: Path) -> None:
+    _go_on(device, "bf16", tmp_path)
+
+
+@on_both
+@on_ranks(RANKS)
+def test_gathered_shows_and_keeps_whole_weights(device: str) -> None:
     found = []
     with prompt(device) as place:
         for stage in STAGES:
             training = Training(at(STACK, stage=stage, precision="bf16"), place)
             training.step(0)
             expected = whole_weights(training.model)
-            with training.optimizer.gathered():
-                same = all(
-                    torch.equal(parameter.detach(), expected[name])
-                    for name, parameter in training.model.named_parameters()
-                )
-                with torch.no_grad():
-                    for parameter in training.model.parameters():
-                        parameter.mul_(0.5)
+            with training.optimizer.gathered(), torch.no_grad():
+                for name, parameter in training.model.named_parameters():
+                    assert torch.equal(parameter, expected[name])
+                    parameter.mul_(0.5)
             training.step(1)
-            found.append((same, training.bits()))
-    return found
+            found.append(training.bits())
+    assert found == [found[0]] * len(STAGES)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_gathered_shows_and_keeps_whole_weights(device: str) -> None:
-    for found in run_on(device, _change_whole_weights):
-        assert found == [(True, found[0][1])] * len(STAGES)
-
-
-def _misuse(device: str) -> list[tuple[str, str]]:
-    """Words that are expected, and what was said."""
-    said = []
+@on_both
+@on_ranks(RANKS)
+def test_misuse_is_refused_and_training_goes_on(device: str) -> None:
     with prompt(device) as place:
         training = Training(at(STACK, stage=3), place)
         model = training.model
-
-        def read_freed() -> None:
-            (model.get_parameter("blocks.0.inner.weight") + 1).sum()
-
+        weight = model.get_parameter("blocks.0.inner.weight")
         attempts: list[tuple[str, Callable[[], Any]]] = [
             ("before any backward", training.optimizer.step),
-            ("optimizer.gathered()", read_freed),
-            (".half()", model.half),
+            (r"optimizer\.gathered\(\)", lambda: weight + 1),
+            (r"\.half\(\)", model.half),
         ]
         if device == "cuda":
             left_behind = torch.nn.Linear(4, 4)
             attempts += [
                 ("before ZeroOptimizer", lambda: model.to("cpu")),
-                ("model.to('cuda')", lambda: zerokit.ZeroOptimizer(left_behind, torch.optim.AdamW)),
+                (r"model\.to\('cuda'\)", lambda: zerokit.ZeroOptimizer(left_behind, torch.optim.AdamW)),
             ]
         for words, attempt in attempts:
-            try:
+            with pytest.raises(UsageError, match=words):
                 attempt()
-                said.append((words, "nothing"))
-            except (UsageError, RuntimeError) as error:
-                said.append((words, f"{type(error).__name__}: {error}"))
         for step in range(4):
             training.step(step)
-    return said
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_misuse_is_refused_and_training_goes_on(device: str) -> None:
-    for rank in run_on(device, _misuse):
-        for words, said in rank:
-            assert said.startswith("UsageError"), said
-            assert words in said
-
-
-def _train_on_another_stream(device: str, built_inside: bool) -> list[str]:
-    """Stages that differ from the default stream's run."""
-    # torch notes where the hooks of parameters were made, and warns where they run on another stream.
-    set_warning = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
-    if set_warning is not None:
-        set_warning(False)
-    wrong = []
-    with alone_on_gpu(device):
-        for stage in STAGES:
-            scene = at(STACK, stage=stage, precision="bf16")
-            expected = train(scene, placed(device))
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            training = None if built_inside else Training(scene, placed(device))
-            torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
-                training = training or Training(scene, placed(device))
-                torch.cuda._sleep(200_000_000)  # whoever works on the default stream would be far ahead
-                for step in range(scene.run.steps):
-                    training.step(step)
-                bits = training.bits()
-            if bits != expected:
-                wrong.append(f"stage {stage}")
-    return wrong
 
 
 @gpu
 @pytest.mark.parametrize("built_inside", [True, False])
+@on_ranks(1)
 def test_the_current_stream_may_be_another_one(built_inside: bool) -> None:
-    assert run_on("cuda", _train_on_another_stream, built_inside) == [[]]
+    # torch notes where the hooks of parameters were made, and warns where they run on another stream.
+    set_warning = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if set_warning is not None:
+        set_warning(False)
+    with alone_on_gpu("cuda"):
+        place = placed("cuda")
+        for stage in STAGES:
+            scene = at(STACK, stage=stage, precision="bf16")
+            expected = train(scene, place)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            training = None if built_inside else Training(scene, place)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                training = training or Training(scene, place)
+                torch.cuda._sleep(200_000_000)  # whoever works on the default stream would be far ahead
+                for step in range(scene.run.steps):
+                    training.step(step)
+                assert training.bits() == expected, f"stage {stage}"
 
 
 def _compiled(device: str) -> tuple[str, dict[int, list[float]]]:
@@ -327,9 +285,18 @@ def test_compiled_blocks_train_alike() -> None:
         assert losses[stage] == pytest.approx(losses[-1], rel=1e-4)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.skipif(not importlib.util.find_spec("zlib_ng"), reason="checkpoints need zlib-ng")
-def test_training_goes_on_from_checkpoints(device: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="zerokit-checkpoints-") as folder:
-        for wrong in run_on(device, _go_on, "bf16", folder):
-            assert wrong == []
+@gpu
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_the_cut_of_the_line_does_not_show_in_norms(norm_type: float) -> None:
+    route = RecordingRoute()
+    route.device = torch.device("cuda")
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    exact = float(torch.linalg.vector_norm(values.double(), norm_type))
+    device = values.cuda()
+    for piece in (100_000, 64_000, 1_000):
+        found = global_norm([*device.split(piece), device[:0]], norm_type, route)
+        assert found.dtype == torch.float64
+        assert float(found) == pytest.approx(exact, rel=1e-12)
+    assert bool(all_finite(list(device.split(999)), route.device))
+    device[77] = math.nan
+    assert not bool(all_finite(list(device.split(999)), route.device))

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import os
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerokit
-from tests.support.devices import PRECISIONS, SCENES, STAGES, Scene, Training, at, lagging, prompt
-from tests.support.distributed import run_ranks, run_ranks_expecting_errors
+from tests.support.devices import PRECISIONS, SCENES, STAGES, Training, at, lagging, prompt
+from tests.support.distributed import run_ranks_expecting_errors
+from tests.support.on_ranks import on_ranks
 from tests.support.streams import LaggingStream, PromptStream
 from zerokit.errors import LayoutMismatch, UsageError
 
@@ -74,43 +76,38 @@ class NotedStream(LaggingStream):
         return look
 
 
-_STEPS = 4
+STACK = SCENES["units used again"]
 
 
-def _reads(scene: Scene) -> list[tuple[dict[str, int], list[tuple[int, int]]]]:
-    """For each step: what was read, and the steps in which what was looked at had been fetched."""
-    found = []
+@on_ranks(
+    2,
+    [
+        (name, precision, stage, clip)
+        for name, precision, clips in (
+            ("units used again", "fp32", (1.0, None)),
+            ("unused", "bf16", (None, 1.0)),
+            ("units used again", "fp16", (1.0, None)),
+        )
+        for stage, clip in zip(STAGES, clips * 2, strict=True)
+    ],
+)
+def test_a_step_reads_what_the_step_before_has_fetched(given: tuple[str, str, int, float | None]) -> None:
+    """fp16 must know whether gradients overflowed, once a step; all else waits for the next step.
+
+    With clipping at every second stage; the two scenes of a precision have it at others.
+    """
+    name, precision, stage, clip = given
     NotedStream.looked = []
     with lagging("cpu", NotedStream) as device:
-        training = Training(scene, device)
-        for step in range(scene.run.steps):
+        training = Training(at(SCENES[name], stage=stage, precision=precision, clip=clip, steps=4), device)
+        for step in range(4):
             NotedStream.step = step
             NotedStream.looked.clear()
             with CountedReads() as reads:
                 training.step(step)
-            found.append((dict(reads.counts), list(NotedStream.looked)))
-    return found
-
-
-def _all_reads(name: str, precision: str) -> dict[tuple[int, float | None], Any]:
-    """With clipping at every second stage; the two scenes of a precision have it at others."""
-    clips = (None, 1.0) if name == "unused" else (1.0, None)
-    return {
-        (stage, clip): _reads(at(SCENES[name], stage=stage, precision=precision, clip=clip, steps=_STEPS))
-        for stage, clip in zip(STAGES, clips * 2, strict=True)
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "precision"), [("units used again", "fp32"), ("unused", "bf16"), ("units used again", "fp16")]
-)
-def test_a_step_reads_what_the_step_before_has_fetched(name: str, precision: str) -> None:
-    """fp16 must know whether gradients overflowed, once a step; all else waits for the next step."""
-    for rank in run_ranks(2, _all_reads, name, precision):
-        for case, steps in rank.items():
-            for step, (reads, looked) in enumerate(steps[2:], start=2):
-                assert reads == {"tolist": 1}, (case, step)
-                assert looked == [(step if precision == "fp16" else step - 1, step)], (case, step)
+            if step > 1:
+                assert reads.counts == {"tolist": 1}
+                assert NotedStream.looked == [(step if precision == "fp16" else step - 1, step)]
 
 
 def test_the_count_sees_reads() -> None:
@@ -126,55 +123,40 @@ def test_the_count_sees_reads() -> None:
 # --- steps without gradients -------------------------------------------------------------------------------
 
 
-def _steps_without_backward(precision: str) -> list[str]:
-    """What went wrong, at stage 3 and another by turns: `step()` first of all, and between others."""
-    wrong = []
-    for stage in (PRECISIONS.index(precision), 3):
-        with lagging("cpu") as device:
-            training = Training(at(SCENES["units used again"], stage=stage, precision=precision), device)
-            for step in (None, 0, 1, 2):
-                if step is not None:
-                    training.step(step)
-                before = training.weights()
-                try:
-                    training.optimizer.step()
-                    wrong.append(f"stage {stage}, after step {step}: not refused")
-                except UsageError as error:
-                    if "before any backward" not in str(error):
-                        wrong.append(str(error))
-                if training.weights() != before:
-                    wrong.append(f"stage {stage}, after step {step}: weights changed")
-            training.step(3)
-    return wrong
+@on_ranks(2, [(precision, stage) for number, precision in enumerate(PRECISIONS) for stage in (number, 3)])
+def test_step_without_any_backward_is_refused_before_anything_changes(given: tuple[str, int]) -> None:
+    """At stage 3 and another by turns: `step()` first of all, and between others."""
+    precision, stage = given
+    with lagging("cpu") as device:
+        training = Training(at(STACK, stage=stage, precision=precision), device)
+        for step in (None, 0, 1, 2):
+            if step is not None:
+                training.step(step)
+            before = training.weights()
+            with pytest.raises(UsageError, match="before any backward"):
+                training.optimizer.step()
+            assert training.weights() == before
+        training.step(3)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_step_without_any_backward_is_refused_before_anything_changes(precision: str) -> None:
-    assert run_ranks(2, _steps_without_backward, precision) == [[], []]
-
-
-def _one_rank_without_backward(precision: str) -> dict[int, list[str]]:
-    """Rank 1 runs forward alone in step 2; by stage, the weights at the end, late and at stage 0 prompt too."""
-    found: dict[int, list[str]] = {}
-    for stage in STAGES:
-        for way in (lagging,) if stage else (prompt, lagging):
-            with way("cpu") as device:
-                training = Training(at(SCENES["units used again"], stage=stage, precision=precision), device)
-                for step in range(4):
-                    if step == 2 and dist.get_rank() == 1:
-                        training.case.loss(training.model, training.batches[step][0])
-                    else:
-                        training.differentiate(step)
-                    training.update()
-                found.setdefault(stage, []).append(training.weights())
-    return found
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@on_ranks(2, ("bf16", "fp16"))
 def test_a_step_in_which_one_rank_has_no_gradients_goes_on(precision: str) -> None:
-    ranks = run_ranks(2, _one_rank_without_backward, precision)
-    digests = {digest for found in ranks for ways in found.values() for digest in ways}
-    assert len(digests) == 1, ranks
+    """Rank 1 runs forward alone in step 2; at every stage, late and at stage 0 prompt too."""
+    found = set()
+    for stage, way in ((0, prompt), *((stage, lagging) for stage in STAGES)):
+        with way("cpu") as device:
+            training = Training(at(STACK, stage=stage, precision=precision), device)
+            for step in range(4):
+                if step == 2 and dist.get_rank() == 1:
+                    training.case.loss(training.model, training.batches[step][0])
+                else:
+                    training.differentiate(step)
+                training.update()
+            found.add(training.weights())
+    digests: list[Any] = [None, None]
+    dist.all_gather_object(digests, found)
+    assert len(found) == 1
+    assert digests[0] == digests[1]
 
 
 # --- ranks on different paths ------------------------------------------------------------------------------
@@ -190,83 +172,54 @@ def _change_the_schedule(training: Training) -> None:
         training.optimizer.runtime.collectives._schedule[0] += 1
 
 
-def _part_ways_at_each_stage(how: Callable[[Training], None]) -> list[list[list[str]]]:
-    return [[_part_ways(how, stage, precision) for precision in ("bf16", "fp16")] for stage in (0, 3)]
+PARTINGS = {
+    "have frozen different parameters": _freeze_another,
+    "different sequences of collectives": _change_the_schedule,
+}
 
 
-def _part_ways(how: Callable[[Training], None], stage: int, precision: str) -> list[str]:
-    """Part ways in step 2; what steps 2 and 3 said."""
+@on_ranks(2, itertools.product(PARTINGS, (0, 3), ("bf16", "fp16")))
+def test_different_paths_are_an_error_one_step_later(given: tuple[str, int, str]) -> None:
+    """fp16 looks at once."""
+    words, stage, precision = given
     with lagging("cpu") as device:
-        training = Training(at(SCENES["units used again"], stage=stage, precision=precision), device)
-        said = []
-        for step in range(4):
-            if step == 2:
-                how(training)
-            try:
-                training.step(step)
-                said.append("")
-            except LayoutMismatch as error:
-                said.append(str(error))
-                break
-        return said[2:]
+        training = Training(at(STACK, stage=stage, precision=precision), device)
+        training.step(0)
+        training.step(1)
+        PARTINGS[words](training)
+        if precision != "fp16":
+            training.step(2)
+        with pytest.raises(LayoutMismatch, match=words):
+            training.step(3)
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (_freeze_another, "have frozen different parameters"),
-        (_change_the_schedule, "different sequences of collectives"),
-    ],
-)
-def test_different_paths_are_an_error_one_step_later(how: Callable[[Training], None], words: str) -> None:
-    for found in run_ranks(2, _part_ways_at_each_stage, how):
-        for later, at_once in found:
-            assert later[0] == ""
-            assert words in later[1]
-            assert words in at_once[0], "fp16 looks at once"
-
-
-def _save(training: Training) -> None:
-    zerokit.save(os.environ["SAVED_IN"], training.optimizer, step=3)
-
-
-def _take_state(training: Training) -> None:
+def _take_state(training: Training, folder: Path) -> None:
     training.optimizer.state_dict()
 
 
-def _gather(training: Training) -> None:
+def _gather(training: Training, folder: Path) -> None:
     with training.optimizer.gathered():
         pass
 
 
-def _look_after_parting(what: Callable[[Training], None], stage: int, part: bool) -> str:
+def _save(training: Training, folder: Path) -> None:
+    zerokit.save(folder, training.optimizer, step=3)
+
+
+@on_ranks(2, itertools.product(((_take_state, 3), (_gather, 1), (_save, 3)), (False, True)))
+def test_what_shows_the_state_looks_at_the_last_step_first(given: Any, tmp_path: Path) -> None:
+    (look, stage), part = given
     with lagging("cpu") as device:
-        training = Training(at(SCENES["units used again"], stage=stage), device)
+        training = Training(at(STACK, stage=stage), device)
         for step in range(3):
             if part and step == 2:
                 _change_the_schedule(training)
             training.step(step)
-        try:
-            what(training)
-        except LayoutMismatch as error:
-            return str(error)
-        training.step(3)
-    return ""
-
-
-def _look_at_all(folder: Path) -> dict[str, str]:
-    os.environ["SAVED_IN"] = str(folder)
-    return {
-        f"{what.__name__}, stage {stage}, {part}": _look_after_parting(what, stage, part)
-        for what, stage in ((_take_state, 3), (_gather, 1), (_save, 3))
-        for part in (False, True)
-    }
-
-
-def test_what_shows_the_state_looks_at_the_last_step_first(tmp_path: Path) -> None:
-    for found in run_ranks(2, _look_at_all, tmp_path):
-        for case, said in found.items():
-            assert ("different sequences of collectives" in said) == case.endswith("True"), case
+        refusal = pytest.raises(LayoutMismatch, match="different sequences of collectives")
+        with refusal if part else contextlib.nullcontext():
+            look(training, tmp_path)
+        if not part:
+            training.step(3)
 
 
 # --- a device that does not get on -------------------------------------------------------------------------
@@ -287,8 +240,7 @@ class SilentStream(PromptStream):
 
 def _wait_for_ever(precision: str) -> None:
     with lagging("cpu", SilentStream) as device:
-        scene = at(SCENES["units used again"], precision=precision)
-        training = Training(scene, device, timeout=datetime.timedelta(seconds=3))
+        training = Training(at(STACK, precision=precision), device, timeout=datetime.timedelta(seconds=3))
         training.step(0)
         SilentStream.silent = True
         training.step(1)
@@ -308,11 +260,13 @@ def test_a_device_that_hangs_is_an_error_within_the_time_out(precision: str) -> 
 # --- a state that is loaded while gathers are in flight ----------------------------------------------------
 
 
-def _load_after_a_step(stage: int, precision: str) -> list[list[str]]:
+@on_ranks(2, [("fp32", 0), ("bf16", 1), ("fp32", 2), ("bf16", 3), ("fp32", 3)])
+def test_a_state_can_be_loaded_right_after_a_step(given: tuple[str, int]) -> None:
+    precision, stage = given
     found = []
     for way in (prompt, lagging):
         with way("cpu") as device:
-            training = Training(at(SCENES["units used again"], stage=stage, precision=precision), device)
+            training = Training(at(STACK, stage=stage, precision=precision), device)
             training.step(0)
             state = training.optimizer.state_dict()
             state["masters"] = [master.clone() for master in state["masters"]]
@@ -320,12 +274,4 @@ def _load_after_a_step(stage: int, precision: str) -> list[list[str]]:
             training.optimizer.load_state_dict(state)
             training.step(2)
             found.append(training.bits())
-    return found
-
-
-@pytest.mark.parametrize(
-    ("precision", "stage"), [("fp32", 0), ("bf16", 1), ("fp32", 2), ("bf16", 3), ("fp32", 3)]
-)
-def test_a_state_can_be_loaded_right_after_a_step(stage: int, precision: str) -> None:
-    for at_once, late in run_ranks(2, _load_after_a_step, stage, precision):
-        assert late == at_once
+    assert found[0] == found[1]

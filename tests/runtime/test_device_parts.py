@@ -1,62 +1,50 @@
-"""The parts of the device's way by themselves, with fakes in place of CUDA: streams, communicators, refusals."""
+"""The parts of the device's way by themselves, without a GPU: fakes in place of CUDA, tensors without values."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.support.distributed import run_ranks
 from tests.support.happens_before import FakeCuda, FakeStream
-from zerokit.errors import UsageError
+from tests.support.on_ranks import on_ranks
+from tests.support.recording import Group, RecordingRoute
+from tests.support.streams import PromptStream
+from zerokit.errors import ScheduleError, UsageError
+from zerokit.layout import Interval
 from zerokit.placement import Mesh
 from zerokit.runtime import collectives
-from zerokit.runtime.collectives import groups, make_collectives, nccl
+from zerokit.runtime.collectives import groups, make_collectives, nccl, stalls
 from zerokit.runtime.collectives import nccl as streams
+from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives, NcclRoute, make_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
+from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.memory import ResizedMemory
+from zerokit.runtime.step import StepControl, all_finite, clip_coefficient, global_norm
 
 GPU = torch.device("cuda", 0)
 
 # --- one GPU a rank ----------------------------------------------------------------------------------------
 
 
-class FakeGroup:
-    """What `require_own_device` asks of a process group."""
+class NcclGroup:
+    """A group whose only backend is NCCL's, on CUDA."""
 
     group_name = "fake"
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
     def rank(self) -> int:
-        return self._rank
-
-
-@pytest.fixture
-def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank's current device is the same GPU, and all ranks share a store."""
-    store = HashStore()
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
-    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
-    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-
-
-@pytest.mark.usefixtures("one_gpu")
-def test_a_model_on_another_gpu_than_the_current_one_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"lies on cuda:1.*current device.*set_device\("):
-        nccl.require_current_device(torch.device("cuda", 1))
-
-
-class NcclGroup(FakeGroup):
-    """A group whose only backend is NCCL's, on CUDA."""
+        return 0
 
     def size(self) -> int:
         return 1
@@ -67,24 +55,31 @@ class NcclGroup(FakeGroup):
         return object()
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_a_model_on_the_cpu_is_refused_under_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`get_backend_config` says "cuda:nccl" of such a group, and it has no backend to ask for its time-out."""
-    config = dist.distributed_c10d.BackendConfig(dist.Backend("nccl"))
-    assert "nccl" in str(config)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: str(config))
-    with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\)"):
-        make_collectives(NcclGroup(0), torch.device("cpu"), None, units=1)  # type: ignore[arg-type]
+def test_a_model_on_another_gpu_than_the_current_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(UsageError, match=r"lies on cuda:1.*current device.*set_device\("):
+        nccl.require_current_device(torch.device("cuda", 1))
 
 
-@pytest.mark.usefixtures("one_gpu")
-def test_a_model_left_on_the_cpu_is_refused_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `init_process_group()` without a backend, whose group serves both."""
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    group: Any = NcclGroup(0)
-    assert collectives._backend_of(group, torch.device("cpu")) == "gloo"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UsageError, match=r"the model lies on cpu.*model\.to\('cuda'\).*'gloo'"):
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        # What is said of a group of NCCL alone, which has no backend to ask for its time-out.
+        (str(dist.distributed_c10d.BackendConfig(dist.Backend("nccl"))), ""),
+        # Under `init_process_group()` without a backend, whose group serves both.
+        ("cpu:gloo,cuda:nccl", ".*'gloo'"),
+    ],
+)
+def test_a_model_on_the_cpu_is_refused_under_nccl_where_there_are_gpus(
+    config: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nccl" in config
+    group: Any = NcclGroup()
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    if said:
+        assert collectives._backend_of(group, torch.device("cpu")) == "gloo"
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match=rf"the model lies on cpu.*model\.to\('cuda'\){said}"):
         make_collectives(group, torch.device("cpu"), None, units=1)
 
 
@@ -143,7 +138,8 @@ def _communicators_on_hosts() -> Iterator[list[dist.ProcessGroup]]:
         yield made
 
 
-def _make_communicators() -> None:
+@on_ranks(1)
+def test_communicators_are_made_once_a_group_and_time_out() -> None:
     cpu, short = torch.device("cpu"), datetime.timedelta(seconds=7)
     with _communicators_on_hosts() as made:
         group = dist.new_group([0])
@@ -153,18 +149,14 @@ def _make_communicators() -> None:
         assert len(made) == 3, "a second optimizer takes over the first one's"
         assert nccl.communicators_of(group, Mesh(1, 1), cpu, short, StallReporter(group)) is not first
         assert len(made) == 6
-
         other = dist.new_group([0])
         assert nccl.communicators_of(other, Mesh(1, 1), cpu, None, StallReporter(other)) is not first
         assert len(made) == 9
 
 
-def test_communicators_are_made_once_a_group_and_time_out() -> None:
-    run_ranks(1, _make_communicators)
-
-
-def _start_anew() -> int:
-    """All groups are destroyed, and others are made, as by a user who begins again."""
+@on_ranks(1)
+def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
+    """As by a user who begins again."""
     store = dist.distributed_c10d._get_default_store()
     with _communicators_on_hosts() as made:
         for number in range(2):
@@ -173,11 +165,7 @@ def _start_anew() -> int:
                 dist.init_process_group("gloo", store=PrefixStore("again", store), rank=0, world_size=1)
             group = dist.distributed_c10d._get_default_group()
             nccl.communicators_of(group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group))
-        return len(made)
-
-
-def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
-    assert run_ranks(1, _start_anew) == [6]
+        assert len(made) == 6
 
 
 # --- streams -----------------------------------------------------------------------------------------------
@@ -207,3 +195,134 @@ def test_a_side_stream_has_high_priority_and_names_its_first_unfinished_work(
     assert side.unfinished() is None
     side.launch(streams.Operation("third", lambda: None))
     assert len(side._launched) == 1, "what has ended is forgotten"
+
+
+# --- fake tensors: whoever looks at a value on the host, or mixes devices, raises ----------------------------
+
+
+SIZES = (1, 100, 1 << 17, 0)
+NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
+
+
+@pytest.fixture
+def route() -> RecordingRoute:
+    route = RecordingRoute(runs_ahead=True)
+    route.device = torch.device("cuda")
+    return route
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients_are_measured_and_scaled_on_the_device(
+    route: RecordingRoute, dtype: torch.dtype, norm_type: float
+) -> None:
+    with FakeTensorMode():
+        shards = [torch.empty(size, device="cuda", dtype=dtype) for size in SIZES]
+        norm = global_norm(shards, norm_type, route)
+        coefficient = clip_coefficient(norm, 1.0)
+        for value in (norm, coefficient):
+            assert (value.device.type, value.dtype, value.shape) == ("cuda", torch.float64, ())
+        with pytest.raises(RuntimeError):
+            float(norm)
+        for own in (shards, shards[-1:], []):
+            finite = all_finite(own, route.device)
+            assert (finite.device.type, finite.dtype, finite.shape) == ("cuda", torch.bool, ())
+        units = {
+            number: SimpleNamespace(of=lambda _, own=own: own, state=SimpleNamespace(updated=None))
+            for number, own in enumerate(shards)
+        }
+        factor = torch.where(norm.isfinite(), coefficient / 1024.0, 1.0)
+        Gradients.scale(SimpleNamespace(units=units, _collectives=route), factor)  # type: ignore[arg-type]
+        assert {(shard.device.type, shard.dtype) for shard in shards} == {("cuda", dtype)}
+
+
+class _Route(NcclCollectives):
+    """One rank of two, whose control values go nowhere."""
+
+    def __init__(self) -> None:
+        group, device, reporter = Group(0, 2), torch.device("cuda"), StallReporter(Group(0, 1))
+        streams = [PromptStream(device) for _ in range(3)]
+        routes = [NcclRoute((group, group), (streams[0], streams[1]), reporter)]
+        super().__init__(
+            group, Mesh(1, 2), routes, device, reporter, datetime.timedelta(seconds=1), streams=streams
+        )
+        self.reduced: list[Tensor] = []
+
+    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        self.reduced.append(values)
+
+    def _on_host(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)  # without a driver no memory can be pinned
+
+
+def test_control_values_are_not_read_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    # `copy_` looks for a driver even where tensors are fake.
+    monkeypatch.setattr(Tensor, "copy_", lambda to, values, **_: torch._foreach_copy_([to], [values]))
+    route = _Route()
+    gradients = SimpleNamespace(received=True, units={})
+    inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    control = StepControl(route, gradients, inner)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        assert control.agree(None)
+    (values,) = route.reduced
+    assert (values.device.type, values.dtype, values.shape) == ("cuda", torch.float64, (4,))
+
+
+class _NamedStream(PromptStream):
+    """Notes which threads ask for what is unfinished."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def unfinished(self) -> str:
+        self.asked.add(threading.current_thread().name)
+        return "all-gather of unit 7"
+
+
+def test_a_device_is_asked_by_the_thread_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread would have set no device, and begin a context on the first one."""
+    store = HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(stalls, "OTHERS_S", 0.0)
+    group = Group(0, 2)
+    route = make_nccl(
+        Communicators(group, ((group, group),)),
+        Mesh(1, 2),
+        torch.device("cuda"),
+        StallReporter(group),
+        datetime.timedelta(seconds=0.5),
+        make_stream=_NamedStream,
+    )
+    _NamedStream.asked.clear()
+    with pytest.raises(ScheduleError, match="did not get through its all-gather of unit 7"):
+        route.until(lambda: None)
+    assert _NamedStream.asked == {threading.current_thread().name}
+    assert "all-gather of unit 7" in store.get(f"zerokit/{group.group_name}/0").decode()
+
+
+def test_communicators_outlive_every_wait_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[datetime.timedelta] = []
+
+    def make(
+        group: object, mesh: object, device: object, timeout: datetime.timedelta, reporter: object
+    ) -> Communicators:
+        made.append(timeout)
+        return Communicators(Group(0, 1), ((Group(0, 1), Group(0, 1)),))
+
+    monkeypatch.setattr(collectives, "communicators_of", make)
+    monkeypatch.setattr(collectives, "require_current_device", lambda device: None)
+    monkeypatch.setattr(collectives, "_backend_of", lambda group, device: "nccl")
+    monkeypatch.setattr(make_nccl, "__kwdefaults__", {"make_stream": PromptStream, "averages": True})
+    wait = datetime.timedelta(seconds=30)
+    route = make_collectives(Group(0, 1), torch.device("cuda"), wait, units=1)
+    assert made == [2 * wait + datetime.timedelta(minutes=1)]
+    assert route._timeout == wait
+
+
+def test_memory_that_is_there_is_not_allocated_anew() -> None:
+    memory = ResizedMemory(torch.arange(8.0), Interval(0, 4))
+    address = memory.whole.data_ptr()
+    memory.grow()
+    assert memory.whole.data_ptr() == address
+    memory.shrink()
+    memory.grow()
+    assert memory.whole.untyped_storage().nbytes() == 32

@@ -27,13 +27,11 @@ from tests.support.devices import (
     run_on,
     train,
 )
-from tests.support.distributed import run_ranks
 from tests.support.missing_waits import MUTATIONS
+from tests.support.on_ranks import on_ranks
 from zerokit.placement import Axis
 from zerokit.runtime.collectives import Wire
 from zerokit.runtime.collectives.nccl import NcclCollectives, NcclRoute
-
-# --- results that come late --------------------------------------------------------------------------------
 
 
 def late_and_prompt(
@@ -81,40 +79,27 @@ def test_late_results_change_no_bit_on_a_gpu(precision: str) -> None:
     assert run_on("cuda", late_and_prompt, cases) == [[]]
 
 
-def _rounded_reductions(device: str) -> list[bool]:
-    """Reductions behind each other, on a GPU with this rank alone: what is rounded lives until it has been used."""
+@pytest.mark.parametrize("device", DEVICES)
+@on_ranks({"cpu": 2, "cuda": 1})
+def test_what_is_rounded_lives_until_it_has_been_sent(device: str) -> None:
+    """Reductions behind each other; on a GPU with this rank alone."""
     with lagging(device) as place:
         optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4).to(place), torch.optim.SGD, lr=0.1)
         route, rank, world = optimizer.runtime.collectives, dist.get_rank(), dist.get_world_size()
         generator = torch.Generator().manual_seed(0)
         pieces = torch.randn(3, world, world, 4096, generator=generator).to(place)
-        out = torch.zeros(4096, device=place)
-        works = []
+        out, expected = torch.zeros(2, 4096, device=place)
         for turn, number in enumerate(pieces.unbind()):
-            bucket = number[rank].flatten()
             # One rank rounds nothing, so its route is asked directly.
-            works.append(
-                route.routes[Axis.INNER].reduce_scatter(
-                    bucket.clone(), out, 0, turn > 0, Wire(torch.bfloat16), None
-                )
-            )
-            works[-1].wait()
+            bucket = number[rank].flatten().clone()
+            wire = Wire(torch.bfloat16)
+            route.routes[Axis.INNER].reduce_scatter(bucket, out, 0, turn > 0, wire, None).wait()
             torch.full((1 << 16,), float("nan"), device=place)  # takes memory that was given back too early
-        expected = torch.zeros(4096, device=place)
-        for number in pieces:
             total = number[0, rank].bfloat16().float()
             for peer in number[1:, rank]:
                 total += peer.bfloat16().float()
             expected += total
-        return [torch.equal(out, expected)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_what_is_rounded_lives_until_it_has_been_sent(device: str) -> None:
-    assert all(found == [True] for found in run_on(device, _rounded_reductions))
-
-
-# --- one wait taken away -----------------------------------------------------------------------------------
+        assert torch.equal(out, expected)
 
 
 def _bits_of(loop: Callable[[Training], None], scene: Scene, device: torch.device) -> list[str]:
@@ -168,11 +153,9 @@ def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) 
     assert found == dict.fromkeys(stages, (True, "other bits"))
 
 
-# --- and none too many -------------------------------------------------------------------------------------
-
-
-def _gathers_behind_a_step(stage: int) -> tuple[str | None, str | None]:
-    """The first gather in flight after `step()`, and after `zero_grad()`."""
+@on_ranks(2, (1, 2))
+def test_updated_weights_are_waited_for_in_the_next_forward_and_not_before(stage: int) -> None:
+    """The first gather in flight after `step()` is so after `zero_grad()`."""
     with lagging("cpu") as device:
         training = Training(at(SCENES["plain"], stage=stage), device)
         training.step(0)
@@ -181,15 +164,8 @@ def _gathers_behind_a_step(stage: int) -> tuple[str | None, str | None]:
         assert isinstance(collectives, NcclCollectives)
         route = collectives.routes[Axis.INNER]
         assert isinstance(route, NcclRoute)
-        gathers = route._gathers
         training.optimizer.step()
-        before = gathers.unfinished()
-        training.optimizer.zero_grad()
-        return before, gathers.unfinished()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_updated_weights_are_waited_for_in_the_next_forward_and_not_before(stage: int) -> None:
-    for before, after in run_ranks(2, _gathers_behind_a_step, stage):
+        before = route._gathers.unfinished()
         assert before is not None
-        assert after == before
+        training.optimizer.zero_grad()
+        assert route._gathers.unfinished() == before

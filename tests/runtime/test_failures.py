@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""What fails, fails everywhere, soon, by name; what is deleted is gone."""
+"""What fails, fails everywhere, soon, by name; what is deleted or collected is gone; groups of any shape."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import zerokit
-from tests.support.distributed import AT_ONCE, ROOT, run_each, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import AT_ONCE, ROOT, run_each, run_ranks_expecting_errors
 from tests.support.machine import live_storages
+from tests.support.on_ranks import on_ranks
 from tests.support.training import Run, Trajectory, digest, one_step, trained, whole_weights
 from zerokit.runtime.collectives.node import SWITCH
 
@@ -109,7 +110,23 @@ def test_a_slow_rank_is_waited_for() -> None:
 # --- memory that must be free again ------------------------------------------------------------------------
 
 
-def _delete(stage: int, name: str, order: str, fail: bool) -> dict[str, Any]:
+@on_ranks(
+    2,
+    [
+        (stage, *case)
+        for stage in STAGES
+        for case in (
+            ("gpt", False, False),
+            ("gpt", True, False),
+            ("gpt", False, True),
+            ("gpt_checkpoint_each", False, False),
+            ("lora", True, False),
+        )
+    ],
+)
+def test_deleting_model_and_optimizer_frees_their_memory(given: tuple[int, str, bool, bool]) -> None:
+    """In either order, also after an error."""
+    stage, name, optimizer_first, fail = given
     before = set(live_storages())
     case, model, optimizer = trained(name, Run(stage=stage, clip=1.0), 3)
     if fail:
@@ -119,42 +136,19 @@ def _delete(stage: int, name: str, order: str, fail: bool) -> dict[str, Any]:
         handle.remove()
         optimizer.zero_grad()
     dead: list[weakref.ref[Any]] = [weakref.ref(thing) for thing in (model, optimizer, *model.children())]
-    if order == "model first":
-        del model
+    held: list[Any] = [optimizer, model] if optimizer_first else [model, optimizer]
+    del model, optimizer
+    while held:
+        del held[0]
         gc.collect()
-        del optimizer
-    else:
-        del optimizer
-        gc.collect()
-        del model
-    gc.collect()
-    alive = [repr(ref())[:80] for ref in dead if ref() is not None]
-    return {"alive": alive, "bytes": sum(live_storages(before).values())}
+    assert [repr(ref())[:80] for ref in dead if ref() is not None] == []
+    left = sum(live_storages(before).values())
+    assert left <= 1024, f"{left} bytes are still held"
 
 
-def _delete_each(stage: int) -> dict[str, dict[str, Any]]:
-    return {
-        f"{name}, {order}, {'after an error' if fail else 'as usual'}": _delete(stage, name, order, fail)
-        for name, order, fail in (
-            ("gpt", "model first", False),
-            ("gpt", "optimizer first", False),
-            ("gpt", "model first", True),
-            ("gpt_checkpoint_each", "model first", False),
-            ("lora", "optimizer first", False),
-        )
-    }
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_deleting_model_and_optimizer_frees_their_memory(stage: int) -> None:
-    for each in run_ranks(2, _delete_each, stage):
-        for what, found in each.items():
-            assert found["alive"] == [], what
-            assert found["bytes"] <= 1024, f"{what}: {found['bytes']} bytes are still held"
-
-
-def _many_steps(stage: int) -> tuple[int, int, int]:
-    """Bytes held after few steps and after many, and threads left over once everything is deleted."""
+@on_ranks(2, STAGES)
+def test_nothing_grows_with_the_number_of_steps(stage: int) -> None:
+    """Not the bytes that are held, and no thread is left over once everything is deleted."""
     run = Run(stage=stage, clip=1.0)
     threads = threading.active_count()
     before = set(live_storages())
@@ -165,19 +159,13 @@ def _many_steps(stage: int) -> tuple[int, int, int]:
         if step in (3, 9):
             time.sleep(0.2)  # gloo's thread holds a message's tensor for a moment after the message
             held.append(sum(live_storages(before).values()))
+    assert held[1] <= held[0]
     del model, optimizer
     gc.collect()
     until = time.monotonic() + 5.0
     while threading.active_count() > threads and time.monotonic() < until:
         time.sleep(0.05)
-    return held[0], held[1], threading.active_count() - threads
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_nothing_grows_with_the_number_of_steps(stage: int) -> None:
-    for few, many, threads in run_ranks(2, _many_steps, stage):
-        assert many <= few
-        assert threads == 0
+    assert threading.active_count() == threads
 
 
 def _own_timeout() -> None:
@@ -208,7 +196,7 @@ SCRIPT = """
     dist.init_process_group("gloo", init_method="file://{store}", rank={rank}, world_size=2,
                             timeout=timedelta(seconds=30))
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage={stage}, lr=1e-2)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=1e-2)
     for step in range(3):
         loss = model(torch.ones(4, 6)).float().square().mean()
         optimizer.backward(loss)
@@ -222,33 +210,97 @@ SCRIPT = """
 
 def test_a_script_ends_cleanly_with_warnings_as_errors(tmp_path: Path) -> None:
     """With and without destroy_process_group: no warning, no abort at exit, nothing on stderr but torch's own."""
-    ends = ["dist.destroy_process_group()", "pass"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # torch 2.6 leaves a folder of its own to Python's exit.
+    command = [sys.executable, "-W", "error", "-W", "ignore:Implicitly cleaning up:ResourceWarning", "-c"]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-W",
-                        "error",
-                        "-W",  # torch 2.6 leaves a folder of its own to Python's exit
-                        "ignore:Implicitly cleaning up:ResourceWarning",
-                        "-c",
-                        textwrap.dedent(SCRIPT).format(store=tmp_path / "store", rank=rank, stage=3, end=end),
-                    ],
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank, end in enumerate(ends)
-        ]
-        for process in processes:
+        processes = []
+        for rank, end in enumerate(["dist.destroy_process_group()", "pass"]):
+            script = textwrap.dedent(SCRIPT).format(store=tmp_path / "store", rank=rank, end=end)
+            process = subprocess.Popen([*command, script], env=environment, **pipes)
+            processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         for process in processes:
             out, err = process.communicate(timeout=60)
             assert process.returncode == 0, err
             assert out.startswith("done")
             assert "Traceback" not in err
+
+
+# --- the garbage collector comes when it will ----------------------------------------------------------------
+
+
+@on_ranks(2, (1, 2), timeout=60.0)
+def test_an_optimizer_collected_on_one_rank_alone_holds_up_nobody(stage: Any) -> None:
+    """Rank 0 collects an optimizer that rank 1 still has, which waits in another one's collectives by then."""
+    gc.disable()
+    first = nn.Linear(64, 64)
+    optimizer = zerokit.ZeroOptimizer(first, torch.optim.SGD, stage=stage, lr=0.1)
+    optimizer.backward(first(torch.ones(2, 64)).float().sum())
+    optimizer.step()
+    cycle: list[Any] = [optimizer]
+    cycle.append(cycle)
+    second = nn.Linear(64, 64)
+    other = zerokit.ZeroOptimizer(second, torch.optim.SGD, stage=stage, lr=0.1)
+    del optimizer, cycle
+    if dist.get_rank() == 0:
+        gc.collect()
+    other.backward(second(torch.ones(2, 64)).float().sum())
+    other.step()
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@on_ranks(2, (False, True), timeout=60.0)
+def test_groups_of_collected_optimizers_are_destroyed_with_their_threads(
+    islands: bool, tmp_path: Path
+) -> None:
+    threads = []
+    where: Any = {"stage": ("local", 2), "mesh": (2, 1)} if islands else {"stage": 2}
+    for step in range(4):
+        model = nn.Linear(8, 8)
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, **where)
+        local = zerokit.LocalSteps(optimizer, every=1) if islands else None
+        optimizer.backward(model(torch.ones(2, 8)).float().sum())
+        optimizer.step()
+        zerokit.save(tmp_path / str(islands), optimizer, step=step)  # over a group of its own
+        del model, optimizer, local
+        gc.collect()
+        threads.append(_threads())
+        deadline = time.monotonic() + 20.0
+        while threads[-1] > threads[0] and time.monotonic() < deadline:
+            time.sleep(0.05)  # a thread that works off tasks ends by itself, when it gets to it
+            threads[-1] = _threads()
+    assert max(threads) == threads[0], threads  # a group that stays has three threads or more
+
+
+def _train(group: dist.ProcessGroup | None) -> list[float]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.AdamW, stage=3, precision="fp32", lr=1e-2, process_group=group
+    )
+    losses = []
+    for _ in range(2):
+        loss = model(torch.ones(3, 4)).square().sum()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@on_ranks(4, timeout=20.0)
+def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
+    """Stages {0, 1} and {2, 3} of a pipeline; first and last rank share an embedding, one is in a group by itself."""
+    rank = dist.get_rank()
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 3), (0,), (0, 1), (2, 3), (1, 2))}
+    mine = groups[(0, 1) if rank < 2 else (2, 3)]
+    found = [_train(mine), _train(mine)]
+    if rank in (1, 2):
+        found.append(_train(groups[1, 2]))
+    found.append(_train(None))
+    assert all(losses == found[0] for losses in found)

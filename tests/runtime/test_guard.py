@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerokit
-from tests.support.distributed import run_each, run_ranks
+from tests.support.on_ranks import on_ranks
 from zerokit.placement import stage_of
 from zerokit.runtime.guard import Guarded, HeldGradient
 
@@ -30,7 +30,8 @@ def step(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
     optimizer.zero_grad()
 
 
-def _plain_inside(stage: int) -> None:
+@on_ranks(2, (0, 1, 2, 3))
+def test_the_model_computes_with_plain_parameters(stage: int) -> None:
     """In forward, and in hooks of modules, parameters have their own class: compilers and kernels see nothing new."""
     model, optimizer = build(stage)
     seen: list[type] = []
@@ -41,11 +42,8 @@ def _plain_inside(stage: int) -> None:
     assert seen == [nn.Parameter] * 4
 
 
-def test_the_model_computes_with_plain_parameters() -> None:
-    run_each(2, _plain_inside, (0, 1, 2, 3))
-
-
-def _reading_at_stage_3() -> None:
+@on_ranks(2)
+def test_a_divided_parameter_is_not_read_outside_of_gathered() -> None:
     model, optimizer = build(3)
     step(model, optimizer)
     weight = model[0].weight
@@ -73,29 +71,19 @@ def _reading_at_stage_3() -> None:
         assert len(model[0].state_dict()) == 2
 
 
-def test_a_divided_parameter_is_not_read_outside_of_gathered() -> None:
-    run_ranks(2, _reading_at_stage_3)
-
-
-def _nothing_stays(moment: str) -> None:
+@on_ranks(2, ("gathered, with an exception", "state_dict", "a module called by itself", "double backward"))
+def test_units_are_freed_again(moment: str) -> None:
+    """`test_schedule` sees more such moments."""
     model, optimizer = build(3)
     step(model, optimizer)
     x = torch.ones(2, 64, requires_grad=True)
-    if moment == "gathered":
-        with optimizer.gathered():
-            assert optimizer.memory().gathered > 0
-    elif moment == "gathered, with an exception":
+    if moment == "gathered, with an exception":
         with pytest.raises(KeyError), optimizer.gathered():
             raise KeyError
-    elif moment == "evaluation":
-        with torch.no_grad():
-            model(x)
     elif moment == "state_dict":
         model.state_dict()
     elif moment == "a module called by itself":
         optimizer.backward(model[0](x).square().mean())
-    elif moment == "a gradient of inputs":
-        torch.autograd.grad(model(x).sum(), x)
     elif moment == "double backward":
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         assert optimizer.memory().gathered > 0
@@ -103,22 +91,8 @@ def _nothing_stays(moment: str) -> None:
     assert optimizer.memory().gathered == 0
 
 
-MOMENTS = (
-    "gathered",
-    "gathered, with an exception",
-    "evaluation",
-    "state_dict",
-    "a module called by itself",
-    "a gradient of inputs",
-    "double backward",
-)
-
-
-def test_units_are_freed_again() -> None:
-    run_each(2, _nothing_stays, MOMENTS)
-
-
-def _gradient(stage: int) -> None:
+@on_ranks(2, (0, 1, 2, 3))
+def test_gradients_are_told_of_shown_and_cleared(stage: int) -> None:
     model, optimizer = build(stage)
     weight: Any = model[0].weight
     assert weight.grad is None
@@ -147,7 +121,3 @@ def _gradient(stage: int) -> None:
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(zerokit.UsageError, match="before any backward"):
         optimizer.step()
-
-
-def test_gradients_are_told_of_shown_and_cleared() -> None:
-    run_each(2, _gradient, (0, 1, 2, 3))

@@ -5,10 +5,12 @@ The table of habits in docs/porting.md says the same.
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerokit
-from tests.support.distributed import run_alone, run_ranks
+from tests.support.distributed import run_alone
+from tests.support.on_ranks import on_ranks
 from zerokit.placement import stage_of
 from zerokit.runtime.hooks import require_no_graphs
 
@@ -79,6 +82,7 @@ class _Tied(nn.Module):
 def _compiled(stage: int, how: str, precision: str = "fp32") -> list[float]:
     """Losses of two blocks, compiled in some way."""
     warnings.simplefilter("ignore")  # dynamo's, of what it does not trace
+    torch._dynamo.reset()
     torch.manual_seed(0)
     blocks = [_Block(), _Block()]
     compile_: Any = partial(torch.compile, backend="aot_eager")
@@ -151,77 +155,57 @@ COMPILED = [
 ]
 
 
-def _refused() -> None:
-    for name, (habit, stages, words) in REFUSED.items():
-        for stage in stages:
-            with pytest.raises(Exception, match=re.escape(words)) as refusal:
-                habit(stage)
-            assert isinstance(refusal.value, zerokit.UsageError) or "UsageError" in str(refusal.value), name
+@on_ranks(2, [(habit, stage) for habit, (_, stages, _) in REFUSED.items() for stage in stages], timeout=30.0)
+def test_a_habit_that_cannot_work_is_refused_with_the_line_to_write(given: tuple[str, int]) -> None:
+    habit, stage = given
+    attempt, _, words = REFUSED[habit]
+    with pytest.raises(Exception, match=re.escape(words)) as refusal:
+        attempt(stage)
+    assert isinstance(refusal.value, zerokit.UsageError) or "UsageError" in str(refusal.value)
 
 
-def test_a_habit_that_cannot_work_is_refused_with_the_line_to_write() -> None:
-    run_ranks(2, _refused, timeout=30.0)
-
-
-@cache
-def _plain(precision: str) -> list[Any]:
-    return run_ranks(2, _compiled, 0, "plain", precision)
-
-
-@pytest.mark.parametrize(("stage", "how"), COMPILED)
-def test_whatever_is_compiled_trains_as_without_in_few_graphs(stage: int, how: str) -> None:
+@on_ranks(2, COMPILED)
+def test_whatever_is_compiled_trains_as_without_in_few_graphs(given: tuple[int, str]) -> None:
+    stage, how = given
     precision = "bf16" if how == "blocks" else "fp32"
-    found = run_ranks(2, _compiled, stage, how, precision)
-    for seen, expected in zip(found, _plain(precision), strict=True):
-        assert seen == pytest.approx(expected, rel=1e-6)
+    assert _compiled(stage, how, precision) == pytest.approx(_compiled(0, "plain", precision), rel=1e-6)
 
 
 def test_no_sync_is_accumulate() -> None:
     assert zerokit.ZeroOptimizer.no_sync is zerokit.ZeroOptimizer.accumulate
 
 
-def _profiled(stage: int) -> list[str]:
+@on_ranks(2, (2, 3))
+def test_a_profile_names_units(stage: int) -> None:
     model = _model()
     optimizer = _optimizer(model, stage)
     _train(model, optimizer)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         _train(model, optimizer)
-    return sorted({event.key for event in profile.key_averages() if event.key.startswith("zerokit: ")})
+    whole = "0.weight .. 3.bias"  # small neighbours are one unit
+    assert sorted({event.key for event in profile.key_averages() if event.key.startswith("zerokit: ")}) == [
+        f"zerokit: gather {whole}",
+        f"zerokit: reduce {whole}",
+        "zerokit: update",
+        f"zerokit: wait for the gather of {whole}",
+        f"zerokit: wait for the reduction of {whole}",
+    ]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_profile_names_units(stage: int) -> None:
-    for seen in run_ranks(2, _profiled, stage):
-        whole = "0.weight .. 3.bias"  # small neighbours are one unit
-        assert seen == [
-            f"zerokit: gather {whole}",
-            f"zerokit: reduce {whole}",
-            "zerokit: update",
-            f"zerokit: wait for the gather of {whole}",
-            f"zerokit: wait for the reduction of {whole}",
-        ]
-
-
-def _refused_modes() -> dict[str, list[str]]:
+def _modes() -> None:
     warnings.simplefilter("ignore", DeprecationWarning)  # what Inductor imports
-    found: dict[str, list[str]] = {}
-    for mode in ("default", "reduce-overhead", "max-autotune-no-cudagraphs"):
-        in_place, replaced = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-        in_place[1].compile(mode=mode)
-        replaced[1] = torch.compile(replaced[1], mode=mode)  # type: ignore[assignment]
-        found[mode] = []
-        for model in (in_place, replaced):
-            try:
-                require_no_graphs(model)
-            except zerokit.UsageError as error:
-                found[mode].append(str(error))
-    return found
+    words = {"in place": "1 is compiled with CUDA graphs", "replaced": "mode='default'"}
+    for mode, how in itertools.product(("default", "reduce-overhead", "max-autotune-no-cudagraphs"), words):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if how == "in place":
+            model[1].compile(mode=mode)
+        else:
+            model[1] = torch.compile(model[1], mode=mode)  # type: ignore[assignment]
+        refuses = mode == "reduce-overhead"
+        with pytest.raises(zerokit.UsageError, match=words[how]) if refuses else nullcontext():
+            require_no_graphs(model)
 
 
 def test_blocks_compiled_with_cuda_graphs_are_refused_by_name() -> None:
     """Stage 3 on CUDA asks so in its first forward; nothing is compiled yet."""
-    found = run_alone(_refused_modes)
-    assert found.pop("default") == found.pop("max-autotune-no-cudagraphs") == []
-    ((in_place, replaced),) = found.values()
-    assert "1 is compiled with CUDA graphs" in in_place
-    assert "mode='default'" in replaced
+    run_alone(_modes)

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.devices import PRECISIONS, SCENES, STAGES, WIRE, Training, at, run_on, train
+from tests.support.devices import PRECISIONS, SCENES, STAGES, WIRE, Training, at, train
 from tests.support.happens_before import FakeCuda, followed
 from tests.support.missing_waits import MUTATIONS, all_steps
+from tests.support.on_ranks import on_ranks
 from zerokit.runtime.collectives import nccl as streams
 from zerokit.runtime.collectives.nccl import CudaEvent, CudaStream, Operation
 
-
-def _races(device: str, cases: Sequence[tuple[str, Any, int]]) -> list[str]:
-    """What does not wait, in these scenes at a precision and a stage each."""
-    found = []
-    for name, precision, stage in cases:
-        with followed() as cuda:
-            train(at(SCENES[name], precision=precision, stage=stage, steps=3), torch.device(device))
-        found += [f"{name}, {precision}, stage {stage}: {fault}" for fault in cuda.faults]
-    return found
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, STAGES)
 def test_nothing_races(stage: int) -> None:
     """Each scene at two of the stages, in all precisions by turns."""
-    ways, scenes = [*PRECISIONS, WIRE], list(enumerate(SCENES))
-    cases = [
-        (name, ways[(place // 2 + stage) % 4], stage) for place, name in scenes if (place + stage) % 2 == 0
-    ]
-    assert run_on("cpu", _races, cases) == [[], []]
+    ways = [*PRECISIONS, WIRE]
+    for place, name in enumerate(SCENES):
+        if (place + stage) % 2 == 0:
+            scene = at(SCENES[name], precision=ways[(place // 2 + stage) % 4], stage=stage, steps=3)
+            with followed() as cuda:
+                train(scene, CPU)
+            assert cuda.faults == [], name
 
-
-# --- one wait, or one record, taken away -------------------------------------------------------------------
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -88,47 +81,30 @@ STREAM_PATCHES: dict[str, Patch] = {
 }
 
 
-def _faults(device: str, apply: Patch, loop: Callable[[Training], None], scene: str, stage: int) -> int:
+def _faults(
+    scene: str, stage: int, apply: Patch = lambda patch: None, loop: Callable[[Training], None] = all_steps
+) -> int:
     with followed() as cuda, pytest.MonkeyPatch.context() as patch:
         apply(patch)
-        loop(Training(at(SCENES[scene], stage=stage, steps=2), torch.device(device)))
+        loop(Training(at(SCENES[scene], stage=stage, steps=2), CPU))
     return len(cuda.faults)
 
 
-def _noticed(device: str) -> dict[str, int]:
-    """The number of races without this part of a stream."""
-    scene = "repeated reductions"
+@on_ranks(2, STREAM_PATCHES)
+def test_a_stream_without_one_of_its_waits_races(name: str) -> None:
     # Only stage 0 chains a gather to its reduction.
-    return {
-        f"{name}, stage {stage}": _faults(device, apply, all_steps, scene, stage)
-        for name, apply in STREAM_PATCHES.items()
-        for stage in ((0,) if "a gather begins" in name else (3,))
-    }
+    stage = 0 if "a gather begins" in name else 3
+    assert _faults("repeated reductions", stage, STREAM_PATCHES[name])
 
 
-def test_a_stream_without_one_of_its_waits_races() -> None:
-    for found in run_on("cpu", _noticed):
-        assert all(found.values()), found
-
-
-def _noticed_elsewhere(device: str) -> dict[str, tuple[int, int]]:
-    """Races of a loop as it is, where no other test looks for them, and without one of its waits."""
-    found = {}
-    for name, mutation in MUTATIONS.items():
-        loop, scene = mutation.loop, mutation.scene
-        stage = mutation.stages[-1]
-        before = 0 if loop is all_steps else _faults(device, lambda patch: None, loop, scene, stage)
-        found[f"{name}, stage {stage}"] = before, _faults(device, mutation.apply, loop, scene, stage)
-    return found
-
-
-def test_a_wait_that_is_missing_elsewhere_races() -> None:
-    for found in run_on("cpu", _noticed_elsewhere):
-        for place, (before, after) in found.items():
-            assert (before, after > 0) == (0, True), place
-
-
-# --- threads -----------------------------------------------------------------------------------------------
+@on_ranks(2, MUTATIONS)
+def test_a_wait_that_is_missing_elsewhere_races(name: str) -> None:
+    """And none does in a loop as it is; of the usual one other tests see to that."""
+    mutation = MUTATIONS[name]
+    stage = mutation.stages[-1]
+    if mutation.loop is not all_steps:
+        assert _faults(mutation.scene, stage, loop=mutation.loop) == 0
+    assert _faults(mutation.scene, stage, mutation.apply, mutation.loop)
 
 
 def test_a_thread_that_has_set_no_device_is_refused() -> None:
@@ -148,9 +124,6 @@ def test_a_thread_that_has_set_no_device_is_refused() -> None:
         pool.submit(ask).result()
 
 
-# --- and none too many -------------------------------------------------------------------------------------
-
-
 def _wait_at_once(patch: pytest.MonkeyPatch) -> None:
     launch = CudaStream.launch
 
@@ -162,27 +135,22 @@ def _wait_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CudaStream, "launch", launch_and_wait)
 
 
-def _overlaps(device: str, stage: int) -> list[int]:
-    """How many waits of a step find several operations of the computation between the collective and themselves.
+@on_ranks(2, STAGES)
+def test_collectives_run_beside_the_computation(stage: int) -> None:
+    """Waits of a step find several operations of the computation between the collective and themselves.
 
-    As it is, and where every collective is waited for at once.
+    The model has five units: reductions behind backward, and gathers ahead of the units that use them. Where every
+    collective is waited for at once, there is nothing between.
     """
     found = []
     for apply in (lambda patch: None, _wait_at_once):
         with followed() as cuda, pytest.MonkeyPatch.context() as patch:
             apply(patch)
-            training = Training(at(SCENES["plain"], stage=stage), torch.device(device))
+            training = Training(at(SCENES["plain"], stage=stage), CPU)
             training.step(0)
             training.step(1)
             cuda.overlaps.clear()
             training.differentiate(2)
             found.append(sum(behind >= 8 for behind in cuda.overlaps))
-    return found
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_collectives_run_beside_the_computation(stage: int) -> None:
-    """The model has five units: reductions behind backward, and gathers ahead of the units that use them."""
-    for beside, at_once in run_on("cpu", _overlaps, stage):
-        assert beside >= 7
-        assert at_once == 0
+    assert found[0] >= 7
+    assert found[1] == 0

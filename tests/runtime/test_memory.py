@@ -1,4 +1,4 @@
-"""What the runtime asks of the host's allocator, and where the pages of units go."""
+"""What the runtime asks of the host's allocator, what that does, and where the pages of units go."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import platform
 import re
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,41 +15,103 @@ import torch
 
 from tests.support.distributed import run_alone
 from zerokit.layout import Interval
-from zerokit.runtime.memory import MappedMemory, _spare_pages, keep_freed_memory
+from zerokit.runtime import memory
+from zerokit.runtime.memory import Heap, MappedMemory, _spare_pages, keep_freed_memory
 
-pytestmark = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="only glibc's heap is told what to keep"
+# --- what is asked of the C library ------------------------------------------------------------------------
+
+TRIM, KEEP = ("malloc_trim", 0), ("mallopt", -1, -1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | int, ...]]:
+    made: list[tuple[str | int, ...]] = []
+    monkeypatch.setattr(memory, "_call", lambda name, *arguments: made.append((name, *arguments)))
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("system", "device", "settles", "expected"),
+    [
+        ("linux", "cuda", True, []),
+        ("linux", "cuda", False, []),
+        ("darwin", "cpu", True, []),
+        ("linux", "cpu", True, [TRIM, TRIM, TRIM, KEEP, TRIM]),
+        ("linux", "cpu", False, [TRIM] * 7),  # units come and go
+    ],
 )
+def test_a_heap_is_trimmed_until_it_has_settled(
+    system: str,
+    device: str,
+    settles: bool,
+    expected: list[object],
+    calls: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    heap = Heap(torch.device(device), settles=settles)
+    for _ in range(6):
+        heap.note_forward()
+    heap.return_freed_memory()
+    assert calls == expected
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "expected"),
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "65536", []),
+        ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=65536", []),
+        ("GLIBC_TUNABLES", "glibc.malloc.check=3", [KEEP]),
+    ],
+)
+def test_what_the_environment_says_stands(
+    variable: str, value: str, expected: list[object], calls: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    keep_freed_memory()
+    assert calls == expected
+
+
+def test_another_c_library_is_left_alone() -> None:
+    memory._call("a_function_that_no_library_has", 1)
+
+
+# --- what that does ----------------------------------------------------------------------------------------
+
+on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only its heap is told what to keep")
 
 _KERNEL = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 _BLOCKS, _BYTES = 256, 2**20
-_PAGES = _BLOCKS * _BYTES // resource.getpagesize()
+_SHORT, _LONG = 300_000, 3_000_000
+"""Elements whose memory outside the shard is too short for huge pages, and long enough for them."""
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _faults_of_a_step() -> int:
     """Page faults where much is allocated and all of it freed, as gradients are, the third time."""
     library = ctypes.CDLL(None)
     library.malloc.restype = ctypes.c_void_p
-    faults = 0
     for _ in range(3):
-        start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        start = _faults()
         blocks = [ctypes.c_void_p(library.malloc(_BYTES)) for _ in range(_BLOCKS)]
         for block in blocks:
             ctypes.memset(block, 1, _BYTES)
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
+        faults = _faults() - start
         for block in blocks:
             library.free(block)
         keep_freed_memory()
     return faults
 
 
+@on_glibc
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     # The first round's blocks had pages of their own; what the second round left on the heap serves the third.
-    assert run_alone(_faults_of_a_step) < _PAGES // 20
-
-
-_SHORT, _LONG = 300_000, 3_000_000
-"""Elements whose memory outside the shard is too short for huge pages, and long enough for them."""
+    assert run_alone(_faults_of_a_step) < _BLOCKS * _BYTES // resource.getpagesize() // 20
 
 
 def _units(numel: int, count: int, dtype: torch.dtype = torch.float32) -> list[MappedMemory]:
@@ -58,11 +121,11 @@ def _units(numel: int, count: int, dtype: torch.dtype = torch.float32) -> list[M
     return units
 
 
+@on_glibc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [_SHORT, _LONG])
 def test_freed_memory_reads_as_nan_and_the_shard_stays(numel: int, dtype: torch.dtype) -> None:
-    units = _units(numel, 3, dtype)
-    for number, unit in enumerate(units * 2):
+    for number, unit in enumerate(_units(numel, 3, dtype) * 2):
         unit.shard.fill_(number)
         unit.grow()
         if numel == _SHORT:  # where other units' pages may come
@@ -83,20 +146,25 @@ def _faults_of_gathering() -> int | None:
         earlier.grow()
         earlier.whole.fill_(1.0)
         earlier.shrink()
-        start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        start = _faults()
         later.grow()
         later.whole.fill_(1.0)
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
+        faults = _faults() - start
         later.shrink()
     return faults
 
 
+@on_glibc
 def test_a_unit_takes_the_pages_of_one_that_was_freed() -> None:
     faults = run_alone(_faults_of_gathering)
     if faults is None and _KERNEL < (5, 13):
         pytest.skip("Linux moves pages of a mapped file since 5.13")
     assert faults is not None, "pages were not moved"
     assert faults < _SHORT * 4 // resource.getpagesize() // 10
+
+
+def _resident_mib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
 
 
 def _mebibytes_kept() -> int:
@@ -112,9 +180,6 @@ def _mebibytes_kept() -> int:
     return _resident_mib() - before
 
 
-def _resident_mib() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
-
-
+@on_glibc
 def test_a_few_mib_stay_of_freed_memory() -> None:
     assert run_alone(_mebibytes_kept) < 20  # of 80

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits, relative
-from tests.support.distributed import run_each, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.machine import bytes_received
 from tests.support.models import CASES
+from tests.support.on_ranks import on_ranks
 from tests.support.streams import LaggingStream, device_way
 from tests.support.training import SMALL, Run, Trajectory, one_step, require_memory_route, train_all, trained
 from zerokit.checkpoint.reader import Checkpoint
@@ -66,20 +68,15 @@ def test_all_pairs_are_identical_bits(name: str, mesh: Any, switch: str, base: R
             assert relative(first.losses, results["plain"].losses) <= 1e-6
 
 
-def _lag(pairs: Sequence[Any]) -> list[Trajectory]:
+@on_ranks(4)
+def test_a_device_waits_for_both_hops() -> None:
     """The device's way: results are nan until they have been waited for."""
+    pairs = [(0, 0), (0, 3), (1, 3), (2, 2), (3, 3)]
     runs = {str(pair): Run(stage=pair, mesh=SQUARE, clip=0.3, micro=2, steps=3) for pair in pairs}
     with device_way(LaggingStream):
-        return list(train_all("gpt", runs).values())
-
-
-def test_a_device_waits_for_both_hops() -> None:
-    for found in run_ranks(4, _lag, [(0, 0), (0, 3), (1, 3), (2, 2), (3, 3)]):
-        for other in found[1:]:
-            assert_equal_bits(other, found[0], "late results")
-
-
-# --- memory and bytes --------------------------------------------------------------------------------------
+        first, *others = train_all("gpt", runs).values()
+    for other in others:
+        assert_equal_bits(other, first, "late results")
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------
@@ -200,15 +197,7 @@ def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
 # --- construction ------------------------------------------------------------------------------------------
 
 
-def _build(options: dict[str, Any], lr_of: dict[int, float] | None = None) -> str:
-    lr = (lr_of or {}).get(dist.get_rank(), 0.1)
-    try:
-        optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4), torch.optim.SGD, lr=lr, **options)
-    except zerokit.ZerokitError as error:
-        return f"{type(error).__name__}: {error}"
-    return repr(optimizer)
-
-
+@on_ranks(4)
 def test_what_does_not_fit_is_said_at_construction() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"mesh": (3, 2)}, "mesh=(3, 2): 6 ranks, but the process group has 4"),
@@ -219,36 +208,26 @@ def test_what_does_not_fit_is_said_at_construction() -> None:
         ({"mesh": (2, 2.0)}, "expected (outer, inner)"),
         ({"mesh": SQUARE, "stage": (3, 1)}, "write stage=(1, 3)"),
         ({"stage": (1, 3)}, "names two axes, but the mesh has one"),
-        ({"mesh": SQUARE, "stage": (1, 3)}, "ZeroOptimizer(stage=1/3, world=4"),
+        (
+            {"mesh": DeviceMesh("cpu", [[0, 2], [1, 3]]), "stage": (0, 3)},
+            "its ranks in order are not those of the process group",
+        ),
+        # A replica with another learning rate is named.
+        (
+            {"mesh": SQUARE, "stage": (0, 3), "lr": 0.2 if dist.get_rank() == 2 else 0.1},
+            "rank 2: lr is 0.2, not 0.1",
+        ),
     ]
-    for (_, text), ranks in zip(cases, run_each(4, _build, [options for options, _ in cases]), strict=True):
-        assert all(text in found for found in ranks), ranks
+    for options, text in cases:
+        with pytest.raises(zerokit.ZerokitError, match=re.escape(text)):
+            zerokit.ZeroOptimizer(nn.Linear(4, 4), torch.optim.SGD, **({"lr": 0.1} | options))
 
 
-def test_a_replica_with_another_learning_rate_is_named() -> None:
-    for found in run_ranks(4, _build, {"mesh": SQUARE, "stage": (0, 3)}, {2: 0.2}):
-        assert "LayoutMismatch" in found
-        assert "rank 2: lr is 0.2, not 0.1" in found
-
-
-def _with_device_mesh() -> list[Any]:
-    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    one = init_device_mesh("cpu", (4,))
-    turned = dist.device_mesh.DeviceMesh("cpu", [[0, 2], [1, 3]])
-    found: list[Any] = []
-    cases: list[Any] = [(two, (0, 3)), (one, 3), (turned, (0, 3))]
+@on_ranks(4)
+def test_a_mesh_or_a_device_mesh_says_the_shape() -> None:
+    two = init_device_mesh("cpu", SQUARE, mesh_dim_names=("replicate", "shard"))
+    cases: list[Any] = [(SQUARE, (1, 3)), (two, (0, 3)), (init_device_mesh("cpu", (4,)), 3)]
     for mesh, stage in cases:
-        try:
-            model = nn.Linear(4, 4)
-            optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, mesh=mesh, stage=stage)
-        except zerokit.UsageError as error:
-            found.append(str(error))
-        else:
-            found.append(optimizer.stage)
-    return found
-
-
-def test_a_device_mesh_says_the_shape() -> None:
-    for first, second, third in run_ranks(4, _with_device_mesh):
-        assert (first, second) == ((0, 3), 3)
-        assert "its ranks in order are not those of the process group" in third
+        optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4), torch.optim.SGD, lr=0.1, mesh=mesh, stage=stage)
+        assert optimizer.stage == stage
+    assert "ZeroOptimizer(stage=3, world=4" in repr(optimizer)

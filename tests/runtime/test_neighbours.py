@@ -21,8 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.distributed import AT_ONCE, run_each, run_ranks, run_ranks_expecting_errors
+from tests.support.on_ranks import on_ranks
 from tests.support.recording import plain_unit
 from tests.support.training import Run, Trajectory, one_step, require_memory_route, trained
+from zerokit.errors import UsageError
 from zerokit.placement import Axis
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.collectives.memory import MemoryRoute
@@ -40,37 +42,36 @@ def _collectives(units: int = 1) -> Collectives:
     return make_collectives(group, torch.device("cpu"), None, units=units)
 
 
-def _route_where(switched: dict[int, str]) -> str:
-    os.environ[SWITCH] = switched.get(dist.get_rank(), "1")
-    collectives = _collectives()
-    return collectives.route
+def _routes_where(world: int) -> list[str]:
+    """The route where all ranks allow it, and where one of them does not."""
+    found = []
+    for one in range(-1, world):
+        os.environ[SWITCH] = str(int(one != dist.get_rank()))
+        found.append(_collectives().route)
+    return found
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_ranks_read_each_other_or_none_does(world: int) -> None:
-    assert set(run_ranks(world, _route_where, {})) == {"memory"}
-    for one in range(world):
-        assert set(run_ranks(world, _route_where, {one: "0"})) == {"sockets"}
+    assert run_ranks(world, _routes_where, world) == [["memory", *["sockets"] * world]] * world
 
 
+@on_ranks(2)
 def test_the_switch_knows_two_values() -> None:
-    for outcome in run_ranks_expecting_errors(2, _route_where, {0: "2", 1: "2"}):
-        assert outcome.raised("UsageError"), outcome.describe()
-        assert "ZEROKIT_CMA='2': 0 stands for sockets" in outcome.error
+    os.environ[SWITCH] = "2"
+    with pytest.raises(UsageError, match="ZEROKIT_CMA='2': 0 stands for sockets"):
+        _collectives()
 
 
-def _meet_a_stranger() -> bool:
+@on_ranks(2)
+def test_a_process_with_another_name_is_not_read() -> None:
     """Rank 1 gives a process number under which others find somebody else, as in a container of its own."""
     group = dist.group.WORLD
     assert group is not None
     if dist.get_rank() == 1:
         pid = os.getppid()
         os.getpid = lambda: pid
-    return meet(group, 1) is None
-
-
-def test_a_process_with_another_name_is_not_read() -> None:
-    assert run_ranks(2, _meet_a_stranger) == [True, True]
+    assert meet(group, 1) is None
 
 
 def _dawdle(generator: torch.Generator, *_: object) -> None:
@@ -82,8 +83,9 @@ def _dawdle_in_backward(generator: torch.Generator, module: object, inputs: obje
         output.register_hook(partial(_dawdle, generator))
 
 
-def _at_two_paces(stage: int) -> list[list[str]]:
-    """The bits of two trainings; in the second each rank dawdles in other places, forward and backward.
+@on_ranks(3, (0, 1, 2, 3))
+def test_slow_ranks_read_what_quick_ones_offered(stage: int) -> None:
+    """In the second of two trainings each rank dawdles in other places, forward and backward.
 
     What a rank has changed must never be what a slow one reads.
     """
@@ -99,13 +101,7 @@ def _at_two_paces(stage: int) -> list[list[str]]:
         for step in range(3):
             one_step(model, optimizer, case, Run(), step, trajectory)
         bits.append(trajectory.bits())
-    return bits
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_slow_ranks_read_what_quick_ones_offered(stage: int) -> None:
-    for quick, slow in run_ranks(3, _at_two_paces, stage):
-        assert quick == slow
+    assert bits[0] == bits[1]
 
 
 def _one_leaves_first(stage: int) -> float:
@@ -122,10 +118,9 @@ def _one_leaves_first(stage: int) -> float:
     return loss
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_leaves_has_been_read(stage: int) -> None:
-    first, second = run_ranks(2, _one_leaves_first, stage)
-    assert first == second
+def test_a_rank_that_leaves_has_been_read() -> None:
+    for first, second in run_each(2, _one_leaves_first, (1, 3)):
+        assert first == second
 
 
 @contextlib.contextmanager
@@ -211,20 +206,15 @@ def test_a_rank_that_does_not_come_ends_in_a_time_out() -> None:
     assert "timed out after 2 s" in waiting.error
 
 
-def _unread(stage: int) -> dict[str, int]:
-    """What is left on the books, and in the window, after a backward pass."""
+@on_ranks(2, (0, 1, 2, 3))
+def test_a_step_leaves_nothing_unread(stage: int) -> None:
+    """On the books, and in the window, after a backward pass."""
     case, model, optimizer = trained("unit_unused_on_rank_1", Run(stage=stage), 3)
-    collectives = optimizer.runtime.collectives
-    route = collectives.routes[Axis.INNER]
+    route = optimizer.runtime.collectives.routes[Axis.INNER]
     assert isinstance(route, MemoryRoute)
     with torch.no_grad():
         case.loss(model, case.batch(0, 1, dist.get_rank()))  # stages 1 and 2 gather after the step
-    return {"unread": len(route.progress.pending), "offered": len(route._offered)}
-
-
-def test_a_step_leaves_nothing_unread() -> None:
-    for found in run_each(2, _unread, (0, 1, 2, 3)):
-        assert found == [{"unread": 0, "offered": 0}] * 2
+    assert (len(route.progress.pending), len(route._offered)) == (0, 0)
 
 
 def test_all_that_have_ended_are_named() -> None:

@@ -10,25 +10,43 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+import zerokit
 from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_each, run_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.oracle import train_alone
 from tests.support.training import SMALL, Run, Trajectory, digest, one_step, train_all, trained, whole_weights
+from zerokit.runtime.admission import choose_kernel, probe
+
+RUN = Run(steps=5, clip=math.inf)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_stages_equal_one_process_in_bits(optimizer: str) -> None:
+def _alone() -> dict[str, list[Trajectory]]:
+    return {name: train_alone("gpt_groups", replace(RUN, optimizer=name), 2) for name in OPTIMIZERS}
+
+
+def _by_stages() -> dict[str, dict[str, Trajectory]]:
+    found = {}
+    for turn, name in enumerate(OPTIMIZERS):
+        run = replace(RUN, optimizer=name)
+        stages = {s: replace(run, stage=s, bucket_mb=0.004 if s % 2 else SMALL) for s in (turn % 3, 3)}
+        found[name] = train_all("gpt_groups", {f"stage {stage}": one for stage, one in stages.items()})
+    return found
+
+
+def test_stages_equal_one_process_in_bits() -> None:
     """Stage 3 and another by turns, with parameter groups of different learning rates and weight decays."""
-    run = Run(optimizer=optimizer, steps=5, clip=math.inf)
-    alone = run_alone(train_alone, "gpt_groups", run, 2)
-    others = list(OPTIMIZERS).index(optimizer) % 3
-    runs = {f"stage {s}": replace(run, stage=s, bucket_mb=0.004 if s % 2 else SMALL) for s in (others, 3)}
-    for rank, results in enumerate(run_ranks(2, train_all, "gpt_groups", runs)):
-        for label, result in results.items():
-            assert_equal_bits(result, alone[rank], f"{optimizer}, rank {rank}, {label} against one process")
+    alone = run_alone(_alone)
+    for rank, results in enumerate(run_ranks(2, _by_stages)):
+        for name, stages in results.items():
+            for label, result in stages.items():
+                assert_equal_bits(
+                    result, alone[name][rank], f"{name}, rank {rank}, {label} against one process"
+                )
 
 
 def _begun_late(given: tuple[str, int]) -> list[str]:
@@ -55,7 +73,8 @@ def test_states_may_begin_late() -> None:
     assert [case for case in cases if found[case] != found[case[0], 0]] == []
 
 
-def _surface() -> None:
+@on_ranks(2)
+def test_its_surface_is_that_of_torchs_optimizers() -> None:
     case, model, optimizer = trained("gpt_groups", Run(stage=2), 1)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert "AdamW" in repr(optimizer)
@@ -74,20 +93,14 @@ def _surface() -> None:
     assert {kind for state in optimizer.state.values() for kind in state} == {"exp_avg", "exp_avg_sq", "step"}
 
 
-def test_its_surface_is_that_of_torchs_optimizers() -> None:
-    run_ranks(2, _surface)
-
-
-def _fused_by_choice(fused: bool) -> list[Any]:
+@on_ranks(1, (False, True))
+def test_the_users_own_choice_of_fused_wins(fused: bool) -> None:
     _, _, optimizer = trained("mlp_10_64_2", Run(), fused=fused)
-    return [group["fused"] for group in optimizer.param_groups]
+    assert [group["fused"] for group in optimizer.param_groups] == [fused]
 
 
-def test_the_users_own_choice_of_fused_wins() -> None:
-    assert run_each(1, _fused_by_choice, (False, True)) == [[[False]], [[True]]]
-
-
-def _resume(given: tuple[int, str]) -> None:
+@on_ranks(2, itertools.product(range(4), ("adamw", "lion")))
+def test_state_dicts_resume_a_run_bit_for_bit(given: tuple[int, str]) -> None:
     """Model and optimizer state dicts carry a run into new objects on the same ranks, scheduler included."""
     stage, name = given
     run = Run(stage=stage, optimizer=name, bucket_mb=SMALL)
@@ -113,5 +126,83 @@ def _resume(given: tuple[int, str]) -> None:
     assert digest(whole_weights(model).items()) == digest(whole_weights(other).items())
 
 
-def test_state_dicts_resume_a_run_bit_for_bit() -> None:
-    run_each(2, _resume, [(stage, name) for name in ("adamw", "lion") for stage in range(4)])
+CPU = torch.device("cpu")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Picky(torch.optim.SGD):
+    """Takes `fused` and refuses it in its first step, in the way that it is told to."""
+
+    error: type[Exception] = RuntimeError
+    tried: list[torch.Tensor]
+
+    def __init__(self, params: Any, lr: float = 0.1, *, fused: bool | None = None) -> None:
+        super().__init__(params, lr=lr)
+        self.wanted = fused
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).tried = [tensor for group in self.param_groups for tensor in group["params"]]
+        if self.wanted:
+            raise self.error("there is no fused kernel for this device")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError, NotImplementedError])
+def test_a_kernel_that_fails_on_the_device_is_not_asked_for(error: type[Exception], device: str) -> None:
+    Picky.error = error
+    options = {"lr": 0.5}
+    assert choose_kernel(Picky, options, torch.device(device), torch.bfloat16) == {"lr": 0.5}
+    (tried,) = Picky.tried
+    assert (tried.device.type, tried.dtype) == (device, torch.bfloat16)
+
+
+def test_another_error_is_not_taken_for_a_missing_kernel() -> None:
+    Picky.error = KeyError
+    with pytest.raises(KeyError):
+        choose_kernel(Picky, {}, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_a_kernel_that_succeeds_is_asked_for(cls: type[Optimizer], device: str) -> None:
+    options: dict[str, Any] = {"lr": 0.5}
+    chosen = choose_kernel(cls, options, torch.device(device), torch.float32)
+    assert chosen == {"lr": 0.5, "fused": True}
+    assert options == {"lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        *((torch.optim.AdamW, {wish: True}) for wish in ("foreach", "differentiable", "capturable")),
+        (torch.optim.AdamW, {"fused": False}),
+        (torch.optim.AdamW, {"fused": None}),
+        (torch.optim.RMSprop, {"lr": 0.1}),  # has no fused kernel
+    ],
+)
+def test_a_wish_of_the_users_stands(cls: type[Optimizer], options: dict[str, Any]) -> None:
+    assert choose_kernel(cls, options, CPU, torch.float32) is options
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "master", "kinds", "element_bytes"),
+    [
+        (torch.optim.AdamW, {}, torch.float32, {"exp_avg", "exp_avg_sq"}, 8),
+        (torch.optim.AdamW, {}, torch.bfloat16, {"exp_avg", "exp_avg_sq"}, 4),
+        (torch.optim.SGD, {}, torch.float32, set(), 0),
+        (torch.optim.SGD, {"momentum": 0.9}, torch.float32, {"momentum_buffer"}, 4),
+        (torch.optim.Adagrad, {}, torch.float32, {"sum"}, 4),
+    ],
+)
+def test_states_are_found(
+    cls: type[Optimizer], options: dict[str, Any], master: torch.dtype, kinds: set[str], element_bytes: int
+) -> None:
+    states = probe(cls, {"lr": 0.1, **options}, master)
+    assert states.kinds == kinds
+    assert states.element_bytes == element_bytes
+    assert states.scalar_bytes == (0 if cls is torch.optim.SGD else 4)
+
+
+def test_an_optimizer_that_cannot_be_stepped_plainly_is_refused_with_its_own_words() -> None:
+    with pytest.raises(zerokit.UnsupportedOptimizer, match=r"LBFGS.*closure"):
+        probe(torch.optim.LBFGS, {}, torch.float32)

@@ -5,38 +5,14 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import pytest
 import torch
 
-from tests.runtime.patterns.catalogue import PATTERNS
+from tests.runtime.patterns.catalogue import PATH, PATTERNS, render
 from tests.runtime.patterns.engines import Setting
 from tests.runtime.patterns.harness import STAGES, Pattern, Verdict, usage
-from tests.runtime.patterns.running import complaints, jobs_of, try_out
-from tests.runtime.patterns.table import PATH, render
+from tests.runtime.patterns.running import Job, jobs_of, launches, try_out
 from tests.support.distributed import ROOT
-
-#: Patterns that share a launch, which costs as much as two runs: few enough that two workers are equally busy.
-BATCH = 16
-
-
-def _kind(pattern: Pattern) -> tuple[object, ...]:
-    return (pattern.subject, pattern.world, pattern.apart, pattern.timeout)
-
-
-def _batches() -> dict[str, list[str]]:
-    """Keys by the name of their batch: its subject and first pattern."""
-    batches: dict[str, list[str]] = {}
-    for _, alike in groupby(sorted(PATTERNS.values(), key=lambda p: str(_kind(p))), key=_kind):
-        patterns = list(alike)
-        size = 1 if patterns[0].apart else BATCH
-        for start in range(0, len(patterns), size):
-            batches[patterns[start].key] = [pattern.key for pattern in patterns[start : start + size]]
-    return batches
-
-
-BATCHES = _batches()
 
 
 def _autocast_forgets() -> bool:
@@ -50,47 +26,28 @@ def _autocast_forgets() -> bool:
 
 #: Patterns that plain torch of this release does not train.
 BROKEN = [] if _autocast_forgets() else ["loops.autocast_evaluates_first"]
-
-
-@pytest.mark.parametrize("batch", BATCHES)
-def test_patterns(batch: str) -> None:
-    found = complaints(try_out([job for key in BATCHES[batch] if key not in BROKEN for job in jobs_of(key)]))
-    assert not found, "\n\n".join(found)
-
-
-ON_MESH = [
-    (pattern.key, setting)
-    for number, pattern in enumerate(PATTERNS.values())
-    if number % 8 == 0 and pattern.key not in BROKEN and (setting := pattern.on_mesh()) is not None
-]
+KEYS = [key for key in PATTERNS if key not in BROKEN]
+ON_MESH = [(key, setting) for key in KEYS[::8] if (setting := PATTERNS[key].on_mesh()) is not None]
 """Each eighth; `python -m tests.runtime.patterns --mesh` tries all."""
+LAUNCHES = launches([*(job for key in KEYS for job in jobs_of(key)), *ON_MESH])
 
 
-@pytest.mark.parametrize("start", range(0, len(ON_MESH), BATCH))
-def test_patterns_on_two_axes(start: int) -> None:
-    found = complaints(try_out(ON_MESH[start : start + BATCH]))
-    assert not found, "\n\n".join(found)
+@pytest.mark.parametrize("jobs", LAUNCHES, ids=lambda jobs: f"{jobs[0][0]}, {jobs[0][1]}")
+def test_patterns(jobs: list[Job]) -> None:
+    found = try_out(jobs)
+    assert not found, found
 
 
-def test_the_table_is_current() -> None:
+def test_the_table_is_current_and_the_readme_counts_them() -> None:
     assert PATH.read_text() == render(), "run python -m tests.runtime.patterns --write"
-
-
-def test_the_readme_counts_them() -> None:
     assert f"[{len(PATTERNS)} ways to train](zerokit/runtime/PATTERNS.md)" in (ROOT / "README.md").read_text()
-
-
-def test_every_pattern_is_in_a_batch() -> None:
-    assert sorted(key for keys in BATCHES.values() for key in keys) == sorted(PATTERNS)
-
-
-RIGHT, WRONG = Verdict("right"), Verdict("wrong", "weight is off by 1")
-REFUSED = Verdict("raised", "use optimizer.gathered()", ("UsageError", "ZerokitError", "ValueError"))
-OTHER = Verdict("raised", "no gathered() here", ("RuntimeError",))
+    assert {key for jobs in LAUNCHES for key, _ in jobs} == set(KEYS)
 
 
 def test_what_is_declared_is_what_is_accepted() -> None:
-    pattern = PATTERNS["loops.usual"]
+    pattern, right = PATTERNS["loops.usual"], Verdict("right")
+    refused = Verdict("raised", "use optimizer.gathered()", ("UsageError", "ZerokitError", "ValueError"))
+    every = [right, Verdict("wrong"), refused, Verdict("raised", "no gathered() here", ("RuntimeError",))]
     refusals = {
         0: usage("gathered()"),
         1: usage("gathered()", everywhere=False),
@@ -98,9 +55,7 @@ def test_what_is_declared_is_what_is_accepted() -> None:
         3: usage("gathered()", or_right=True),
     }
     refusing = Pattern("", "", "", pattern.train, pattern.build, refusals)
-    every = [RIGHT, WRONG, REFUSED, OTHER]
-    assert [v.kind for v in every if pattern.accepts(Setting(0), [RIGHT, v])] == ["right"]
-    accepted = [[v for v in every if refusing.accepts(Setting(stage), [REFUSED, v])] for stage in STAGES]
-    assert accepted == [[REFUSED], every, [], [REFUSED]]
-    assert refusing.accepts(Setting(3), [RIGHT, RIGHT])
-    assert not refusing.accepts(Setting(0), [RIGHT, RIGHT])
+    assert [v for v in every if pattern.accepts(Setting(0), [right, v])] == [right]
+    accepted = [[v for v in every if refusing.accepts(Setting(stage), [refused, v])] for stage in STAGES]
+    assert accepted == [[refused], every, [], [refused]]
+    assert [refusing.accepts(Setting(stage), [right, right]) for stage in (0, 3)] == [False, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import Any
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
-from tests.support.distributed import run_alone, run_each, run_ranks
+from tests.support.distributed import run_alone, run_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.oracle import train_alone
-from tests.support.training import Run, Trajectory, digest, one_step, train_all, trained, whole_weights
-from zerokit.placement import stage_of
+from tests.support.training import Run, digest, train_all, train_zero, trained, whole_weights
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp_784_256_10", "lora"])
@@ -34,6 +35,43 @@ def test_half_precision_follows_fp32(precision: Any) -> None:
     for results in run_ranks(2, train_all, "mlp_784_256_10", {"half": half, "full": Run(steps=12)}):
         assert results["half"].losses == pytest.approx(results["full"].losses, rel=0.05, abs=0.05)
         assert results["half"].losses != results["full"].losses
+
+
+class Plane(nn.Module):
+    """One matrix, whose gradient is -1."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((64, 64), value))
+
+    def forward(self) -> Tensor:
+        return -self.weight.sum()
+
+
+@on_ranks(2, itertools.product(("given", "loaded", "filled", "clamped"), range(4)))
+def test_masters_add_up_what_is_too_small_for_bf16(given: tuple[str, Any]) -> None:
+    """They take values of fp32 exactly, and follow what is changed by hand; looking at weights changes nothing."""
+    how, stage = given
+    # 1.0035 is rounded to 1.0 in bf16, and the next update crosses 1.0039.
+    expected = torch.tensor({"filled": 1.0, "clamped": 0.0}.get(how, 1.0035))
+    model = Plane(float(expected) if how == "given" else 0.0)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="bf16", lr=1e-3)
+    if how == "loaded":
+        model.load_state_dict({"weight": torch.full((64, 64), float(expected))})
+    if how == "filled":
+        with optimizer.gathered(), torch.no_grad():
+            model.weight.fill_(expected)
+    for _ in range(5):
+        optimizer.backward(model())
+        optimizer.step()
+        optimizer.zero_grad()
+        expected += 1e-3
+        if how == "clamped":
+            expected.clamp_(max=2.0**-9)
+            with optimizer.gathered() if stage == 3 else contextlib.nullcontext(), torch.no_grad():
+                model.weight.clamp_(max=2.0**-9)
+        with optimizer.gathered():
+            assert bool((model.weight == expected.bfloat16()).all())
 
 
 class SpyLinear(nn.Linear):
@@ -59,39 +97,25 @@ class Spy(nn.Module):
         return self.inner(x) + nested["a"][0]  # type: ignore[no-any-return]
 
 
-def _dtypes(case: tuple[str, int]) -> dict[str, Any]:
-    precision, stage = case
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "": torch.bfloat16}
+
+
+@on_ranks(1, itertools.product(DTYPES, (0, 3)))
+def test_what_is_cast_and_what_is_not(given: tuple[str, Any]) -> None:
+    precision, stage = given
     model = Spy()
     options: dict[str, Any] = {"precision": precision} if precision else {}
-    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), lr=1e-3, **options)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-3, **options)
     out = model(torch.ones(2, 4), torch.ones(2, dtype=torch.long), nested={"a": [torch.ones(2, 1)]})
-    grads_before = [p.grad is None for p in model.parameters()]
+    assert out.dtype == torch.float32  # bfloat16 and float32 add up to float32
+    assert dict(model.seen) == {"x": torch.float32, "mask": torch.long, "nested": torch.float32}
+    assert model.inner.seen == DTYPES[precision]
+    assert {p.dtype for p in model.parameters()} == {DTYPES[precision]}
+    assert {p.dtype for group in optimizer.param_groups for p in group["params"]} == {torch.float32}
+    assert len({value.dtype for value in model.state_dict().values()}) == 1
+    assert all(p.grad is None for p in model.parameters())
     optimizer.backward(out.sum())
-    return {
-        "seen": dict(model.seen),
-        "parameters": {p.dtype for p in model.parameters()},
-        "out": out.dtype,
-        "inner": model.inner.seen,
-        "grads": (grads_before, [p.grad is None for p in model.parameters()]),
-        "masters": {p.dtype for group in optimizer.param_groups for p in group["params"]},
-        "state_dict": {value.dtype for value in model.state_dict().values()},
-    }
-
-
-def test_what_is_cast_and_what_is_not() -> None:
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "": torch.bfloat16}
-    cases = list(itertools.product(dtypes, (0, 3)))
-    for (precision, stage), (found,) in zip(cases, run_each(1, _dtypes, cases), strict=True):
-        state = found.pop("state_dict")
-        assert found == {
-            "seen": {"x": torch.float32, "mask": torch.long, "nested": torch.float32},
-            "inner": dtypes[precision],
-            "parameters": {dtypes[precision]},
-            "out": torch.float32,  # bfloat16 and float32 add up to float32
-            "grads": ([True, True], [False, False]),
-            "masters": {torch.float32},
-        }, (precision, stage)
-        assert len(state) == 1
+    assert not any(p.grad is None for p in model.parameters())
 
 
 class Beside(nn.Module):
@@ -125,12 +149,11 @@ class Holder(nn.Module):
         return self.rest(x @ self.weights[self.first])  # type: ignore[no-any-return]
 
 
-def _casting_layers(stage: int) -> None:
+@on_ranks(2, (1, 3))
+def test_which_modules_of_ones_own_cast(stage: Any) -> None:
     def run(layer: nn.Module) -> torch.dtype:
         model = nn.Sequential(nn.Identity(), layer)
-        optimizer = zerokit.ZeroOptimizer(
-            model, torch.optim.SGD, stage=stage_of(stage), precision="bf16", lr=0.1
-        )
+        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="bf16", lr=0.1)
         for _ in range(2):  # the second pass has fewer hooks
             out = model(torch.ones(2, 4))
             optimizer.backward(out.float().sum())
@@ -151,128 +174,82 @@ def _casting_layers(stage: int) -> None:
     del refused
 
 
-def test_which_modules_of_ones_own_cast() -> None:
-    run_each(2, _casting_layers, (1, 3))
-
-
-# --- fp16: the loss scale ----------------------------------------------------------------------------------
-
-
-def _scaled_run(stage: int, bad_steps: tuple[int, ...], bad_rank: int, clip: bool) -> dict[str, Any]:
-    """Six steps on mlp_10_64_2; in `bad_steps` the loss of one rank is infinite."""
+def _scaled_run(stage: int, bad_step: int | None, clip: bool) -> tuple[list[float], ...]:
+    """Losses, scales, skipped steps and weights of six steps; in `bad_step` the loss of rank 1 is infinite."""
     scale = zerokit.LossScale(value=1024.0, growth=4.0, backoff=0.5, interval=2, floor=1.0)
     run = Run(stage=stage, precision="fp16")
     case, model, optimizer = trained("mlp_10_64_2", run, loss_scale=scale)
-    seen: dict[str, Any] = {"scales": [], "skipped": [], "losses": [], "weights": []}
-    good = 0
+    seen: tuple[list[Any], ...] = [], [], [], []
     for step in range(6):
-        bad = step in bad_steps
-        loss = case.loss(model, case.batch(0, good, dist.get_rank()))
-        optimizer.backward(loss * math.inf if bad and dist.get_rank() == bad_rank else loss)
+        loss = case.loss(model, case.batch(0, len(seen[0]), dist.get_rank()))
+        optimizer.backward(loss * math.inf if step == bad_step and dist.get_rank() == 1 else loss)
         if clip:
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if not bad:
-            seen["losses"].append(loss.item())
-            good += 1
-        seen["scales"].append(optimizer.loss_scale)
-        seen["skipped"].append(optimizer.skipped_steps)
-        seen["weights"].append(digest(whole_weights(model).items()))
+        if step != bad_step:
+            seen[0].append(loss.item())
+        seen[1].append(optimizer.loss_scale)
+        seen[2].append(optimizer.skipped_steps)
+        seen[3].append(digest(whole_weights(model).items()))
     return seen
 
 
-def _scaled_and_clean(stage: int, clip: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _scaled_run(stage, (2,), 1, clip), _scaled_run(stage, (), 1, clip)
+@on_ranks(2, [(0, False), (1, True), (2, False), (3, True)])
+def test_overflow_on_one_rank_skips_the_step_on_all(given: tuple[int, bool]) -> None:
+    stage, clip = given
+    losses, scales, skipped, weights = _scaled_run(stage, 2, clip)
+    expected, clean_scales, *_ = _scaled_run(stage, None, clip)
+    # Two good steps: ×4. An overflow: ×0.5, and the count of good steps starts again.
+    assert scales == [1024, 4096, 2048, 2048, 8192, 8192]
+    assert clean_scales == [1024, 4096, 4096, 16384, 16384, 65536]
+    assert skipped == [0, 0, 1, 1, 1, 1]
+    assert weights[2] == weights[1], "a skipped step changed the weights"
+    others: list[Any] = [None, None]
+    dist.all_gather_object(others, weights)
+    assert others == [weights, weights]
+    # Powers of two change no bit, so the skipped step leaves no trace in the later ones.
+    assert losses == expected[:5]
 
 
-@pytest.mark.parametrize(("stage", "clip"), [(0, False), (1, True), (2, False), (3, True)])
-def test_overflow_on_one_rank_skips_the_step_on_all(stage: int, clip: bool) -> None:
-    ranks = run_ranks(2, _scaled_and_clean, stage, clip)
-    for found, expected in ranks:
-        # Two good steps: ×4. An overflow: ×0.5, and the count of good steps starts again.
-        assert found["scales"] == [1024, 4096, 2048, 2048, 8192, 8192]
-        assert found["skipped"] == [0, 0, 1, 1, 1, 1]
-        assert found["weights"][2] == found["weights"][1], "a skipped step changed the weights"
-        assert found["weights"] == ranks[0][0]["weights"]
-        # Powers of two change no bit, so the skipped step leaves no trace in the later ones.
-        assert found["losses"] == expected["losses"][:5]
-        assert expected["scales"] == [1024, 4096, 4096, 16384, 16384, 65536]
-
-
-def _to_the_floor(stage: int) -> dict[str, Any]:
+def _linear(**options: Any) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
     model = nn.Linear(3, 1)
-    optimizer = zerokit.ZeroOptimizer(
-        model,
-        torch.optim.AdamW,
-        stage=stage_of(stage),
-        precision="fp16",
-        loss_scale=zerokit.LossScale(value=8.0, floor=2.0),
-        lr=0.1,
-    )
-    for step in range(10):
-        optimizer.backward(model(torch.ones(1, 3)).sum() * math.nan)
-        try:
-            optimizer.step()
-        except zerokit.LossScaleError as error:
-            return {"step": step, "text": str(error), "skipped": optimizer.skipped_steps}
-        optimizer.zero_grad()
-    raise AssertionError("nan losses went on for ten steps")
+    return model, zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp16", lr=1.0, **options)
 
 
-def test_nan_losses_end_at_the_floor_on_every_rank() -> None:
-    for found in itertools.chain(*run_each(2, _to_the_floor, (0, 3))):
-        assert found["step"] == 2  # 8 -> 4 -> 2 -> error
-        assert "2" in found["text"]
-
-
-def _norm_in_fp16(precision: str) -> list[float]:
-    case, model, optimizer = trained("mlp_784_256_10", Run(precision=precision, optimizer="sgd"))
-    trajectory = Trajectory()
+@on_ranks(2, (0, 3))
+def test_nan_losses_end_at_the_floor_on_every_rank(stage: int) -> None:
+    model, optimizer = _linear(stage=stage, loss_scale=zerokit.LossScale(value=8.0, floor=2.0))
     for step in range(3):
-        one_step(model, optimizer, case, Run(clip=0.1), step, trajectory)
-    return trajectory.norms
+        optimizer.backward(model(torch.ones(1, 3)).sum() * math.nan)
+        ends = step == 2  # 8 -> 4 -> 2 -> error
+        with pytest.raises(zerokit.LossScaleError, match="2") if ends else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
 
 
+@on_ranks(2)
 def test_norms_are_of_the_unscaled_gradients() -> None:
-    half, full = run_ranks(2, _norm_in_fp16, "fp16"), run_ranks(2, _norm_in_fp16, "fp32")
-    assert half[0] == pytest.approx(full[0], rel=0.01)
+    half, full = (
+        train_zero("mlp_784_256_10", Run(precision=precision, optimizer="sgd", clip=0.1, steps=3)).norms
+        for precision in ("fp16", "fp32")
+    )
+    assert half == pytest.approx(full, rel=0.01)
 
 
-def _plain_backward(stage: int) -> str:
+@on_ranks(2, (1, 3))
+def test_plain_backward_under_fp16_is_refused(stage: int) -> None:
     """`loss.backward()` leaves the loss unscaled; dividing by the scale afterwards would lose the step."""
-    model = nn.Linear(3, 1)
-    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage_of(stage), precision="fp16", lr=1.0)
-    before = {name: value.clone() for name, value in whole_weights(model).items()}
-    try:
+    model, _ = _linear(stage=stage)
+    with pytest.raises(zerokit.UsageError, match=r"optimizer\.backward"):
         torch.autograd.backward(model(torch.ones(1, 3)).sum())
-        optimizer.step()
-    except zerokit.UsageError as error:
-        return str(error)
-    after = whole_weights(model)
-    moved = (before["weight"] - after["weight"]).float()
-    assert torch.allclose(moved, torch.ones(1, 3), atol=1e-2), f"plain backward moved the weights by {moved}"
-    return "optimizer.backward"
 
 
-def test_plain_backward_under_fp16_is_refused_or_right() -> None:
-    for text in itertools.chain(*run_each(2, _plain_backward, (1, 3))):
-        assert "optimizer.backward" in text
-
-
-def _one_scale_for_two() -> tuple[float, float]:
-    scale = zerokit.LossScale(value=64.0, interval=1)
-    optimizers = []
-    for _ in range(2):
-        model = nn.Linear(2, 1)
-        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp16", loss_scale=scale, lr=0.1)
-        optimizers.append((model, optimizer))
-    model, optimizer = optimizers[0]
-    optimizer.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()
-    return optimizers[0][1].loss_scale, optimizers[1][1].loss_scale
-
-
+@on_ranks(1)
 def test_settings_given_to_two_optimizers_stay_settings() -> None:
     """A `LossScale` says how to begin: one optimizer's growth must not move another's scale."""
-    assert run_ranks(1, _one_scale_for_two) == [(128.0, 64.0)]
+    scale = zerokit.LossScale(value=64.0, interval=1)
+    (model, optimizer), (_, other) = _linear(loss_scale=scale), _linear(loss_scale=scale)
+    optimizer.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    assert (optimizer.loss_scale, other.loss_scale) == (128.0, 64.0)

@@ -17,6 +17,7 @@ from torch import Tensor
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_each, run_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.training import Run, Trajectory, one_step, trained
 from zerokit.formulas import BLOCK_FORMATS
 from zerokit.runtime.collectives import quantised
@@ -144,24 +145,26 @@ def _precision(name: Any, **options: Any) -> zerokit.Precision:
 UPDATES = {"compute": "bf16", "wire_updates": True}
 
 
-def _clamp(model: torch.nn.Module) -> None:
-    """By hand, without effect."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.clamp_(-100, 100)
+def _train(optimizer: Any, model: Any, case: Any, run: Run, steps: range) -> list[float]:
+    found = Trajectory()
+    for step in steps:
+        one_step(model, optimizer, case, run, step, found)
+    return found.losses
 
 
 def _replicas(given: tuple[Run, bool]) -> tuple[list[float], list[Tensor]]:
     run, clamped = given
     case, model, optimizer = trained("gpt", run)
-    found = Trajectory()
+    losses = []
     for step in range(run.steps):
-        if clamped:
-            _clamp(model)
-        one_step(model, optimizer, case, run, step, found)
+        if clamped:  # by hand, without effect
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-100, 100)
+        losses += _train(optimizer, model, case, run, range(step, step + 1))
     with torch.no_grad():
         float(case.loss(model, case.batch(0, 1, 0)))
-    return found.losses, [parameter.detach().clone() for parameter in model.parameters()]
+    return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -176,9 +179,10 @@ def test_parameters_that_travel_as_differences_are_equal_on_every_rank(name: str
     assert len({tuple(ranks[0][0]) for ranks in found}) == 1
 
 
-def _overflowing(name: str) -> tuple[list[int], Trajectory]:
+@on_ranks(2, NAMES)
+def test_a_step_that_overflows_is_the_only_one(name: str) -> None:
     """One step overflows at every stage; parameters leave gaps in the buckets."""
-    skipped, found = [], []
+    found = []
     for stage in STAGES:
         found.append(Trajectory())
         run = Run(stage=stage, steps=4, precision=_precision(name, compute="fp16"))
@@ -189,43 +193,30 @@ def _overflowing(name: str) -> tuple[list[int], Trajectory]:
                 optimizer.step()
                 optimizer.zero_grad()
             one_step(model, optimizer, case, run, step, found[-1])
-        skipped.append(optimizer.skipped_steps)
-    for other in found[1:]:
-        assert_equal_bits(other, found[0], "stage")
-    return skipped, found[0]
+        assert optimizer.skipped_steps == 1
+        assert_equal_bits(found[-1], found[0], f"stage {stage}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_that_overflows_is_the_only_one(name: str) -> None:
-    for skipped, _ in run_ranks(2, _overflowing, name):
-        assert skipped == [1] * len(STAGES)
-
-
-def _returning() -> None:
-    """Parameters that are not what masters round to come back in a state, and after an average was shown."""
-    found: list[list[float]] = []
-    run = Run(stage=2, precision=_precision("int4", **UPDATES))
-    state: Any = None
-    for turn in range(2):
-        case, model, optimizer = trained("gpt", run, turn)
-        average = zerokit.Ema(optimizer)
-        if state is None:
-            _train(optimizer, model, case, run, range(3))
-            average.update()
-            state = copy.deepcopy(optimizer.state_dict())
-        else:
-            optimizer.load_state_dict(state)
-            with average.applied():
-                pass
-        found.append(_train(optimizer, model, case, run, range(3, 6)))
-    assert found[0] == found[1]
-
-
+@on_ranks(2)
 def test_rounded_parameters_return_to_the_bit() -> None:
-    run_ranks(2, _returning)
+    """Parameters that are not what masters round to come back in a state, and after an average was shown."""
+    run = Run(stage=2, precision=_precision("int4", **UPDATES))
+    case, model, optimizer = trained("gpt", run)
+    average = zerokit.Ema(optimizer)
+    _train(optimizer, model, case, run, range(3))
+    average.update()
+    state = copy.deepcopy(optimizer.state_dict())
+    _, other, again = trained("gpt", run, 1)
+    average = zerokit.Ema(again)
+    again.load_state_dict(state)
+    with average.applied():
+        pass
+    steps = range(3, 6)
+    assert _train(again, other, case, run, steps) == _train(optimizer, model, case, run, steps)
 
 
-def _loaded_again() -> None:
+@on_ranks(2)
+def test_loaded_values_stay_exact_in_masters_where_rounded_updates_travel() -> None:
     run = Run(stage=2, precision=_precision("int8", **UPDATES))
     case, model, optimizer = trained("gpt", run)
     generator = torch.Generator().manual_seed(0)
@@ -238,18 +229,7 @@ def _loaded_again() -> None:
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
-def test_loaded_values_stay_exact_in_masters_where_rounded_updates_travel() -> None:
-    run_ranks(2, _loaded_again)
-
-
 # --- checkpoints -------------------------------------------------------------------------------------------
-
-
-def _train(optimizer: Any, model: Any, case: Any, run: Run, steps: range) -> list[float]:
-    found = Trajectory()
-    for step in steps:
-        one_step(model, optimizer, case, run, step, found)
-    return found.losses
 
 
 def _residual_sum(optimizer: zerokit.ZeroOptimizer) -> list[Tensor]:
@@ -306,15 +286,12 @@ def test_a_run_resumes_to_the_bit_and_loses_no_residual(
             assert torch.equal(one, other)
 
 
-def _load_elsewhere(path: str) -> None:
+@on_ranks(2)
+def test_a_residual_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    _save_and_go_on(str(tmp_path), Run(stage=2, precision=_precision("int8")))
     _, _, optimizer = trained("gpt", Run(stage=2))
     with pytest.raises(zerokit.CheckpointError, match=r"build ZeroOptimizer with Precision\(wire='int8'\)"):
-        zerokit.load(path, optimizer)
-
-
-def test_a_residual_is_not_dropped_in_silence(tmp_path: Path) -> None:
-    run_ranks(2, _save_and_go_on, str(tmp_path), Run(stage=2, precision=_precision("int8")))
-    run_ranks(2, _load_elsewhere, str(tmp_path))
+        zerokit.load(tmp_path, optimizer)
 
 
 def test_the_sizes_are_the_published_ones() -> None:

@@ -6,94 +6,65 @@ one process on a fake group, by the optimizer's public interface.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import zerokit
 from tests.support.distributed import run_alone
 from tests.support.schedules import Training, recorded
+from zerokit.errors import UsageError
 
-Told = list[str]
-
-
-def second_step(stage: int, blocks: int = 4, **options: object) -> Told:
-    """Returns the order of the second step, and the most units in memory."""
-    training = Training(stage, blocks, **options)  # type: ignore[arg-type]
-    training.step()
-    training.told()
-    training.step()
-    most = max(training.resident)
-    return [training.told(), f"{most} in memory"]
+Way = Callable[[Training], list[str]]
+"""What is done with a model that has made a step, and what was told of it."""
 
 
-def first_step() -> Told:
-    training = Training(3)
-    training.step()
-    return [training.told()]
+def steps(*uses: Sequence[int] | None) -> Way:
+    """Further steps, of these blocks each: what is issued, and the most units in memory."""
+
+    def way(training: Training) -> list[str]:
+        told = []
+        for each in uses or (None,):
+            training.step(each)
+            most = max(training.resident)
+            told += [training.told(), f"{most} in memory"]
+        return told
+
+    return way
 
 
-def uses(first: list[int], *later: list[int], blocks: int = 4) -> Told:
-    """What is issued in the steps after the first one."""
-    training = Training(3, blocks)
-    training.step(first)
-    told = []
-    for each in later:
-        training.told()
-        training.step(each)
-        most = max(training.resident)
-        told += [training.told(), f"{most} in memory"]
-    return told
-
-
-def own_order(stage: int) -> Told:
-    training = Training(stage, 3)
-    for _ in range(2):
-        training.told()
-        training.step([2, 0, 1])
+def collectives(training: Training) -> list[str]:
+    training.step([2, 0, 1])
     return [training.told("grs")]
 
 
-def recomputed() -> Told:
-    training = Training(3, 3)
+def recomputed(training: Training) -> list[str]:
     training.model.recomputed = True
-    training.step()
-    training.told()
     training.step()
     return [training.told()]
 
 
-def evaluated() -> Told:
-    training = Training(3, 3)
-    training.step()
-    training.told()
+def evaluated(training: Training) -> list[str]:
     with torch.no_grad():
         training.forward()
-    held = training.units_in_memory()
-    return [training.told(), f"{held} in memory"]
+    return [training.told(), f"{training.units_in_memory()} in memory"]
 
 
-def accumulated(stage: int) -> Told:
+def accumulated(training: Training) -> list[str]:
     """Two micro-batches, then a step."""
-    training = Training(stage, 3)
-    training.step()
-    training.told()
     with training.optimizer.accumulate():
         training.optimizer.backward(training.forward())
     first = training.told("gr")
-    training.optimizer.backward(training.forward())
-    training.update()
+    training.step()
     return [first, training.told("grs")]
 
 
-def shown() -> Told:
+def shown(training: Training) -> list[str]:
     """A step inside `gathered()`."""
-    training = Training(3, 3)
-    training.step()
-    training.told()
     with training.optimizer.gathered():
         opened = training.told()
         with training.optimizer.gathered():
@@ -102,78 +73,64 @@ def shown() -> Told:
     return [opened, training.told("grs"), f"{held} in memory", f"{training.units_in_memory()} after it"]
 
 
-def aside() -> Told:
+def aside(training: Training) -> list[str]:
     """Blocks called by themselves."""
-    training = Training(3, 3)
-    training.step()
-    training.told()
     for index in (1, 2):
         training.model.blocks[index](training.x)
     return [training.told(), f"{training.units_in_memory()} in memory"]
 
 
-def gradients_of_inputs() -> Told:
-    training = Training(3, 3)
-    training.step()
-    training.told()
+def gradients_of_inputs(training: Training) -> list[str]:
     torch.autograd.grad(training.forward(), training.x)
     return [training.told(), f"{training.units_in_memory()} in memory"]
 
 
-def read_outside() -> Told:
+def read_outside(training: Training) -> list[str]:
     """Reading one weight after a step waits for its unit and issues nothing; at stage 3 it is refused."""
-    told = []
-    for stage in (1, 2, 3):
-        training = Training(stage, 3)
-        training.step()
-        training.told()
-        try:
-            training.model.blocks[1].weight.sum()  # type: ignore[operator]
-        except zerokit.UsageError as error:
-            told.append(f"{type(error).__name__}{' gathered()' if 'gathered()' in str(error) else ''}")
-        told.append(training.told())
-    return told
+    refused = pytest.raises(UsageError, match=r"gathered\(\)")
+    with refused if training.optimizer.stage == 3 else contextlib.nullcontext():
+        training.model.blocks[1].weight.sum()  # type: ignore[operator]
+    return [training.told()]
 
 
 STAGES_1_AND_2 = "f0 f1 f2 f3 b3 r3 b2 r2 b1 r1 b0 r0 step g0 g1 g2 g3"
-
-SCENES: dict[str, tuple[Callable[[], Told], Told]] = {
+SCENES: dict[str, tuple[dict[str, Any], Way, list[str]]] = {
     "stage 0 gathers sums behind the reductions": (
-        lambda: second_step(0),
+        {"stage": 0},
+        steps(),
         ["f0 f1 f2 f3 b3 r3 b2 r2 b1 r1 b0 g3 r0 g2 g1 g0 step", "0 in memory"],
     ),
-    "stage 1 gathers what was updated, at once": (lambda: second_step(1), [STAGES_1_AND_2, "0 in memory"]),
-    "stage 2 does the same": (lambda: second_step(2), [STAGES_1_AND_2, "0 in memory"]),
-    "stage 1 gathers in the order of forward": (
-        lambda: own_order(1),
+    "stage 1 gathers what was updated, at once": ({"stage": 1}, steps(), [STAGES_1_AND_2, "0 in memory"]),
+    "stage 2 does the same": ({"stage": 2}, steps(), [STAGES_1_AND_2, "0 in memory"]),
+    "stage 1 in the order of forward": (
+        {"stage": 1, "uses": [2, 0, 1]},
+        collectives,
         ["r1 r0 r2 step g2 g0 g1"],
     ),
-    "stage 2 gathers in the order of forward": (
-        lambda: own_order(2),
+    "stage 2 in the order of forward": (
+        {"stage": 2, "uses": [2, 0, 1]},
+        collectives,
         ["r1 r0 r2 step g2 g0 g1"],
     ),
-    "the first step at stage 3: line order, then its reverse": (
-        first_step,
-        ["g0 g1 f0 g2 f1 g3 f2 f3 g3 g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 step"],
-    ),
-    "the second step: the last unit stays for backward": (
-        lambda: second_step(3),
+    "the second step at stage 3: the last unit stays for backward": (
+        {},
+        steps(),
         ["g0 g1 f0 g2 f1 g3 f2 f3 g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 step", "2 in memory"],
     ),
     "prefetch=0": (
-        lambda: second_step(3, prefetch=0),
+        {"prefetch": 0},
+        steps(),
         ["g0 f0 g1 f1 g2 f2 g3 f3 b3 r3 g2 b2 r2 g1 b1 r1 g0 b0 r0 step", "1 in memory"],
     ),
     "prefetch=2": (
-        lambda: second_step(3, prefetch=2),
+        {"prefetch": 2},
+        steps(),
         ["g0 g1 g2 f0 g3 f1 f2 f3 g2 g1 b3 r3 g0 b2 r2 b1 r1 b0 r0 step", "3 in memory"],
     ),
-    "units left out": (
-        lambda: uses([0, 1, 2, 3], [2]),
-        ["g0 g1 g2 g3 f2 g2 r3 g1 b2 r2 g0 r1 r0 step", "2 in memory"],
-    ),
+    "units left out": ({}, steps([2]), ["g0 g1 g2 g3 f2 g2 r3 g1 b2 r2 g0 r1 r0 step", "2 in memory"]),
     "many units left out are not held together": (
-        lambda: uses([0, 1, 2, 3, 4, 5], [4], [0], blocks=6),
+        {"blocks": 6},
+        steps([4], [0]),
         [
             "g0 g1 g2 g3 g4 g5 f4 g4 r5 g3 b4 r4 g2 r3 g1 r2 g0 r1 r0 step",
             "2 in memory",
@@ -182,11 +139,13 @@ SCENES: dict[str, tuple[Callable[[], Told], Told]] = {
         ],
     ),
     "a unit used twice is gathered twice": (
-        lambda: uses([0, 1, 0, 2], [0, 1, 0, 2], blocks=3),
+        {"blocks": 3, "uses": [0, 1, 0, 2]},
+        steps([0, 1, 0, 2]),
         ["g0 g1 f0 g0 f1 g2 f0 f2 g0 b2 r2 g1 b0 g0 b1 r1 b0 r0 step", "2 in memory"],
     ),
     "another order is gathered as it comes, and recorded": (
-        lambda: uses([0, 1, 2], [0, 1, 0, 1, 2], [0, 1, 0, 1, 2], blocks=3),
+        {"blocks": 3},
+        steps([0, 1, 0, 1, 2], [0, 1, 0, 1, 2]),
         [
             "g0 g1 f0 g2 f1 g0 f0 g1 f1 g2 f2 g2 g1 b2 r2 g0 b1 g1 b0 g0 b1 r1 b0 r0 step",
             "2 in memory",
@@ -195,56 +154,73 @@ SCENES: dict[str, tuple[Callable[[], Told], Told]] = {
         ],
     ),
     "a unit that is still there is used again": (
-        lambda: uses([0, 1, 2], [0, 0, 1, 2], blocks=3),
+        {"blocks": 3},
+        steps([0, 0, 1, 2]),
         ["g0 g1 f0 f0 g2 f1 f2 g1 b2 r2 g0 b1 r1 b0 b0 r0 step", "2 in memory"],
     ),
     "the root's own parameters are gathered first and reduced last": (
-        lambda: second_step(3, 3, scaled=True),
+        {"blocks": 3, "scaled": True},
+        steps(),
         ["g0 g1 g2 f0 g3 f1 f2 g2 b2 r3 g1 b1 r2 b0 r1 r0 step", "3 in memory"],
     ),
     "a frozen unit is gathered and not reduced": (
-        lambda: second_step(3, frozen=[1]),
+        {"frozen": [1]},
+        steps(),
         ["g0 g1 f0 g2 f1 g3 f2 f3 g2 b3 r3 g1 b2 r2 g0 b1 b0 r0 step", "2 in memory"],
     ),
     "recomputation gathers nothing": (
+        {"blocks": 3},
         recomputed,
         ["g0 g1 f0 g2 f1 f2 g1 b2 f2 r2 g0 b1 f1 r1 b0 f0 r0 step"],
     ),
-    "an evaluation leaves nothing": (evaluated, ["g0 g1 f0 g2 f1 f2", "0 in memory"]),
-    "accumulate() at stage 0": (lambda: accumulated(0), ["", "r2 r1 r0 g2 g1 g0 step"]),
-    "accumulate() at stage 1": (lambda: accumulated(1), ["", "r2 r1 r0 step g0 g1 g2"]),
-    "accumulate() at stage 2": (lambda: accumulated(2), ["", "r2 r1 r0 step g0 g1 g2"]),
+    "an evaluation leaves nothing": ({"blocks": 3}, evaluated, ["g0 g1 f0 g2 f1 f2", "0 in memory"]),
+    "accumulate() at stage 0": ({"stage": 0, "blocks": 3}, accumulated, ["", "r2 r1 r0 g2 g1 g0 step"]),
+    "accumulate() at stage 1": ({"stage": 1, "blocks": 3}, accumulated, ["", "r2 r1 r0 step g0 g1 g2"]),
+    "accumulate() at stage 2": ({"stage": 2, "blocks": 3}, accumulated, ["", "r2 r1 r0 step g0 g1 g2"]),
     "accumulate() at stage 3": (
-        lambda: accumulated(3),
+        {"blocks": 3},
+        accumulated,
         ["g0 g1 g2 g1 g0", "g0 g1 g2 g1 r2 g0 r1 r0 step"],
     ),
     "inside gathered()": (
+        {"blocks": 3},
         shown,
         ["g0 g1 g2", "r2 r1 r0 step g0 g1 g2", "3 in memory", "0 after it"],
     ),
-    "blocks called by themselves": (aside, ["g1 f1 g2 f2", "1 in memory"]),
+    "blocks called by themselves": ({"blocks": 3}, aside, ["g1 f1 g2 f2", "1 in memory"]),
     "gradients of inputs": (
+        {"blocks": 3},
         gradients_of_inputs,
         ["g0 g1 f0 g2 f1 f2 g1 b2 g0 b1 b0", "0 in memory"],
     ),
-    "a weight read after a step": (read_outside, ["", "", "UsageError gathered()", ""]),
+    "a weight read after a step at stage 1": ({"stage": 1, "blocks": 3}, read_outside, [""]),
+    "a weight read after a step at stage 2": ({"stage": 2, "blocks": 3}, read_outside, [""]),
+    "a weight read after a step at stage 3": ({"blocks": 3}, read_outside, [""]),
 }
+"""By name: how a model is built (at stage 3, of four blocks) and first used, what is done then, what must be told."""
+FIRST_STEP = "g0 g1 f0 g2 f1 g3 f2 f3 g3 g2 b3 r3 g1 b2 r2 g0 b1 r1 b0 r0 step"
+"""At stage 3: the order of the line, then its reverse."""
 
 
-def _tell_all() -> dict[str, Told]:
+def _tell_all() -> dict[str, list[str]]:
+    found = {}
     with recorded():
-        return {name: scene() for name, (scene, _) in SCENES.items()}
-
-
-@pytest.fixture(scope="module")
-def told() -> dict[str, Told]:
-    found: dict[str, Told] = run_alone(_tell_all)
+        for name, (options, way, _) in SCENES.items():
+            built: dict[str, Any] = {"stage": 3} | options
+            uses = built.pop("uses", None)
+            training = Training(**({"blocks": len(uses)} if uses else {}) | built)
+            training.step(uses)
+            first = training.told()
+            found[name] = way(training)
+            if not options:
+                assert first == FIRST_STEP
     return found
 
 
-@pytest.mark.parametrize("name", SCENES)
-def test_schedule(name: str, told: dict[str, Told]) -> None:
-    assert told[name] == SCENES[name][1]
+def test_schedules() -> None:
+    found = run_alone(_tell_all)
+    for name, (_, _, expected) in SCENES.items():
+        assert found[name] == expected, name
 
 
 # ---- ranks that use different units

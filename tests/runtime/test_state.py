@@ -16,6 +16,7 @@ import zerokit
 from tests.support.distributed import run_each, run_ranks
 from tests.support.models import CASES
 from tests.support.models.transformers import Gpt
+from tests.support.on_ranks import on_ranks
 from tests.support.training import (
     LARGE,
     Run,
@@ -32,8 +33,10 @@ from zerokit.placement import stage_of
 STAGES = (0, 1, 2, 3)
 
 
-def _round_trip(name: str, stage: int) -> dict[str, Any]:
+@on_ranks(3, [("gpt", 3), ("encoder_decoder", 1), ("tiny_parameters", 2), ("lora", 0)])
+def test_state_dict_round_trip(given: tuple[str, int]) -> None:
     """Trains, saves through a file, loads into a plain model and at another stage, and trains on at both."""
+    name, stage = given
     run = Run(stage=stage, optimizer="sgd")
     case, model, optimizer = trained(name, run, 2)
     state = model.state_dict()
@@ -44,35 +47,18 @@ def _round_trip(name: str, stage: int) -> dict[str, Any]:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     plain = build_seeded(case, 3)
-    keys = list(plain.state_dict())
+    assert list(state) == list(plain.state_dict())
     plain.load_state_dict(loaded)
+    assert at_save == digest(sorted(loaded.items())) == digest(sorted(plain.state_dict().items()))
+    on_all_ranks: list[Any] = [None] * 3
+    dist.all_gather_object(on_all_ranks, at_save)
+    assert set(on_all_ranks) == {at_save}
 
     _, other, again = trained(name, Run(stage=3 - stage, optimizer="sgd", bucket_mb=LARGE), 1)
     missing = other.load_state_dict(loaded)
+    assert (missing.missing_keys, missing.unexpected_keys) == ([], [])
     one_step(other, again, case, run, 2, Trajectory())
-    return {
-        "keys": list(state) == keys,
-        "saved": at_save == digest(sorted(loaded.items())) == digest(sorted(plain.state_dict().items())),
-        "missing": (missing.missing_keys, missing.unexpected_keys),
-        "same": digest(whole_weights(model).items()) == digest(whole_weights(other).items()),
-        "digest": at_save,
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "stage"), [("gpt", 3), ("encoder_decoder", 1), ("tiny_parameters", 2), ("lora", 0)]
-)
-def test_state_dict_round_trip(name: str, stage: int) -> None:
-    ranks = run_ranks(3, _round_trip, name, stage)
-    for found in ranks:
-        assert found["keys"], "the names or their order are not those of the plain model"
-        assert found["saved"]
-        assert found["missing"] == ([], [])
-        assert found["same"], "training did not go on from the loaded weights"
-        assert found["digest"] == ranks[0]["digest"]
-
-
-# --- meta --------------------------------------------------------------------------------------------------
+    assert digest(whole_weights(model).items()) == digest(whole_weights(other).items())
 
 
 def _constant(module: nn.Module) -> None:
@@ -81,7 +67,7 @@ def _constant(module: nn.Module) -> None:
 
 
 def _meta_build(
-    stages: tuple[int, ...], init: bool, precision: str, same_seed: bool
+    stages: tuple[int, ...], init: bool, precision: str, same_seed: bool = True
 ) -> list[tuple[str, str]]:
     """The weights after construction and after two steps, for each stage; buckets by turns, at stage 3 both."""
     found = []
@@ -103,23 +89,22 @@ def _meta_build(
 
 @pytest.mark.parametrize(("precision", "init"), [("fp32", True), ("bf16", False)])
 def test_meta_models_get_the_same_weights_for_every_world_and_stage(init: bool, precision: str) -> None:
-    starts, ends = set(), set()
-    for world in (1, 2, 3) if init else (1, 3):
-        for found in run_ranks(world, _meta_build, STAGES, init, precision, True):
-            starts |= {start for start, _ in found}
-            if world == 1:
-                ends |= {end for _, end in found}
+    alone, *others = (run_ranks(world, _meta_build, STAGES, init, precision) for world in (1, 3))
+    starts, ends = map(set, zip(*alone[0], strict=True))
+    for ranks in others:
+        starts |= {start for found in ranks for start, _ in found}
     assert len(starts) == 1
     assert len(ends) == 1
 
 
 def test_meta_models_follow_rank_0s_seed_where_seeds_differ() -> None:
-    expected = run_ranks(1, _meta_build, (0,), False, "fp32", True)[0][0][0]
+    expected = run_ranks(1, _meta_build, (0,), False, "fp32")[0][0][0]
     for found in run_ranks(2, _meta_build, (0, 3), False, "fp32", False):
         assert {start for start, _ in found} == {expected}
 
 
-def _meta_values() -> None:
+@on_ranks(2)
+def test_meta_models_are_initialised_by_their_modules() -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
     with torch.device("meta"):
@@ -135,10 +120,6 @@ def _meta_values() -> None:
     assert torch.equal(state, torch.get_rng_state()), "construction moved the user's random state"
 
 
-def test_meta_models_are_initialised_by_their_modules() -> None:
-    run_ranks(2, _meta_values)
-
-
 class Bare(nn.Module):
     """A parameter of its own, and no way to initialise it."""
 
@@ -147,15 +128,12 @@ class Bare(nn.Module):
         self.table = nn.Parameter(torch.empty(4, 4))
 
 
-def _meta_without_init() -> None:
+@on_ranks(2)
+def test_a_meta_module_that_cannot_initialise_itself_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), Bare())
     with pytest.raises(zerokit.UsageError, match=r"Bare.*init_fn"):
         zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp32", lr=0.1)
-
-
-def test_a_meta_module_that_cannot_initialise_itself_is_named() -> None:
-    run_ranks(2, _meta_without_init)
 
 
 def _resident_bytes() -> int:

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zerokit
-from tests.support.distributed import run_ranks
+from tests.support.on_ranks import on_ranks
 from zerokit import StopSignal, UsageError
 from zerokit.placement import stage_of
 
@@ -40,27 +40,6 @@ def _step(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
 
 # --- signals -----------------------------------------------------------------------------------------------
 
-
-def _hit(stage: int, hits: Sequence[tuple[int, int, int]], every: int, run: str) -> tuple[int, str, int]:
-    """Train; rank, step and number of each signal that a rank sends itself. Where training stopped, and why."""
-    model, optimizer = _optimizer(stage)
-    before = signal.getsignal(signal.SIGTERM)
-    with StopSignal(optimizer, every=every) as stop:
-        for step in range(1, 31):
-            _step(model, optimizer)
-            for rank, when, number in hits:
-                if (rank, when) == (dist.get_rank(), step):
-                    os.kill(os.getpid(), number)
-            if stop.requested():
-                zerokit.save(run, optimizer, step=step)
-                assert stop.requested()
-                break
-    assert signal.getsignal(signal.SIGTERM) is before
-    _, optimizer = _optimizer(stage)
-    zerokit.load(run, optimizer)
-    return step, stop.reason, zerokit.Checkpoint(run).step
-
-
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 CASES: dict[str, tuple[list[tuple[int, int, int]], int, int, str]] = {
@@ -74,30 +53,39 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], int, int, str]] = {
 """By name: the signals (rank, step, number), `every`, the step at which both ranks must stop, and why."""
 
 
-def _all_hits(stage: int, directory: str) -> dict[str, tuple[int, str, int]]:
-    return {
-        name: _hit(stage, hits, every, os.path.join(directory, name))
-        for name, (hits, every, _, _) in CASES.items()
-    }
+@on_ranks(2, CASES)
+def test_ranks_stop_at_the_same_step_and_go_on_from_it(name: str, tmp_path: Path) -> None:
+    hits, every, last, reason = CASES[name]
+    model, optimizer = _optimizer(3)
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal(optimizer, every=every) as stop:
+        for step in range(1, 31):
+            _step(model, optimizer)
+            for rank, when, number in hits:
+                if (rank, when) == (dist.get_rank(), step):
+                    os.kill(os.getpid(), number)
+            if stop.requested():
+                zerokit.save(tmp_path / name, optimizer, step=step)
+                assert stop.requested()
+                break
+    assert signal.getsignal(signal.SIGTERM) is before
+    _, optimizer = _optimizer(3)
+    zerokit.load(tmp_path / name, optimizer)
+    assert (step, stop.reason, zerokit.Checkpoint(tmp_path / name).step) == (last, reason, last)
 
 
-def test_ranks_stop_at_the_same_step_and_go_on_from_it(tmp_path: Path) -> None:
-    wanted = {name: (step, reason, step) for name, (_, _, step, reason) in CASES.items()}
-    assert run_ranks(2, _all_hits, 3, str(tmp_path)) == [wanted] * 2
-
-
-def _hit_from_outside(targets: Sequence[int], stage: int) -> tuple[int, str]:
+@on_ranks(2, [(1,), (0,), (0, 1), (1, 0)])
+def test_a_signal_may_come_at_any_moment(targets: tuple[int, ...]) -> None:
     """A thread of rank 0 signals processes at a moment that no step knows of."""
-    model, optimizer = _optimizer(stage)
-    pids = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    pids[dist.get_rank()] = os.getpid()
-    dist.all_reduce(pids)
+    model, optimizer = _optimizer(0)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
     under_way = threading.Event()
 
     def send() -> None:
         under_way.wait()
         for target in targets:
-            os.kill(int(pids[target]), signal.SIGTERM)
+            os.kill(pids[target], signal.SIGTERM)
 
     with StopSignal(optimizer) as stop:
         sender = threading.Thread(target=send if dist.get_rank() == 0 else under_way.wait, daemon=True)
@@ -110,23 +98,15 @@ def _hit_from_outside(targets: Sequence[int], stage: int) -> tuple[int, str]:
                 under_way.set()
         sender.join()
         dist.barrier()  # the last signal has come before the handlers go
-    return step, stop.reason
+    assert step >= 3
+    assert stop.reason in {f"SIGTERM on rank {rank}" for rank in targets}
+    said: list[Any] = [None, None]
+    dist.all_gather_object(said, (step, stop.reason))
+    assert said[0] == said[1]
 
 
-def _all_from_outside(stage: int) -> list[tuple[int, str]]:
-    return [_hit_from_outside(targets, stage) for targets in ((1,), (0,), (0, 1), (1, 0))]
-
-
-def test_a_signal_may_come_at_any_moment() -> None:
-    found = run_ranks(2, _all_from_outside, 0)
-    assert found[0] == found[1]
-    for (steps, reason), ranks in zip(found[0], ({1}, {0}, {0, 1}, {0, 1}), strict=True):
-        assert steps >= 3
-        assert reason in {f"SIGTERM on rank {rank}" for rank in ranks}
-
-
-def _own_handlers() -> None:
-    """What handlers are during and after; other signals are left alone."""
+@on_ranks(1)
+def test_handlers_are_had_back_and_other_signals_are_left_alone() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, or in the background, both come ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _, optimizer = _optimizer()
@@ -147,58 +127,38 @@ def _own_handlers() -> None:
         stop.requested()
 
 
-def test_handlers_are_had_back() -> None:
-    run_ranks(1, _own_handlers)
-
-
-def _forks() -> list[int]:
-    """How processes that were forked inside end: by SIGTERM, or by themselves after another signal."""
+@on_ranks(1, (signal.SIGTERM, signal.SIGUSR1))
+def test_forked_workers_can_be_ended_and_are_not_by_other_signals(number: int) -> None:
     _, optimizer = _optimizer()
-    found = []
     with StopSignal(optimizer) as stop:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            reading, writing = os.pipe()
-            child = os.fork()
-            if child == 0:
-                signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-                os.write(writing, b"x")
-                while number not in signal.sigpending():
-                    time.sleep(0.01)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-                os._exit(7)
-            os.read(reading, 1)
-            os.kill(child, number)
-            found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+            os.write(writing, b"x")
+            while number not in signal.sigpending():
+                time.sleep(0.01)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+            os._exit(7)
+        os.read(reading, 1)
+        os.kill(child, number)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert ended == (-signal.SIGTERM if number == signal.SIGTERM else 7)
         assert not stop.requested()
-    return found
 
 
-def test_forked_workers_can_be_ended_and_are_not_by_other_signals() -> None:
-    assert run_ranks(1, _forks) == [[-signal.SIGTERM, 7]]
-
-
-def _in_a_thread() -> list[str]:
-    _, optimizer = _optimizer()
-    said: list[str] = []
-
-    def enter(signals: Sequence[int]) -> None:
-        try:
-            with StopSignal(optimizer, signals=signals, deadline=0) as stop:
-                said.append(str(stop.requested()))
-        except UsageError as error:
-            said.append(str(error))
-
-    for signals in ((signal.SIGTERM,), ()):
-        thread = threading.Thread(target=enter, args=(signals,))
-        thread.start()
-        thread.join()
-    return said
-
-
+@on_ranks(1)
 def test_another_thread_has_the_deadline_alone() -> None:
-    ((refused, stopped),) = run_ranks(1, _in_a_thread)
-    assert "pass signals=()" in refused
-    assert stopped == "True"
+    _, optimizer = _optimizer()
+
+    def enter(*signals: int) -> bool:
+        with StopSignal(optimizer, signals=signals, deadline=0) as stop:
+            return stop.requested()
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(UsageError, match=r"pass signals=\(\)"):
+            pool.submit(enter, signal.SIGTERM).result()
+        assert pool.submit(enter).result()
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------
@@ -217,48 +177,32 @@ DEADLINES: list[tuple[list[float | None], str | None, float, int | None]] = [
 """Each rank's deadline, Slurm's, the minutes before it, and by which rank's clock to stop."""
 
 
-def _deadlines() -> list[tuple[int, str]]:
-    """Steps made of three, and why no more."""
+@on_ranks(2, DEADLINES)
+def test_deadlines(given: tuple[list[float | None], str | None, float, int | None]) -> None:
+    deadlines, slurm, minutes, rank = given
     model, optimizer = _optimizer(3)
-    found = []
-    for deadlines, slurm, minutes, _ in DEADLINES:
-        os.environ.pop("SLURM_JOB_END_TIME", None)
-        if slurm is not None:
-            os.environ["SLURM_JOB_END_TIME"] = slurm
-        made = 0
-        with StopSignal(optimizer, deadline=deadlines[dist.get_rank()], minutes_before=minutes) as stop:
-            while made < 3 and not stop.requested():
-                _step(model, optimizer)
-                made += 1
-        found.append((made, stop.reason))
-    return found
+    os.environ.pop("SLURM_JOB_END_TIME", None)
+    if slurm is not None:
+        os.environ["SLURM_JOB_END_TIME"] = slurm
+    made = 0
+    with StopSignal(optimizer, deadline=deadlines[dist.get_rank()], minutes_before=minutes) as stop:
+        while made < 3 and not stop.requested():
+            _step(model, optimizer)
+            made += 1
+    reason = f"{minutes:g} minutes before the deadline, by the clock of rank {rank}"
+    assert (made, stop.reason) == ((3, "") if rank is None else (0, reason))
 
 
-def test_deadlines() -> None:
-    wanted = [
-        (3, "")
-        if rank is None
-        else (0, f"{minutes:g} minutes before the deadline, by the clock of rank {rank}")
-        for _, _, minutes, rank in DEADLINES
-    ]
-    assert run_ranks(2, _deadlines) == [wanted] * 2
-
-
-def _near(seconds: float) -> bool:
+@on_ranks(2)
+def test_a_deadline_comes() -> None:
     """The clock passes the moment while training: no bound on when, only that it is seen afterwards."""
     _, optimizer = _optimizer()
-    moments = [datetime.fromtimestamp(time.time() + 60 + seconds, UTC)]
+    moments = [datetime.fromtimestamp(time.time() + 60.3, UTC)]
     dist.broadcast_object_list(moments)
-    (moment,) = moments
-    with StopSignal(optimizer, minutes_before=1, deadline=moment) as stop:
+    with StopSignal(optimizer, minutes_before=1, deadline=moments[0]) as stop:
         while not stop.requested():
             time.sleep(0.01)
-        assert time.time() >= moment.timestamp() - 60
-    return True
-
-
-def test_a_deadline_comes() -> None:
-    assert run_ranks(2, _near, 0.3) == [True, True]
+        assert time.time() >= moments[0].timestamp() - 60
 
 
 # --- arguments ---------------------------------------------------------------------------------------------
@@ -276,7 +220,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def _arguments() -> None:
+@on_ranks(1)
+def test_impossible_arguments() -> None:
     _, optimizer = _optimizer()
     for options, start in ARGUMENTS:
         with pytest.raises(UsageError, match=f"^{re.escape(start)}"):
@@ -286,7 +231,3 @@ def _arguments() -> None:
         StopSignal(optimizer)
     with pytest.raises(UsageError, match=r"^the first argument is a AdamW"):
         StopSignal(optimizer.runtime.inner)  # type: ignore[arg-type]
-
-
-def test_impossible_arguments() -> None:
-    run_ranks(1, _arguments)

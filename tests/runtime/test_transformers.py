@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerokit
-from tests.support.distributed import run_ranks
+from tests.support.on_ranks import on_ranks
 from tests.support.training import SMALL, digest, exact, whole_weights
-from zerokit.placement import stage_of
 
 pytest.importorskip("transformers")
 
@@ -68,25 +68,16 @@ def _build(name: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _train() -> dict[str, list[list[str]]]:
-    """By name what stage 3 and another by turns gave.
-
-    In one launch: transformers is imported anew on every rank.
-    """
-    import warnings
-
-    warnings.filterwarnings("ignore", module="transformers")
-    found = {name: [_train_at(name, stage) for stage in (turn % 3, 3)] for turn, name in enumerate(MODELS)}
-    _evaluate()
-    return found
+def _optimize(model: nn.Module, stage: Any) -> zerokit.ZeroOptimizer:
+    return zerokit.ZeroOptimizer(
+        model, torch.optim.AdamW, stage=stage, precision="fp32", bucket_mb=SMALL, lr=1e-3
+    )
 
 
-def _train_at(name: str, stage: int) -> list[str]:
+def _train(name: str, stage: int) -> list[str]:
     model = _build(name)
     model.train()
-    optimizer = zerokit.ZeroOptimizer(
-        model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32", bucket_mb=SMALL, lr=1e-3
-    )
+    optimizer = _optimize(model, stage)
     found = []
     for step in range(3):
         torch.manual_seed(step * 7 + dist.get_rank())
@@ -99,19 +90,18 @@ def _train_at(name: str, stage: int) -> list[str]:
     return [*found, digest(whole_weights(model).items())]
 
 
-def _evaluate() -> None:
-    """RWKV divides some weights by a power of two in eval(), in forward, unless `rescale_every` is 0."""
+# In one launch: transformers is imported anew on every rank.
+@on_ranks(2)
+def test_stages_are_identical_bits_and_a_model_that_rescales_its_weights_is_refused_at_stage_3() -> None:
+    warnings.filterwarnings("ignore", module="transformers")
+    for turn, name in enumerate(MODELS):
+        assert _train(name, turn % 3) == _train(name, 3), name
+    # RWKV divides some weights by a power of two in eval(), in forward, unless `rescale_every` is 0.
     model = _build("RwkvForCausalLM")
-    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=3, precision="fp32", lr=1e-3)
+    optimizer = _optimize(model, 3)
     assert optimizer.stage == 3
     model.eval()
     words = r"rwkv\.blocks\.0\.attention\.output\.weight.*gathered"
     with torch.no_grad(), pytest.raises(zerokit.UsageError, match=words):
         model(input_ids=torch.ones(2, 9, dtype=torch.long))
     dist.barrier()  # the other rank may still be reading from this one's model
-
-
-def test_stages_are_identical_bits_and_a_model_that_rescales_its_weights_is_refused_at_stage_3() -> None:
-    for models in run_ranks(2, _train):
-        for name, results in models.items():
-            assert results == [results[0]] * 2, name

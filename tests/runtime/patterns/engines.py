@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
+from tests.runtime.patterns.models import square
+
+Options = dict[str, Any]
 
 STEPS = 3
 """The first records the order of units, the second one is the first to know it."""
@@ -23,7 +25,7 @@ VARIED_STEPS = 4
 SMALL = 0.0005
 """MiB: 16 KB matrices are larger, so that every unit stands alone."""
 
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[Any, Options]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-2}),
     # A larger eps than usual: gradients that are rounding errors must not decide the sign of an update.
     "adamw": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}),
@@ -47,23 +49,24 @@ class Setting:
 
 @dataclass
 class Journal:
-    """What a run leaves behind on one rank, to be compared."""
+    """What a run leaves behind on one rank, to be compared: numbers, and models with their weights."""
 
     numbers: list[float] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
 
-    def weights(self) -> list[dict[str, Tensor]]:
-        """Whole weights and buffers of every model; collective at stage 3."""
-        return [engine.weights() for engine in self.engines]
 
+class Engine:
+    """zerokit: a model and its optimizer on this rank, and data that differs by rank.
 
-class Engine(ABC):
-    """A model and its optimizer on this rank, and data that differs by rank."""
+    What a loss, a norm or an evaluation is, is recorded, to be compared.
+    """
 
-    plain: bool
+    plain = False
     optimizer: Any
     every: int | None = None
     """Ranks are islands, which average their weights once in so many steps; None for gradients averaged in each."""
+    number = 0
+    """Of the step, where a pattern is written by steps."""
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class Engine(ABC):
         setting: Setting,
         *,
         params: Any = None,
-        options: dict[str, Any] | None = None,
+        options: Options | None = None,
         journal: Journal | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -83,41 +86,47 @@ class Engine(ABC):
         self.journal.engines.append(self)
         self.generator = generator or torch.Generator().manual_seed(1000 + self.rank)
         cls, defaults = OPTIMIZERS[setting.optimizer]
-        options = dict(options or {})
+        options = {**defaults, **(options or {})}
         self.every = options.pop("every", None)
-        self._make(cls, params, {**defaults, "fused": True}, options)
+        self._make(cls, params, options)
 
-    @abstractmethod
-    def _make(
-        self,
-        cls: type[torch.optim.Optimizer],
-        params: Any,
-        defaults: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None: ...
+    def _make(self, cls: Any, params: Any, options: Options) -> None:
+        if self.setting.bucket_mb is not None:
+            options.setdefault("bucket_mb", self.setting.bucket_mb)
+        options = {"precision": "fp32", **options}
+        stage: Any = self.setting.stage
+        if self.every is not None:
+            stage, options["mesh"] = ("local", stage), (self.world, 1)
+        elif self.setting.outer is not None:
+            stage, options["mesh"] = (self.setting.outer, stage), (2, 2)
+        self.optimizer = zerokit.ZeroOptimizer(self.model, cls, stage=stage, params=params, **options)
+        if self.every is not None:
+            zerokit.LocalSteps(self.optimizer, every=self.every, outer=None)
 
-    def another(self, model: nn.Module, *, params: Any = None, **options: Any) -> Engine:
+    def another(self, model: nn.Module, **options: Any) -> Any:
         """A second model with an optimizer of its own, as in a GAN; compared as well."""
-        return type(self)(
-            model,
-            self.setting,
-            params=params,
-            options=options,
-            journal=self.journal,
-            generator=self.generator,
-        )
+        shared = {"journal": self.journal, "generator": self.generator}
+        return type(self)(model, self.setting, options=options, **shared)  # type: ignore[arg-type]
 
     # ---- data and results
 
     def data(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
+        return torch.randn(shape or (4, 8), generator=self.generator)
 
     def ids(self, high: int, *shape: int) -> Tensor:
         return torch.randint(0, high, shape, generator=self.generator)
 
+    def loss(self, *shape: int) -> Tensor:
+        """The mean square of what the model makes of data."""
+        return square(self.model(self.data(*shape)))
+
     def record(self, value: Any) -> None:
         """Compare this number, too."""
         self.journal.numbers.append(value.item() if isinstance(value, Tensor) else float(value))
+
+    def evaluate(self, x: Tensor | None = None) -> None:
+        with torch.no_grad():
+            self.record(square(self.model(torch.ones(2, 8) if x is None else x)))
 
     def weights(self) -> dict[str, Tensor]:
         state = self.model.state_dict()
@@ -127,124 +136,95 @@ class Engine(ABC):
 
     def update(self, loss: Tensor, max_norm: float | None = None) -> None:
         """Everything that follows the forward in the usual loop."""
-        self.record(loss)
         self.backward(loss)
         if max_norm is not None:
-            self.record(self.clip(max_norm))
-        self.step()
-        self.zero_grad()
+            self.clip(max_norm)
+        self.finish()
+
+    def train(self) -> None:
+        self.update(self.loss())
+
+    def backward(self, loss: Tensor) -> None:
+        self.record(loss)
+        self.optimizer.backward(loss)
+
+    def clip(self, max_norm: float) -> None:
+        self.record(self.optimizer.clip_grad_norm_(max_norm))
+
+    def step(self) -> None:
+        self.optimizer.step()
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    @abstractmethod
-    def backward(self, loss: Tensor) -> None: ...
+    def finish(self) -> None:
+        self.step()
+        self.zero_grad()
 
-    @abstractmethod
-    def clip(self, max_norm: float) -> Tensor: ...
-
-    @abstractmethod
-    def step(self) -> None: ...
-
-    @abstractmethod
     def closure_step(self, closure: Callable[[], Tensor]) -> Tensor:
         """`optimizer.step(closure)`."""
+        return self.optimizer.step(closure)  # type: ignore[no-any-return]
 
-    @abstractmethod
-    def accumulate(self) -> contextlib.AbstractContextManager[None]: ...
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
+        return self.optimizer.accumulate()  # type: ignore[no-any-return]
 
-    @abstractmethod
-    def gathered(self) -> contextlib.AbstractContextManager[None]: ...
+    def gathered(self) -> contextlib.AbstractContextManager[None]:
+        return self.optimizer.gathered()  # type: ignore[no-any-return]
 
-    @abstractmethod
-    def gathered_gradients(self) -> contextlib.AbstractContextManager[None]: ...
+    def gathered_gradients(self) -> contextlib.AbstractContextManager[None]:
+        return self.optimizer.gathered_gradients()  # type: ignore[no-any-return]
 
 
 class Plain(Engine):
     """Plain torch: one all-reduce averages the gradients, and a missing one counts as zeros.
 
     That holds for one that no rank has, too, as zerokit documents it. What does not require a gradient is left alone.
-
-    In half precision the parameters are bf16, a plain optimizer updates fp32 masters, and every module that holds
-    parameters has its floating inputs cast to their dtype.
     """
 
     plain = True
 
-    def _make(
-        self,
-        cls: type[torch.optim.Optimizer],
-        params: Any,
-        defaults: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        half = options.pop("precision", "fp32") == "bf16"
-        options.pop("units", None)
-        parameters = dict.fromkeys(self.model.parameters())
-        for parameter in parameters:
+    def _make(self, cls: Any, params: Any, options: Options) -> None:
+        for name in ("precision", "units"):
+            options.pop(name, None)
+        self.parameters = list(dict.fromkeys(self.model.parameters()))
+        for parameter in self.parameters:
             dist.broadcast(parameter.detach(), 0)  # as every engine for data parallelism does
-        self.masters: dict[nn.Parameter, nn.Parameter] = {p: p for p in parameters}
-        if half:
-            self.masters = {p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters}
-            self.model.to(torch.bfloat16)
-            for module in self.model.modules():
-                if next(module.parameters(recurse=False), None) is not None:
-                    module.register_forward_pre_hook(_cast_inputs)
         self.steps = 0
-        groups: list[Any] = list(self.masters) if params is None else list(params)
-        if groups and isinstance(groups[0], dict):
-            groups = [{**g, "params": [self.masters[p] for p in g["params"]]} for g in groups]
-        else:
-            groups = [self.masters[p] for p in groups]
-        self.optimizer = cls(groups, **{**defaults, **options})
+        self.optimizer = cls(self.parameters if params is None else params, fused=True, **options)
 
     def backward(self, loss: Tensor) -> None:
+        self.record(loss)
         loss.backward()
 
     @torch.no_grad()
     def average(self) -> None:
         """Let every rank's gradients be their mean. A mean is its own mean: calling this again changes nothing."""
-        # What is frozen now but has a gradient from before is averaged, as torch's optimizer would still use it.
-        trained = [
-            (p, m)
-            for p, m in self.masters.items()
-            if p.requires_grad or p.grad is not None or (m is not p and m.grad is not None)
-        ]
-        for parameter, master in trained:
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            if master is not parameter:
-                before = master.grad if master.grad is not None else torch.zeros_like(master)
-                gradient = before + gradient.to(master.dtype)
-                parameter.grad = None
-            master.grad = gradient
-        if not trained or self.every is not None:
+        gradients = []
+        for parameter in self.parameters:
+            # What is frozen now but has a gradient from before is averaged, as torch's optimizer would still use it.
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        if not gradients or self.every is not None:
             return
-        gradients = [m.grad for _, m in trained if m.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients]).div_(self.world)
         dist.all_reduce(flat)
         for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float) -> None:
         self.average()
-        return nn.utils.clip_grad_norm_(self.masters.values(), max_norm)
+        self.record(nn.utils.clip_grad_norm_(self.parameters, max_norm))
 
     def step(self) -> None:
         self.average()
         self.optimizer.step()
         self.steps += 1
         if self.every is not None and self.steps % self.every == 0:
-            for master in self.masters.values():
-                dist.all_reduce(master.detach())
-                master.detach().div_(self.world)
-        self.write_back()
-
-    def write_back(self) -> None:
-        """From masters to parameters."""
-        with torch.no_grad():
-            for parameter, master in self.masters.items():
-                if master is not parameter:
-                    parameter.copy_(master)
+            for parameter in self.parameters:
+                dist.all_reduce(parameter.detach())
+                parameter.detach().div_(self.world)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -268,65 +248,3 @@ class Plain(Engine):
     def gathered_gradients(self) -> Iterator[None]:
         self.average()
         yield
-
-
-def _cast_inputs(module: nn.Module, args: Any) -> Any:
-    dtype = next(module.parameters(recurse=False)).dtype
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    return torch.utils._pytree.tree_map(cast, args)
-
-
-class Zero(Engine):
-    """zerokit."""
-
-    plain = False
-
-    def _make(
-        self,
-        cls: type[torch.optim.Optimizer],
-        params: Any,
-        defaults: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        defaults.pop("fused")  # added by itself
-        if self.setting.bucket_mb is not None:
-            options.setdefault("bucket_mb", self.setting.bucket_mb)
-        options = {"precision": "fp32", **defaults, **options}
-        self.optimizer = zerokit.ZeroOptimizer(
-            self.model, cls, stage=self._stage(options), params=params, **options
-        )
-        if self.every is not None:
-            zerokit.LocalSteps(self.optimizer, every=self.every, outer=None)
-
-    def _stage(self, options: dict[str, Any]) -> Any:
-        if self.every is not None:
-            options["mesh"] = (self.world, 1)
-            return "local", self.setting.stage
-        if self.setting.outer is None:
-            return self.setting.stage
-        options["mesh"] = (2, 2)
-        return self.setting.outer, self.setting.stage
-
-    def backward(self, loss: Tensor) -> None:
-        self.optimizer.backward(loss)
-
-    def clip(self, max_norm: float) -> Tensor:
-        return self.optimizer.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
-
-    def step(self) -> None:
-        self.optimizer.step()
-
-    def closure_step(self, closure: Callable[[], Tensor]) -> Tensor:
-        return self.optimizer.step(closure)  # type: ignore[no-any-return]
-
-    def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        return self.optimizer.accumulate()  # type: ignore[no-any-return]
-
-    def gathered(self) -> contextlib.AbstractContextManager[None]:
-        return self.optimizer.gathered()  # type: ignore[no-any-return]
-
-    def gathered_gradients(self) -> contextlib.AbstractContextManager[None]:
-        return self.optimizer.gathered_gradients()  # type: ignore[no-any-return]

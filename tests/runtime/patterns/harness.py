@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import SMALL, STEPS, Engine, Setting
-from tests.runtime.patterns.models import square
+from tests.runtime.patterns.models import Features, Mlp
 
 STAGES = (0, 1, 2, 3)
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,26 @@ class Pattern:
 
 PATTERNS: dict[str, Pattern] = {}
 
-
 Train = Callable[[Engine], None]
+Build = Callable[[], nn.Module]
+
+
+def updates(loss: Callable[[Engine], Tensor], max_norm: float | None = None, steps: int = STEPS) -> Train:
+    """Trains by a few updates of such losses, clipped to `max_norm`."""
+
+    def train(engine: Engine) -> None:
+        for engine.number in range(steps):
+            engine.update(loss(engine), max_norm)
+
+    return train
+
+
+def usual(*shape: int, max_norm: float | None = None) -> Train:
+    """Trains by the mean square of what the model makes of data of this shape."""
+    return updates(lambda engine: engine.loss(*shape), max_norm)
+
+
+USUAL, CLIPPED = usual(), usual(max_norm=0.1)
 
 
 class Subject:
@@ -147,7 +166,9 @@ class Subject:
     def __init__(self, module: str) -> None:
         self._name = module.rpartition(".")[2]
 
-    def __call__(self, name: str, build: Callable[[], nn.Module], **options: Any) -> Callable[..., Train]:
+    def __call__(self, name: str, build: Build = Mlp, **options: Any) -> Callable[..., Train]:
+        """Registers a whole training."""
+
         def register(train: Train, key: str = "") -> Train:
             key = f"{self._name}.{key or train.__name__}"
             assert key not in PATTERNS, key
@@ -157,33 +178,33 @@ class Subject:
         return register
 
     def each_step(
-        self, name: str, build: Callable[[], nn.Module], **options: Any
-    ) -> Callable[[Train], Train]:
-        """Registers what is done in each of a few steps."""
+        self, name: str, build: Build = Mlp, *, steps: int = STEPS, **options: Any
+    ) -> Callable[..., Train]:
+        """Registers what is done in each of a few steps, of which `engine.number` is one."""
 
-        def register(step: Train) -> Train:
+        def register(step: Train, key: str = "") -> Train:
             def train(engine: Engine) -> None:
-                for _ in range(STEPS):
+                for engine.number in range(steps):
                     step(engine)
 
-            return self(name, build, **options)(train, step.__name__)
+            return self(name, build, **options)(train, key or step.__name__)
 
         return register
 
+    def model(self, name: str, train: Train = CLIPPED, **options: Any) -> Callable[[type[M]], type[M]]:
+        """Registers a class of models, which are trained in the usual way."""
 
-def updates(loss: Callable[[Engine], Tensor], max_norm: float | None = None) -> Train:
-    """Trains by a few updates of such losses, clipped to `max_norm`."""
+        def register(build: type[M]) -> type[M]:
+            self(name, build, **options)(train, build.__name__.lower())
+            return build
 
-    def train(engine: Engine) -> None:
-        for _ in range(STEPS):
-            engine.update(loss(engine), max_norm)
+        return register
 
-    return train
+    def features(self, name: str, train: Train = CLIPPED, **options: Any) -> Callable[[Features], Features]:
+        """Registers a function of an `Mlp` and its input, which takes the place of `Mlp.features`."""
 
+        def register(features: Features) -> Features:
+            self(name, lambda: Mlp(features=features), **options)(train, features.__name__)
+            return features
 
-def usual(*shape: int, max_norm: float | None = None) -> Train:
-    """Trains by the mean square of what the model makes of data of this shape."""
-    return updates(lambda engine: square(engine.model(engine.data(*shape))), max_norm)
-
-
-USUAL, CLIPPED = usual(4, 8), usual(4, 8, max_norm=0.1)
+        return register

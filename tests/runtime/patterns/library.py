@@ -4,188 +4,77 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
+from tests.runtime.patterns.engines import Engine
 from tests.runtime.patterns.harness import CLIPPED, Refused, Subject, always, updates, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, Words, chain, square
 
 pattern = Subject(__name__)
 
-
-def _words(engine: Engine) -> None:
-    for _ in range(STEPS):
-        ids = engine.ids(80, 2, 6)
-        engine.update(F.cross_entropy(engine.model(ids).flatten(0, 1), ids.flatten()), max_norm=0.1)
+WIDE, IMAGES = usual(4, WIDTH, max_norm=0.1), (4, 3, 8, 8)
 
 
-class Recurrent(nn.Module):
-    """A stock recurrent network between an embedding and a head."""
-
-    def __init__(self, cls: Any, **options: Any) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(80, WIDTH)
-        self.recurrent = cls(WIDTH, WIDTH, batch_first=True, **options)
-        self.head = nn.Linear(WIDTH * (2 if options.get("bidirectional") else 1), 80)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.recurrent(self.embedding(ids))[0])
-
-
-pattern("LSTM", lambda: Recurrent(nn.LSTM))(_words, "lstm")
-pattern("GRU, two layers, both directions", lambda: Recurrent(nn.GRU, num_layers=2, bidirectional=True))(
-    _words, "gru"
-)
-
-
-pattern(
-    "LSTM as a unit of a Sequential",
-    lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.LSTM(WIDTH, WIDTH), Second(), nn.Linear(WIDTH, 8)),
-)(usual(5, 2, 8, max_norm=0.1), "lstm_units")
-
-
-class Second(nn.Module):
+class First(nn.Module):
     """What an LSTM returns, without its state."""
 
     def forward(self, pair: Any) -> Tensor:
         return pair[0]
 
 
-class Cells(nn.Module):
-    """A recurrence written as a loop whose length the input gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList([nn.GRUCell(8, WIDTH), nn.GRUCell(WIDTH, WIDTH)])
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one = two = x.new_zeros(x.shape[1], WIDTH)
-        for step in x:
-            one = self.cells[0](step, one)
-            two = self.cells[1](one, two)
-        return self.head(two)
+pattern(
+    "GRU, two layers, both directions, and LSTM, units of a Sequential",
+    lambda: nn.Sequential(
+        *[nn.Linear(8, WIDTH), nn.GRU(WIDTH, WIDTH // 2, 2, bidirectional=True), First()],
+        *[nn.LSTM(WIDTH, WIDTH), First(), nn.Linear(WIDTH, 8)],
+    ),
+)(usual(5, 2, 8, max_norm=0.1), "recurrent")
 
 
-@pattern("a loop over GRU cells, as long as the sequence is", Cells)
-def cells(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        engine.update(square(engine.model(engine.data(2 + (step * 2) % 5, 3, 8))), max_norm=0.1)
-
-
-class Attends(nn.Module):
-    """Attention whose weights are inside MultiheadAttention, never called as modules (`out_proj`)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
-
-
-pattern("MultiheadAttention", lambda: nn.Sequential(Attends(), Attends(), nn.Linear(WIDTH, 8)))(
-    usual(2, 5, WIDTH, max_norm=0.1), "attention"
-)
-
-
-def _encoder(**options: Any) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True, **options)
+def _encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-pattern("TransformerEncoder, with dropout", _encoder)(usual(2, 5, WIDTH, max_norm=0.1), "encoder")
-
-
-@pattern.each_step(
-    "TransformerEncoder, evaluated in between (torch's fast path)", lambda: _encoder(dropout=0.0)
-)
-def encoder_evaluated(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(2, 5, WIDTH)) - 1))
+def _evaluated(engine: Engine, *shape: int) -> None:
+    engine.update(square(engine.model(engine.data(*shape)) - 1))
     engine.model.eval()
-    with torch.no_grad():
-        engine.record(square(engine.model(engine.data(2, 5, WIDTH)) - 1))
+    engine.evaluate(engine.data(*shape))
     engine.model.train()
 
 
-@pattern.each_step(
-    "Transformer: an encoder and a decoder",
-    lambda: nn.Transformer(WIDTH, 4, 1, 1, 2 * WIDTH, dropout=0.0, batch_first=True),
+pattern.each_step("TransformerEncoder with dropout, evaluated in between (torch's fast path)", _encoder)(
+    lambda engine: _evaluated(engine, 2, 5, WIDTH), "encoder"
 )
-def transformer(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(2, 5, WIDTH), engine.data(2, 3, WIDTH)) - 1))
 
 
-def _convolutions(norm: type[nn.Module], *sizes: int) -> nn.Module:
+def _convolutions(norm: Any, *sizes: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1),
-        norm(*sizes),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(32, 32, 3, stride=2),
-        norm(*sizes),
-        nn.ReLU(inplace=True),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, 8),
+        *[nn.Conv2d(3, 32, 3, padding=1), norm(*sizes), nn.ReLU(inplace=True)],
+        *[nn.Conv2d(32, 32, 3, stride=2), norm(*sizes), nn.ReLU(inplace=True)],
+        *[nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 8)],
     )
 
 
-pattern("a convolutional net with BatchNorm and ReLU in place", lambda: _convolutions(nn.BatchNorm2d, 32))(
-    usual(4, 3, 8, 8, max_norm=0.1), "batch_norm"
-)
+pattern.each_step(
+    "convolutions with BatchNorm, evaluated with its running averages, and ReLU in place",
+    lambda: _convolutions(nn.BatchNorm2d, 32),
+)(lambda engine: _evaluated(engine, *IMAGES), "batch_norm")
 
 
-@pattern.each_step(
-    "BatchNorm, evaluated with its running averages", lambda: _convolutions(nn.BatchNorm2d, 32)
-)
-def batch_norm_evaluated(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, 3, 8, 8))))
-    engine.model.eval()
-    with torch.no_grad():
-        engine.record(square(engine.model(engine.data(4, 3, 8, 8))))
-    engine.model.train()
-
-
-pattern("GroupNorm", lambda: _convolutions(nn.GroupNorm, 4, 32))(
-    usual(4, 3, 8, 8, max_norm=0.1), "group_norm"
-)
-
-
-@pattern.each_step("channels-last inputs and weights", lambda: _convolutions(nn.GroupNorm, 4, 32))
+@pattern.each_step("GroupNorm, channels-last inputs and weights", lambda: _convolutions(nn.GroupNorm, 4, 32))
 def channels_last(engine: Engine) -> None:
-    x = engine.data(4, 3, 8, 8).to(memory_format=torch.channels_last)
-    engine.update(square(engine.model(x)))
-
-
-class Unet(nn.Module):
-    """Downwards, and upwards with skips."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([nn.Conv2d(3, 32, 3, 2, 1), nn.Conv2d(32, 64, 3, 2, 1)])
-        self.up = nn.ModuleList([nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(64, 32, 2, 2)])
-        self.head = nn.Conv2d(35, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        one = F.relu(self.down[0](x))
-        two = F.relu(self.down[1](one))
-        three = torch.cat([F.relu(self.up[0](two)), one], 1)
-        return self.head(torch.cat([self.up[1](three), x], 1))
-
-
-pattern("a U-Net with skips", Unet)(usual(2, 3, 8, 8, max_norm=0.1), "unet")
+    engine.update(square(engine.model(engine.data(*IMAGES).to(memory_format=torch.channels_last))))
 
 
 @pattern.each_step("Embedding with `padding_idx`", lambda: Words(padding_idx=0))
 def padding_index(engine: Engine) -> None:
-    ids = engine.ids(80, 2, 6) * (engine.ids(2, 2, 6) > 0)
-    engine.update(square(engine.model(ids)))
+    engine.update(square(engine.model(engine.ids(80, 2, 6) * (engine.ids(2, 2, 6) > 0))))
 
 
 @pattern.each_step("Embedding with `max_norm`, which changes weights in forward", lambda: Words(max_norm=1.0))
@@ -203,15 +92,12 @@ def sparse(engine: Engine) -> None:
     loss = square(engine.model(engine.ids(80, 2, 6)))
     engine.record(loss)
     if not engine.plain:
-        engine.backward(loss)
-        engine.step()
+        engine.update(loss)
 
 
 pattern("EmbeddingBag", lambda: nn.Sequential(nn.EmbeddingBag(80, WIDTH), Block(), nn.Linear(WIDTH, 8)))(
     updates(lambda engine: square(engine.model(engine.ids(80, 4, 3)))), "embedding_bag"
 )
-
-
 pattern(
     "dropout", lambda: nn.Sequential(nn.Linear(8, WIDTH), nn.Dropout(0.3), Block(), nn.Dropout(), Block())
 )(CLIPPED, "dropout")
@@ -219,50 +105,35 @@ pattern(
 
 def _parametrized(how: Any) -> nn.Module:
     model = chain(2)
-    for block in model:
-        assert isinstance(block, Block)
-        how(block.inner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the older weight norm
+        for block in model:
+            how(block.get_submodule("inner"))
     return model
 
 
-pattern("weight norm (parametrization)", lambda: _parametrized(parametrizations.weight_norm))(
-    usual(4, WIDTH, max_norm=0.1), "weight_norm"
+_weight_norm = partial(_parametrized, parametrizations.weight_norm)
+pattern("spectral norm (parametrization)", partial(_parametrized, parametrizations.spectral_norm))(
+    WIDE, "spectral_norm"
 )
-pattern("spectral norm (parametrization)", lambda: _parametrized(parametrizations.spectral_norm))(
-    usual(4, WIDTH, max_norm=0.1), "spectral_norm"
+pattern("weight norm, the older one of hooks", partial(_parametrized, nn.utils.weight_norm))(
+    WIDE, "old_weight_norm"
 )
 
 
-@pattern.each_step(
-    "a parametrized weight, cached for a forward", lambda: _parametrized(parametrizations.weight_norm)
-)
+@pattern.each_step("a parametrized weight, cached for a forward", _weight_norm)
 def cached_weight_norm(engine: Engine) -> None:
     with nn.utils.parametrize.cached():
-        x = engine.model(engine.data(4, WIDTH))
-        x = engine.model(x)
+        x = engine.model(engine.model(engine.data(4, WIDTH)))
     engine.update(square(x))
 
 
-@pattern.each_step(
-    "a parametrized weight assigned (`layer.weight = …`) inside `gathered()`",
-    lambda: _parametrized(parametrizations.weight_norm),
-)
+@pattern.each_step("a parametrized weight assigned (`layer.weight = …`) inside `gathered()`", _weight_norm)
 def assigned_weight_norm(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, WIDTH))))
+    engine.update(engine.loss(4, WIDTH))
     with engine.gathered(), torch.no_grad():
         for block in engine.model:
             block.inner.weight = 0.9 * block.inner.weight
-
-
-def _old_weight_norm() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return _parametrized(nn.utils.weight_norm)
-
-
-pattern("weight norm, the older one of hooks", _old_weight_norm)(
-    usual(4, WIDTH, max_norm=0.1), "old_weight_norm"
-)
 
 
 class Adapted(nn.Module):
@@ -278,39 +149,29 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-pattern("LoRA: a frozen base, trained adapters", lambda: nn.Sequential(*(Adapted() for _ in range(3))))(
-    usual(4, WIDTH, max_norm=0.1), "lora"
-)
+def adapted() -> nn.Module:
+    return nn.Sequential(*(Adapted() for _ in range(3)))
 
 
-pattern(
-    "LoRA, only the adapters given as `params`",
-    lambda: nn.Sequential(*(Adapted() for _ in range(3))),
-    params=lambda model: [p for p in model.parameters() if p.requires_grad],
-)(usual(4, WIDTH, max_norm=0.1), "lora_parameters")
-
-
-def _partly_frozen() -> nn.Module:
+def _frozen(*parts: str) -> nn.Module:
     model = Mlp()
-    model.first.requires_grad_(False)
-    model.blocks[1].requires_grad_(False)
-    model.head.bias.requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(parts))
     return model
 
 
-pattern("frozen: the first layer, a whole unit, a bias", _partly_frozen)(CLIPPED, "partly_frozen")
-
-
-class Inverted(Mlp):
-    """Frozen units behind trained ones, so that gradients pass through what is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1:].requires_grad_(False)
-        self.head.requires_grad_(False)
-
-
-pattern("everything behind the first unit frozen (prompt tuning)", Inverted)(CLIPPED, "frozen_behind")
+pattern(
+    "LoRA: a frozen base, only the adapters given as `params`",
+    adapted,
+    params=lambda model: [p for p in model.parameters() if p.requires_grad],
+)(WIDE, "lora_parameters")
+pattern("frozen: the first layer, a whole unit, a bias", partial(_frozen, "first", "blocks.1", "head.bias"))(
+    CLIPPED, "partly_frozen"
+)
+pattern(
+    "everything behind the first unit frozen (prompt tuning)",
+    partial(_frozen, "blocks.1", "blocks.2", "head"),
+)(CLIPPED, "frozen_behind")
 
 
 def _meta() -> nn.Module:
@@ -320,25 +181,20 @@ def _meta() -> nn.Module:
 
 # Torch would initialise in another order; stage 0 is what the others must equal.
 pattern("a model built on the `meta` device", _meta, reference="stage 0")(CLIPPED, "meta_device")
-pattern("units called inside `torch.vmap`", Mlp)(
-    updates(lambda engine: square(torch.vmap(engine.model)(engine.data(4, 8)))), "vmap"
+pattern("units called inside `torch.vmap`")(
+    updates(lambda engine: square(torch.vmap(engine.model)(engine.data()))), "vmap"
 )
 
 
-class MapsUnits(Mlp):
-    """The map is inside forward."""
-
-    def features(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = torch.vmap(block)(x)
-        return x
+@pattern.features("each unit under `torch.vmap` inside forward")
+def vmap_units(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks:
+        x = torch.vmap(block)(x)
+    return x
 
 
-pattern("each unit under `torch.vmap` inside forward", MapsUnits)(CLIPPED, "vmap_units")
-
-
-@pattern("inside `torch.profiler.profile`", Mlp)
+@pattern("inside `torch.profiler.profile`")
 def profiled(engine: Engine) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         CLIPPED(engine)

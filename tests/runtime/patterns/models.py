@@ -7,12 +7,14 @@ hold its contents, and a fault goes unseen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 WIDTH = 64
+Features = Callable[[Any, Tensor], Tensor]
 
 
 def square(output: Tensor) -> Tensor:
@@ -32,15 +34,26 @@ class Block(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Some blocks between a first layer and a head."""
+    """Some blocks between a first layer and a head; a function may say how an input passes through them."""
 
-    def __init__(self, depth: int = 3, inputs: int = 8, outputs: int = 8) -> None:
+    def __init__(
+        self,
+        depth: int = 3,
+        inputs: int = 8,
+        outputs: int = 8,
+        *,
+        block: Callable[[], nn.Module] = Block,
+        features: Features | None = None,
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(inputs, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.head = nn.Linear(WIDTH, outputs)
+        self.how = features
 
     def features(self, x: Tensor) -> Tensor:
+        if self.how is not None:
+            return self.how(self, x)
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -61,11 +74,14 @@ class Words(nn.Module):
         if tied:
             self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def features(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.features(ids))
 
 
 def chain(depth: int = 3, width: int = WIDTH) -> nn.Sequential:

@@ -1,19 +1,20 @@
 # mypy: disable-error-code="no-any-return"
-"""What goes in and out of modules."""
+"""What goes in and out of modules, and hooks of the user's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import CLIPPED, Subject
-from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
+from tests.runtime.patterns.engines import VARIED_STEPS, Engine
+from tests.runtime.patterns.harness import CLIPPED, USUAL, Subject, always, usage
+from tests.runtime.patterns.models import Block, Mlp, square
 
 pattern = Subject(__name__)
 
@@ -24,65 +25,29 @@ class Record:
     loss: Tensor
 
 
-class Pair(NamedTuple):
-    hidden: Tensor
-    loss: Tensor
-
-
-class Plainly:
-    """A class that nobody knows how to look into."""
-
-    def __init__(self, hidden: Tensor, loss: Tensor) -> None:
-        self.hidden, self.loss = hidden, loss
-
-
-class Slotted:
-    __slots__ = ("hidden", "loss")
-
-    def __init__(self, hidden: Tensor, loss: Tensor) -> None:
-        self.hidden, self.loss = hidden, loss
-
-
 class Wrapping(Block):
-    """Takes and returns `kind`."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.kind = kind
+    """Takes and returns a record."""
 
     def forward(self, value: Any) -> Any:
         hidden = super().forward(value.hidden)
-        return self.kind(hidden=hidden, loss=value.loss + hidden.mean().square())
+        return Record(hidden, value.loss + hidden.mean().square())
 
 
-class Through(nn.Module):
-    """Blocks that hand `kind` on; the model returns it, too."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.kind = kind
-        self.first = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList(Wrapping(kind) for _ in range(3))
+class Through(Mlp):
+    """Blocks that hand a record on; the model returns it, too."""
 
     def forward(self, x: Tensor) -> Any:
-        value = self.kind(hidden=self.first(x), loss=x.new_zeros(()))
+        value = Record(self.first(x), x.new_zeros(()))
         for block in self.blocks:
             value = block(value)
         return value
 
 
-def _objects(engine: Engine) -> None:
-    for _ in range(STEPS):
-        value = engine.model(engine.data(4, 8))
-        engine.update(square(value.hidden) + 0.1 * value.loss)
-
-
-pattern("units that take and return a dataclass", lambda: Through(Record))(_objects, "dataclasses_")
-pattern("units that take and return a named tuple", lambda: Through(Pair))(_objects, "named_tuples")
-pattern("units that take and return a plain class", lambda: Through(Plainly))(_objects, "plain_classes")
-pattern("units that take and return a class with slots", lambda: Through(Slotted))(
-    _objects, "slotted_classes"
-)
+# test_outputs knows more kinds.
+@pattern.each_step("units that take and return a dataclass", lambda: Through(block=Wrapping))
+def records(engine: Engine) -> None:
+    value = engine.model(engine.data())
+    engine.update(square(value.hidden) + 0.1 * value.loss)
 
 
 class Dicts(Block):
@@ -93,10 +58,6 @@ class Dicts(Block):
 class KeywordsOnly(Mlp):
     """Dictionaries of lists, keywords only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Dicts() for _ in range(3))
-
     def forward(self, *, batch: dict[str, Tensor], **kwargs: Any) -> Any:  # type: ignore[override]
         state: dict[str, Any] = {"x": [self.first(batch["x"])]}
         for block in self.blocks:
@@ -104,33 +65,11 @@ class KeywordsOnly(Mlp):
         return {"logits": self.head(state["x"][0]), "nothing": None}
 
 
-@pattern.each_step("dictionaries in and out, keywords only, `None` among the outputs", KeywordsOnly)
+@pattern.each_step(
+    "dictionaries in and out, keywords only, `None` among the outputs", lambda: KeywordsOnly(block=Dicts)
+)
 def dictionaries(engine: Engine) -> None:
-    engine.update(square(engine.model(batch={"x": engine.data(4, 8)}, unused=None)["logits"]))
-
-
-class Tuples(Block):
-    def forward(self, *args: Any) -> Any:
-        x, skip, nothing = args
-        return super().forward(x), x + skip, nothing
-
-
-class Positional(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Tuples() for _ in range(3))
-
-    def forward(self, *args: Tensor) -> Any:
-        state = (self.first(args[0]), self.first(args[1]), None)
-        for block in self.blocks:
-            state = block(*state)
-        return self.head(state[0]), self.head(state[1]), None
-
-
-@pattern.each_step("tuples in and out, `*args`", Positional)
-def tuples(engine: Engine) -> None:
-    one, two, _ = engine.model(engine.data(4, 8), engine.data(4, 8))
-    engine.update(square(one) + square(two))
+    engine.update(square(engine.model(batch={"x": engine.data()}, unused=None)["logits"]))
 
 
 class Stores(Block):
@@ -140,55 +79,26 @@ class Stores(Block):
         out.append(super().forward(x))
 
 
-class Collected(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Stores() for _ in range(3))
-
-    def features(self, x: Tensor) -> Tensor:
-        found = [self.first(x)]
-        for block in self.blocks:
-            block(found[-1], found)
-        return found[-1]
-
-
-pattern("units that return `None` and write into a list", Collected)(CLIPPED, "into_a_list")
+def _collect(model: Any, x: Tensor) -> Tensor:
+    found = [model.first(x)]
+    for block in model.blocks:
+        block(found[-1], found)
+    return found[-1]
 
 
 class Sliced(Block):
-    """Returns views of one tensor, which the parent changes in place."""
+    """Returns views of one tensor."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x).chunk(2, -1)
 
 
-class Views(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Sliced() for _ in range(3))
-
-    def features(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            left, right = block(x)
-            x = torch.cat([left.mul(0.5), right], -1)
-        return x
-
-
-pattern("units that return views", Views)(CLIPPED, "views")
-
-
-class InPlace(Mlp):
-    def features(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-            x += 0.1
-            x = F.relu_(x)
-        return x
-
-
-pattern("outputs of units changed in place by the parent", InPlace)(CLIPPED, "in_place")
+def _join_views(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks:
+        left, right = block(x)
+        x = torch.cat([left.mul(0.5), right], -1)
+    return x
 
 
 class Same(Block):
@@ -198,20 +108,29 @@ class Same(Block):
         return super().forward(x) + bias, bias
 
 
-class HandedThrough(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-        self.blocks = nn.ModuleList(Same() for _ in range(3))
-
-    def features(self, x: Tensor) -> Tensor:
-        x, bias = self.first(x), self.bias * 1.0
-        for block in self.blocks:
-            x, bias = block(x, bias)
-        return x + bias
+def _hand_through(model: Any, x: Tensor) -> Tensor:
+    x, bias = model.first(x), model.first.bias * 1.0
+    for block in model.blocks:
+        x, bias = block(x, bias)
+    return x + bias
 
 
-pattern("units that hand an input through (T5's position bias)", HandedThrough)(CLIPPED, "handed_through")
+for key, name, block, how in (
+    ("into_a_list", "units that return `None` and write into a list", Stores, _collect),
+    ("views", "units that return views", Sliced, _join_views),
+    ("handed_through", "units that hand an input through (T5's position bias)", Same, _hand_through),
+):
+    pattern(name, partial(Mlp, block=block, features=how))(CLIPPED, key)
+
+
+@pattern.features("outputs of units changed in place by the parent")
+def in_place(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks:
+        x = block(x)
+        x += 0.1
+        x = F.relu_(x)
+    return x
 
 
 class Steps(Mlp):
@@ -226,5 +145,76 @@ class Steps(Mlp):
 
 @pattern.each_step("a forward that is a generator", Steps)
 def generator(engine: Engine) -> None:
-    outputs = list(engine.model(engine.data(4, 8)))
+    outputs = list(engine.model(engine.data()))
     engine.update(sum((square(y) for y in outputs), start=torch.zeros(())))
+
+
+SECOND = always(usage("blocks.1", "register_post_accumulate_grad_hook", "gathered_gradients()"))
+
+
+@pattern("forward hooks and pre-hooks that change what passes")
+def forward_hooks(engine: Engine) -> None:
+    for block in engine.model.blocks:
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        block.register_forward_hook(lambda module, args, output: output * 0.5)
+    engine.model.register_forward_hook(lambda module, args, output: output + 1.0)
+    CLIPPED(engine)
+
+
+@pattern("full backward hooks and pre-hooks that read and change gradients")
+def backward_hooks(engine: Engine) -> None:
+    for block in engine.model.blocks:
+        block.register_full_backward_hook(lambda module, inside, outside: (inside[0] * 0.5,))
+        block.register_full_backward_pre_hook(lambda module, outside: (outside[0] * 1.5,))
+        block.register_full_backward_hook(lambda module, inside, outside: engine.record(inside[0].norm()))
+    engine.model.head.register_full_backward_hook(
+        lambda module, inside, outside: engine.record(outside[0].norm())
+    )
+    CLIPPED(engine)
+
+
+@pattern("features taken by a forward hook, a loss of them alone or beside that of the output")
+def features(engine: Engine) -> None:
+    taken: list[Tensor] = []
+    engine.model.blocks[1].register_forward_hook(lambda module, args, output: taken.append(output))
+    for step in range(VARIED_STEPS):
+        loss = engine.loss()
+        engine.update(square(taken.pop()) + (0.5 * loss if step // 2 else 0.0))
+
+
+def _watched(engine: Engine) -> None:
+    for parameter in engine.model.blocks[1].parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: engine.record(p.grad is not None))
+
+
+@pattern("a post-accumulate hook of the user's, one backward a step")
+def accumulated_once(engine: Engine) -> None:
+    _watched(engine)
+    CLIPPED(engine)
+
+
+@pattern("a post-accumulate hook of the user's, a second micro-batch", refused=SECOND)
+def accumulated_twice(engine: Engine) -> None:
+    _watched(engine)
+    engine.backward(engine.loss())
+    engine.train()
+
+
+@pattern("a post-accumulate hook of the user's, a second micro-batch inside `accumulate()`", refused=SECOND)
+def accumulated_inside(engine: Engine) -> None:
+    _watched(engine)
+    with engine.accumulate():
+        engine.backward(engine.loss())
+    engine.train()
+
+
+@pattern.model("a gradient hook on a slice of a larger tensor, registered before zerokit took it over", USUAL)
+class Slices(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(2, 8, 8) / 4
+        self.left, self.right = nn.Parameter(both[0]), nn.Parameter(both[1])
+        self.left.register_hook(lambda gradient: 3 * gradient)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.left @ self.right)

@@ -1,16 +1,15 @@
 # mypy: disable-error-code="no-any-return"
-"""Ranks that do not all do the same."""
+"""Ranks that do not all do the same, and islands (`LocalSteps`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
-from tests.runtime.patterns.harness import Refused, Subject, always, usual
+from tests.runtime.patterns.harness import Refused, Subject, always, updates, usual
 from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
 pattern = Subject(__name__)
@@ -34,50 +33,35 @@ class Skips(Mlp):
         return self.head(x)
 
 
-def _skips(engine: Engine, *places: list[int]) -> None:
+def skips(key: str, name: str, *places: list[int], **options: Any) -> None:
     """Every rank its own blocks; steps begin the list one further."""
-    for step in range(VARIED_STEPS):
-        own = places[(engine.rank + step // 2) % len(places)]
-        engine.update(square(engine.model(engine.data(4, 8), own)), max_norm=0.1)
+
+    def step(engine: Engine) -> None:
+        own = places[(engine.rank + engine.number // 2) % len(places)]
+        engine.update(square(engine.model(engine.data(), own)), max_norm=0.1)
+
+    pattern.each_step(name, Skips, steps=VARIED_STEPS, **options)(step, key)
 
 
-pattern("a rank that leaves out all blocks", Skips)(lambda engine: _skips(engine, [], [0, 1, 2]), "skips_all")
-pattern("a rank that leaves out all blocks, three ranks", Skips, world=3)(
-    lambda engine: _skips(engine, [0, 1, 2], [], [0, 1, 2]), "skips_all_three"
+SAME_ORDER = SPLIT | {"refused": {3: Refused("ScheduleError", ("same order",), everywhere=False)}}
+skips("skips_all", "a rank that leaves out all blocks, three ranks", [0, 1, 2], [], [0, 1, 2], world=3)
+skips("disjoint", "ranks that use disjoint blocks, four ranks", [0], [1], [2], [], world=4)
+skips("orders", "ranks that walk through blocks in different orders", [0, 1, 2], [2, 0, 1], **SAME_ORDER)
+REPEATED = [0, 1, 0, 1], [0, 1], [1, 1, 1, 0]
+skips("repeated", "blocks used repeatedly, a number of times that differs by rank", *REPEATED, **OR_RIGHT)
+
+
+def _layer_drop(engine: Engine, blocks: int, depth: int) -> None:
+    places = [place % blocks for place in range(depth) if torch.rand(()) > 0.4]
+    engine.update(square(engine.model(engine.data(), places)))
+
+
+pattern.each_step("layer drop, its seed differing by rank", lambda: Skips(4), world=3, steps=VARIED_STEPS)(
+    lambda engine: _layer_drop(engine, 4, 4), "layer_drop"
 )
-pattern("ranks that use disjoint blocks", Skips)(lambda engine: _skips(engine, [0, 2], [1]), "disjoint")
-pattern("ranks that use disjoint blocks, four ranks", Skips, world=4)(
-    lambda engine: _skips(engine, [0], [1], [2], []), "disjoint_four"
-)
-
-
-@pattern(
-    "ranks that walk through their blocks in different orders",
-    Skips,
-    refused={3: Refused("ScheduleError", ("same order",), everywhere=False)},
-    **SPLIT,
-)
-def orders(engine: Engine) -> None:
-    _skips(engine, [0, 1, 2], [2, 0, 1])
-
-
-@pattern("blocks used repeatedly, a number of times that differs by rank", Skips, **OR_RIGHT)
-def repeated(engine: Engine) -> None:
-    _skips(engine, [0, 1, 0, 1], [0, 1], [1, 1, 1, 0])
-
-
-@pattern("layer drop, its seed differing by rank", lambda: Skips(4), world=3)
-def layer_drop(engine: Engine) -> None:
-    for _ in range(VARIED_STEPS):
-        places = [place for place in range(4) if torch.rand(()) > 0.4]
-        engine.update(square(engine.model(engine.data(4, 8), places)))
-
-
-@pattern("layer drop by rank over layers that are shared (ALBERT)", Skips, **OR_RIGHT)
-def shared_layer_drop(engine: Engine) -> None:
-    for _ in range(VARIED_STEPS):
-        places = [place % 2 for place in range(6) if torch.rand(()) > 0.4]
-        engine.update(square(engine.model(engine.data(4, 8), places)))
+pattern.each_step(
+    "layer drop by rank over layers that are shared (ALBERT)", Skips, steps=VARIED_STEPS, **OR_RIGHT
+)(lambda engine: _layer_drop(engine, 2, 6), "shared_layer_drop")
 
 
 class Experts(nn.Module):
@@ -98,10 +82,7 @@ class Experts(nn.Module):
         return y
 
 
-def _moe(units: bool) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, WIDTH), Experts(), Experts()) if units else Routed()
-
-
+@pattern.model("a mixture of experts, some not chosen, each expert a unit", usual(3, 8))
 class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -112,15 +93,16 @@ class Routed(nn.Module):
         return self.moe(self.first(x))
 
 
-pattern("a mixture of experts, some not chosen, each expert a unit", lambda: _moe(False))(
-    usual(3, 8), "experts"
-)
-pattern("a mixture of experts, each whole layer a unit, three ranks", lambda: _moe(True), world=3)(
+def _layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, WIDTH), Experts(), Experts())
+
+
+pattern("a mixture of experts, each whole layer a unit, three ranks", _layers, world=3)(
     usual(3, 8), "expert_layers"
 )
 
 
-@pattern.each_step("a mixture of experts with checkpointing", lambda: _moe(True))
+@pattern.each_step("a mixture of experts with checkpointing", _layers)
 def experts_recomputed(engine: Engine) -> None:
     x = engine.data(3, 8)
     for layer in engine.model:
@@ -139,161 +121,167 @@ class Tasks(Mlp):
         return self.heads[task](self.features(x))
 
 
-@pattern("a head for each task, ranks with different tasks, one head never used", Tasks)
+@pattern.each_step(
+    "a head for each task, ranks with different tasks, one head never used", Tasks, steps=VARIED_STEPS
+)
 def tasks(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        engine.update(square(engine.model(engine.data(4, 8), (engine.rank + step) % 2)))
+    engine.update(square(engine.model(engine.data(), (engine.rank + engine.number) % 2)))
 
 
-@pattern("a batch of no rows on one rank", Mlp)
-def no_rows(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        rows = 0 if step % engine.world == engine.rank else 4
-        engine.update(engine.model(engine.data(rows, 8)).square().sum())
-
-
-@pattern("sequences and batches of different sizes", Mlp, world=3)
+@pattern.each_step("sequences and batches of different sizes, some without rows", world=3, steps=VARIED_STEPS)
 def sizes(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        shape = (1 + engine.rank, 2 + (step + engine.rank) % 3, 8)
-        engine.update(square(engine.model(engine.data(*shape))))
+    rows = (engine.rank + engine.number) % 3
+    engine.update(engine.model(engine.data(rows, 2 + engine.rank, 8)).square().sum())
 
 
-@pattern("a loss that one rank computes from features, another from the output", Mlp)
+@pattern("a loss that one rank computes from features, another from the output")
 def different_losses(engine: Engine) -> None:
     taken: list[Tensor] = []
     engine.model.blocks[1].register_forward_hook(lambda module, args, output: taken.append(output))
     for _ in range(STEPS):
+        y = engine.model(engine.data())
+        engine.update(square(taken.pop() if engine.rank else y))
         taken.clear()
-        y = engine.model(engine.data(4, 8))
-        engine.update(square(y) if engine.rank == 0 else square(taken[0]))
 
 
-@pattern.each_step("evaluation on rank 0's data only, all ranks calling", Mlp)
+@pattern.each_step("evaluation on rank 0's data only, all ranks calling")
 def same_evaluation(engine: Engine) -> None:
-    with torch.no_grad():
-        engine.record(square(engine.model(torch.ones(1 + 3 * engine.rank, 8))))
-    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.evaluate(torch.ones(1 + 3 * engine.rank, 8))
+    engine.train()
 
 
-@pattern("a masked loss: nothing but ignored targets on one rank", Mlp)
-def ignored(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        targets = engine.ids(8, 4)
-        if step % engine.world == engine.rank:
-            targets.fill_(-100)
-        y = engine.model(engine.data(4, 8))
-        engine.update(F.cross_entropy(y, targets, reduction="sum", ignore_index=-100))
-
-
-@pattern("a rank that starts no backward in some micro-batches", Mlp, **OR_RIGHT)
+@pattern.each_step("a rank that starts no backward in some micro-batches", steps=VARIED_STEPS, **OR_RIGHT)
 def fewer_backwards(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        with engine.accumulate():
-            for micro in range(2):
-                loss = square(engine.model(engine.data(4, 8)))
-                engine.record(loss)
-                if (step + micro + engine.rank) % 2:
-                    engine.backward(loss)
-        engine.step()
-        engine.zero_grad()
+    with engine.accumulate():
+        for micro in range(2):
+            loss = engine.loss()
+            if (engine.number + micro + engine.rank) % 2:
+                engine.backward(loss)
+    engine.finish()
 
 
-@pattern("a number of backward passes that differs by rank", Mlp, refused=always(UNEQUAL), **SPLIT)
+@pattern.each_step("a number of backward passes that differs by rank", refused=always(UNEQUAL), **SPLIT)
 def more_backward_passes(engine: Engine) -> None:
-    for _ in range(STEPS):
-        for _ in range(1 if engine.plain else engine.rank + 1):
-            engine.backward(square(engine.model(engine.data(4, 8))))
-        engine.step()
-        engine.zero_grad()
+    for _ in range(1 if engine.plain else engine.rank + 1):
+        engine.loss().backward()
+    engine.finish()
     engine.record(1)
 
 
-@pattern.each_step(
-    "a number of micro-batches inside `accumulate()` that differs by rank",
-    Mlp,
-    refused={3: UNEQUAL},
-    apart=True,
-    timeout=4.0,
-)
+@pattern.each_step("a number of micro-batches inside `accumulate()` that differs by rank", **AT_STAGE_3)
 def more_micro_batches(engine: Engine) -> None:
     with engine.accumulate():
         for _ in range(engine.rank + 1):
-            engine.backward(square(engine.model(engine.data(4, 8))))
-    engine.update(square(engine.model(engine.data(4, 8))))
+            engine.backward(engine.loss())
+    engine.train()
 
 
-@pattern(
+@pattern.each_step(
     "ranks whose orders of blocks part in the third step",
     Skips,
     refused={3: Refused("ZerokitError", (), or_right=True)},
+    steps=VARIED_STEPS,
     **SPLIT,
 )
 def orders_later(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        places = [2, 0, 1] if step > 1 and engine.rank == 1 else [0, 1, 2]
-        engine.update(square(engine.model(engine.data(4, 8), places)))
+    places = [2, 0, 1] if engine.number > 1 and engine.rank == 1 else [0, 1, 2]
+    engine.update(square(engine.model(engine.data(), places)))
+
+
+LEFT_OUT = SPLIT | {"refused": always(Refused("ZerokitError", (), everywhere=False)), "steps": VARIED_STEPS}
 
 
 def _leave_out(engine: Engine, left_out: str) -> None:
-    for step in range(VARIED_STEPS):
-        engine.backward(square(engine.model(engine.data(4, 8))))
-        skips = left_out if step == 2 and engine.rank == 1 and not engine.plain else ""
-        if skips != "clip":
-            engine.record(engine.clip(0.1))
-        if skips != "step":
-            engine.step()
-        engine.zero_grad()
+    engine.backward(engine.loss())
+    leaves = engine.number == 2 and engine.rank == 1 and not engine.plain
+    if not (leaves and left_out == "clip"):
+        engine.clip(0.1)
+    if not (leaves and left_out == "step"):
+        engine.step()
+    engine.zero_grad()
 
 
-LEFT_OUT = always(Refused("ZerokitError", (), everywhere=False))
-pattern("a rank that leaves out clipping once", Mlp, refused=LEFT_OUT, **SPLIT)(
+pattern.each_step("a rank that leaves out clipping once", **LEFT_OUT)(
     lambda engine: _leave_out(engine, "clip"), "left_out_clipping"
 )
-pattern("a rank that leaves out `step()` once", Mlp, refused=LEFT_OUT, **SPLIT)(
+pattern.each_step("a rank that leaves out `step()` once", **LEFT_OUT)(
     lambda engine: _leave_out(engine, "step"), "left_out_step"
 )
 
 
 @pattern(
     "a rank that takes `model.state_dict()` alone",
-    Mlp,
     refused={3: Refused("ScheduleError", (), everywhere=False)},
     **SPLIT,
 )
 def state_alone(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, 8))))
+    engine.train()
     if engine.rank == 0:
         engine.record(len(engine.model.state_dict()))
 
 
-@pattern("a rank that only calls `step()`", Mlp, **AT_STAGE_3)
+@pattern.each_step("a rank that only calls `step()`", **AT_STAGE_3)
 def only_steps(engine: Engine) -> None:
-    for step in range(STEPS):
-        if engine.rank == 0 or step == 0:
-            engine.backward(square(engine.model(engine.data(4, 8))))
-        engine.step()
-        engine.zero_grad()
-    engine.record(1)
+    if engine.rank == 0 or engine.number == 0:
+        engine.backward(engine.loss())
+    engine.finish()
 
 
-@pattern("a rank with an extra forward under `no_grad`", Mlp, **AT_STAGE_3)
+@pattern.each_step("a rank with an extra forward under `no_grad`", **AT_STAGE_3)
 def extra_forward(engine: Engine) -> None:
-    for step in range(STEPS):
-        if step == 1 and engine.rank == 0:
-            with torch.no_grad():
-                engine.model(torch.ones(2, 8))
-        engine.update(square(engine.model(engine.data(4, 8))))
+    if engine.number == 1 and engine.rank == 0:
+        engine.evaluate()
+    engine.train()
 
 
-@pattern("a rank that calls the blocks past the model", Mlp, **AT_STAGE_3)
+@pattern.each_step("a rank that calls the blocks past the model", **AT_STAGE_3)
 def past_the_model(engine: Engine) -> None:
-    for step in range(STEPS):
-        model, x = engine.model, engine.data(4, 8)
-        past = step == 1 and engine.rank == 0
-        y = (
-            model.head(model.blocks[2](model.blocks[1](model.blocks[0](model.first(x)))))
-            if past
-            else model(x)
-        )
-        engine.update(square(y))
+    model, x = engine.model, engine.data()
+    past = engine.number == 1 and engine.rank == 0
+    engine.update(square(model.head(model.features(x)) if past else model(x)))
+
+
+ROUNDS = 5
+"""Two rounds of two steps, and one step of the third."""
+EVERY = {"every": 2}
+ISLANDS = updates(Engine.loss, 0.1, ROUNDS)
+pattern("local steps, with clipping", options=EVERY)(ISLANDS, "clipping")
+pattern("local steps on three islands, synchronised in every step", world=3, options={"every": 1})(
+    ISLANDS, "every_step"
+)
+
+
+@pattern.each_step(
+    "local steps with gradients accumulated inside `accumulate()`", options=EVERY, steps=ROUNDS
+)
+def accumulated(engine: Engine) -> None:
+    with engine.accumulate():
+        engine.backward(engine.loss() / 2)
+    engine.update(engine.loss() / 2)
+
+
+@pattern.each_step(
+    "local steps, a part of the model frozen and released again between them", options=EVERY, steps=ROUNDS
+)
+def frozen(engine: Engine) -> None:
+    engine.model.blocks.requires_grad_(engine.number % 3 != 1)
+    engine.train()
+
+
+@pattern.each_step("local steps, weights clamped by hand after each", options=EVERY, steps=ROUNDS)
+def clamped(engine: Engine) -> None:
+    engine.train()
+    with engine.gathered(), torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.clamp_(-0.1, 0.1)
+
+
+@pattern.each_step(
+    "local steps of islands that use different blocks, in different orders",
+    Skips,
+    options=EVERY,
+    steps=ROUNDS,
+)
+def apart(engine: Engine) -> None:
+    places = [[0, 2, 1], [1]][engine.rank % 2]
+    engine.update(square(engine.model(engine.data(), places)))

@@ -24,17 +24,12 @@ pattern = Subject(__name__)
 
 again = partial(checkpoint, use_reentrant=False)
 
+How = Callable[[Any, Tensor], Tensor]
+"""Runs blocks."""
 
-class Recomputed(Mlp):
-    """`how` runs the blocks."""
 
-    def __init__(self, how: Callable[[Any, Tensor], Tensor], depth: int = 4, block: Any = Block) -> None:
-        super().__init__(depth)
-        self.blocks = nn.ModuleList(block() for _ in range(depth))
-        self.how = how
-
-    def features(self, x: Tensor) -> Tensor:
-        return self.how(self.blocks, self.first(x))
+def _recomputed(how: How, block: Any = Block) -> Mlp:
+    return Mlp(4, block=block, features=lambda model, x: how(model.blocks, model.first(x)))
 
 
 def _run(blocks: Any, x: Tensor) -> Tensor:
@@ -44,7 +39,6 @@ def _run(blocks: Any, x: Tensor) -> Tensor:
 
 
 def each(blocks: Any, x: Tensor, **options: Any) -> Tensor:
-    """Every block in a checkpoint of its own."""
     for block in blocks:
         x = again(block, x, **options)
     return x
@@ -57,14 +51,9 @@ def every_second(blocks: Any, x: Tensor) -> Tensor:
 
 
 def segments(blocks: Any, x: Tensor) -> Tensor:
-    """Two blocks in a checkpoint."""
     for start in range(0, len(blocks), 2):
         x = again(_run, blocks[start : start + 2], x)
     return x
-
-
-def nested(blocks: Any, x: Tensor) -> Tensor:
-    return again(segments, blocks, x)
 
 
 def sequential(blocks: Any, x: Tensor) -> Tensor:
@@ -76,71 +65,11 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(blocks: Any, x: Tensor) -> Tensor:
-    return each(blocks, x, context_fn=partial(create_selective_checkpoint_contexts, _policy))
-
-
-pattern("every block", lambda: Recomputed(each))(CLIPPED, "every_block")
-pattern("every second block", lambda: Recomputed(every_second))(CLIPPED, "alternating")
-pattern("segments of two blocks", lambda: Recomputed(segments))(CLIPPED, "two_blocks")
-pattern("`checkpoint_sequential`", lambda: Recomputed(sequential))(CLIPPED, "in_sequence")
-pattern(
-    "`use_reentrant=True`",
-    lambda: Recomputed(partial(checkpoint, _run, use_reentrant=True)),
-    refused=always(usage("use_reentrant=False", or_right=True)),
-    apart=True,
-)(CLIPPED, "reentrant")
-pattern("a checkpoint around checkpoints", lambda: Recomputed(nested))(CLIPPED, "around")
-pattern("a checkpoint around all blocks", lambda: Recomputed(partial(again, _run)))(CLIPPED, "whole")
-pattern("selective: matrix products are kept", lambda: Recomputed(selective))(CLIPPED, "kept_products")
-
-
 class Dropping(Block):
     """With dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(super().forward(x), 0.2, self.training)
-
-
-pattern("dropout, the random state preserved", lambda: Recomputed(each, block=Dropping))(CLIPPED, "dropout")
-pattern("without preserving the random state", lambda: Recomputed(partial(each, preserve_rng_state=False)))(
-    CLIPPED, "no_random_state"
-)
-
-
-@pattern("without early stop", lambda: Recomputed(each))
-def no_early_stop(engine: Engine) -> None:
-    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
-        CLIPPED(engine)
-
-
-@pattern("in every second step only", lambda: Recomputed(each))
-def every_second_step(engine: Engine) -> None:
-    for step in range(VARIED_STEPS):
-        engine.model.how = each if step % 2 else _run
-        engine.update(square(engine.model(engine.data(4, 8))))
-
-
-@pattern.each_step("in the first step only", lambda: Recomputed(segments))
-def first_step(engine: Engine) -> None:
-    engine.update(square(engine.model(engine.data(4, 8))))
-    engine.model.how = _run
-
-
-pattern("around the whole model", lambda: Recomputed(_run))(
-    updates(lambda engine: square(again(engine.model, engine.data(4, 8))), 0.1), "around_the_root"
-)
-pattern("around the whole model and its loss", lambda: Recomputed(_run))(
-    updates(lambda engine: again(lambda x: square(engine.model(x)), engine.data(4, 8))), "around_the_loss"
-)
-
-
-@pattern.each_step("with a gradient penalty", lambda: Recomputed(each))
-def with_penalty(engine: Engine) -> None:
-    x = engine.data(4, 8).requires_grad_()
-    y = engine.model(x)
-    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    engine.update(square(y) + square(slope))
 
 
 class Inner(Block):
@@ -150,7 +79,53 @@ class Inner(Block):
         return x + again(lambda y: torch.tanh(self.inner(y)), x)
 
 
-pattern("inside each block", lambda: Recomputed(_run, block=Inner))(CLIPPED, "inside")
+def way(key: str, name: str, how: How, block: type[Block] = Block) -> None:
+    pattern(name, partial(_recomputed, how, block))(CLIPPED, key)
+
+
+way("every_block", "every block", each)
+way("alternating", "every second block", every_second)
+way("two_blocks", "segments of two blocks", segments)
+way("in_sequence", "`checkpoint_sequential`", sequential)
+way("around", "a checkpoint around checkpoints", partial(again, segments))
+way("whole", "a checkpoint around all blocks", partial(again, _run))
+SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
+way("kept_products", "selective: matrix products are kept", partial(each, context_fn=SELECTIVE))
+way("dropout", "dropout, the random state preserved", each, Dropping)
+way("no_random_state", "without preserving the random state", partial(each, preserve_rng_state=False))
+way("inside", "inside each block", _run, Inner)
+pattern(
+    "`use_reentrant=True`",
+    lambda: _recomputed(partial(checkpoint, _run, use_reentrant=True)),
+    refused=always(usage("use_reentrant=False", or_right=True)),
+    apart=True,
+)(CLIPPED, "reentrant")
+pattern("around the whole model", lambda: Mlp(4))(
+    updates(lambda engine: square(again(engine.model, engine.data())), 0.1), "around_the_root"
+)
+pattern("around the whole model and its loss", lambda: Mlp(4))(
+    updates(lambda engine: again(lambda x: square(engine.model(x)), engine.data())), "around_the_loss"
+)
+
+
+@pattern("without early stop", lambda: _recomputed(each))
+def no_early_stop(engine: Engine) -> None:
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        CLIPPED(engine)
+
+
+@pattern.each_step("in some steps only", lambda: _recomputed(segments), steps=VARIED_STEPS)
+def some_steps(engine: Engine) -> None:
+    engine.model.how = _recomputed(_run if engine.number % 3 else segments).how
+    engine.train()
+
+
+@pattern.each_step("with a gradient penalty", lambda: _recomputed(each))
+def with_penalty(engine: Engine) -> None:
+    x = engine.data().requires_grad_()
+    y = engine.model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    engine.update(square(y) + square(slope))
 
 
 class Tied(Mlp):

@@ -1,12 +1,11 @@
-"""Runs patterns: on the ranks, beside the reference; and in the parent, which starts ranks until all is tried."""
+"""Runs patterns: on the ranks, beside the reference; and in the parent, which starts the ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import json
-import math
 import traceback
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -14,116 +13,105 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.runtime.patterns.catalogue import PATTERNS
-from tests.runtime.patterns.engines import Engine, Journal, Plain, Setting, Zero
+from tests.runtime.patterns.engines import Engine, Plain, Setting
 from tests.runtime.patterns.harness import Pattern, Verdict
-from tests.support.distributed import Outcome, run_ranks_expecting_errors
+from tests.support.distributed import run_ranks_expecting_errors
 from tests.support.training import digest, seed_host
 
 Job = tuple[str, Setting]
 """A pattern's key and how to run it."""
-Tried = dict[Job, list[Verdict]]
-
-
-class BrokenPattern(Exception):
-    """The reference itself fails."""
+Result = tuple[list[float], list[dict[str, Tensor]]]
+"""The numbers that a run recorded, and the weights and buffers of each of its models."""
 
 
 class Interrupted(Exception):
-    """The ranks may be out of step. The message holds the verdicts so far, as JSON."""
+    """The ranks may be out of step. The message holds the complaints so far."""
 
 
 # ---- on the ranks
 
 
 def run_jobs(jobs: list[Job]) -> str:
-    """Verdicts of this rank, as JSON. Raises `Interrupted` after a job that went otherwise than declared."""
+    """What went otherwise than declared, on any rank; raises `Interrupted` with it after what leaves ranks apart."""
     # A group of its own, so that ranks find each other even where a pattern left collectives behind.
     control = dist.new_group(timeout=timedelta(seconds=PATTERNS[jobs[0][0]].timeout + 20))
-    references: dict[tuple[str, str], tuple[list[float], list[dict[str, Tensor]]]] = {}
+    references: dict[tuple[str, str], Result] = {}
     bits: dict[tuple[str, str], list[str]] = {}
-    verdicts: list[Verdict] = []
+    complaints = []
     for key, setting in jobs:
-        pattern = PATTERNS[key]
-        if (key, setting.optimizer) not in references:
-            references[key, setting.optimizer] = _reference(pattern, setting)
-        verdict, exact = _try(pattern, setting, *references[key, setting.optimizer])
-        if exact and pattern.equal_bits and exact != bits.setdefault((key, setting.optimizer), exact):
+        pattern, case = PATTERNS[key], (key, setting.optimizer)
+        if case not in references:
+            references[case] = _reference(pattern, setting)
+        verdict, exact = _try(pattern, setting, references[case])
+        if exact and pattern.equal_bits and exact != bits.setdefault(case, exact):
             verdict = Verdict("wrong", "the bits are not those of another stage")
-        verdicts.append(verdict)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, verdict, group=control)
-        raised = any(other.kind == "raised" for other in everyone)
-        if raised and (pattern.apart or not pattern.accepts(setting, everyone)):
-            raise Interrupted(_dump(verdicts))
+        accepted = pattern.accepts(setting, everyone)
+        if not accepted:
+            complaints.append(_complaint(pattern, setting, everyone))
+        if any(other.kind == "raised" for other in everyone) and (pattern.apart or not accepted):
+            raise Interrupted("\n\n".join(complaints))
         gc.collect()
-    return _dump(verdicts)
+    return "\n\n".join(complaints)
 
 
-def _reference(pattern: Pattern, setting: Setting) -> tuple[list[float], list[dict[str, Tensor]]]:
-    try:
-        if pattern.reference == "plain":
-            journal = _train(pattern, setting, Plain)
-        else:
-            journal = _train(pattern, dataclasses.replace(setting, stage=0, outer=None), Zero)
-        assert journal.numbers, f"{pattern.key} records nothing"
-    except Exception as error:
-        raise BrokenPattern(f"{pattern.key}: the reference fails: {error!r}") from error
-    return journal.numbers, journal.weights()
+def _complaint(pattern: Pattern, setting: Setting, verdicts: list[Verdict]) -> str:
+    lines = [f"{pattern.key}, {setting}: declared {pattern.refused.get(setting.stage, 'right')}"]
+    lines += [f"  rank {rank}: {' '.join(str(verdict).split())}" for rank, verdict in enumerate(verdicts)]
+    lines += [verdict.trace for verdict in verdicts if verdict.trace][:1]
+    return "\n".join(lines)
 
 
-def _train(pattern: Pattern, setting: Setting, cls: type[Engine]) -> Journal:
+def _reference(pattern: Pattern, setting: Setting) -> Result:
+    if pattern.reference == "plain":
+        found = _train(pattern, setting, Plain)
+    else:
+        found = _train(pattern, dataclasses.replace(setting, stage=0, outer=None), Engine)
+    assert found[0], f"{pattern.key} records nothing"
+    return found
+
+
+def _train(pattern: Pattern, setting: Setting, cls: type[Engine]) -> Result:
     seed_host(5)
     model = pattern.build()
     params = pattern.params(model) if pattern.params else None
     engine = cls(model, setting, params=params, options=dict(pattern.options))
     seed_host(50 + engine.rank)  # dropout differs by rank
     pattern.train(engine)
-    return engine.journal
+    return engine.journal.numbers, [one.weights() for one in engine.journal.engines]
 
 
-def _try(
-    pattern: Pattern, setting: Setting, numbers: list[float], weights: list[dict[str, Tensor]]
-) -> tuple[Verdict, list[str]]:
+def _try(pattern: Pattern, setting: Setting, reference: Result) -> tuple[Verdict, list[str]]:
     """What became of it; if it is right, its exact numbers and weights."""
     try:
-        journal = _train(pattern, setting, Zero)
-        found = journal.weights()
+        numbers, weights = found = _train(pattern, setting, Engine)
     except Exception as error:
         names = tuple(cls.__name__ for cls in type(error).__mro__ if cls is not object)
         return Verdict("raised", str(error), names, traceback.format_exc()), []
-    difference = _differ(numbers, journal.numbers, weights, found, pattern.tolerance)
+    difference = _differ(reference, found, pattern.tolerance)
     if difference:
         return Verdict("wrong", difference), []
-    return Verdict("right"), [*map(float.hex, journal.numbers), *(digest(state.items()) for state in found)]
+    return Verdict("right"), [*map(float.hex, numbers), *(digest(state.items()) for state in weights)]
 
 
-def _differ(
-    numbers: list[float],
-    found_numbers: list[float],
-    weights: list[dict[str, Tensor]],
-    found_weights: list[dict[str, Tensor]],
-    tolerance: float,
-) -> str:
-    if len(numbers) != len(found_numbers):
-        return f"{len(found_numbers)} numbers instead of {len(numbers)}"
-    for place, (expected, number) in enumerate(zip(numbers, found_numbers, strict=True)):
+def _differ(reference: Result, found: Result, tolerance: float) -> str:
+    if len(reference[0]) != len(found[0]):
+        return f"{len(found[0])} numbers instead of {len(reference[0])}"
+    for place, (expected, number) in enumerate(zip(reference[0], found[0], strict=True)):
         if not abs(expected - number) <= tolerance * (1 + abs(expected)):
             return f"number {place} is {number!r} instead of {expected!r}"
-    for state, found in zip(weights, found_weights, strict=True):
-        if state.keys() != found.keys():
-            return f"names {sorted(state.keys() ^ found.keys())}"
+    for state, others in zip(reference[1], found[1], strict=True):
+        if state.keys() != others.keys():
+            return f"names {sorted(state.keys() ^ others.keys())}"
         for name, tensor in state.items():
-            if tensor.shape != found[name].shape:
-                return f"{name}: shape {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
-            expected_, other = tensor.double(), found[name].double()
-            gap = (expected_ - other).abs()
-            if not bool((gap <= tolerance * (1 + expected_.abs())).all()):
+            wanted, other = tensor.double(), others[name].double()
+            if wanted.shape != other.shape:
+                return f"{name}: shape {tuple(other.shape)} instead of {tuple(wanted.shape)}"
+            gap = (wanted - other).abs()
+            if not bool((gap <= tolerance * (1 + wanted.abs())).all()):
                 return f"{name} is off by {gap.max().item():.3g}"
     return ""
-
-
-def _dump(verdicts: list[Verdict]) -> str:
-    return json.dumps([dataclasses.asdict(verdict) for verdict in verdicts])
 
 
 # ---- in the parent
@@ -134,73 +122,26 @@ def jobs_of(key: str, *, full: bool = False) -> list[Job]:
     return [(key, setting) for setting in PATTERNS[key].settings(full=full)]
 
 
-def try_out(jobs: list[Job], *, timeout: float = math.inf) -> Tried:
-    """What becomes of every job, in processes that no earlier one has left out of step.
-
-    As many as possible run in the same processes. `timeout` lowers that of the patterns, for a quick look.
-    """
-    pending = list(jobs)
-    tried: Tried = {}
-    one_by_one = False
-    while pending:
-        pattern = PATTERNS[pending[0][0]]
-        count = 1 if one_by_one else _together(pending)
-        outcomes = run_ranks_expecting_errors(
-            pattern.world if pending[0][1].outer is None else 4,
-            run_jobs,
-            pending[:count],
-            timeout=min(timeout, pattern.timeout),
-        )
-        if any(outcome.raised("BrokenPattern") for outcome in outcomes):
-            raise AssertionError("\n".join(outcome.describe() for outcome in outcomes))
-        found = [_load(outcome) for outcome in outcomes]
-        done = min(len(verdicts) for verdicts in found)
-        one_by_one = done == 0 and count > 1  # a rank died or hung: find out in which job
-        if one_by_one:
-            continue
-        if done == 0:
-            found, done = [[_death(outcome)] for outcome in outcomes], 1
-        for place in range(done):
-            tried[pending[place]] = [verdicts[place] for verdicts in found]
-        del pending[:done]
-    return tried
-
-
-def _together(jobs: list[Job]) -> int:
-    """How many of these may begin in the same processes."""
-    first = PATTERNS[jobs[0][0]]
-    for count, (key, setting) in enumerate(jobs):
+def launches(jobs: Iterable[Job], most: int = 40) -> list[list[Job]]:
+    """The jobs that share processes: those of a subject on as many ranks; alone what leaves its ranks out of step."""
+    together: dict[tuple[object, ...], list[Job]] = {}
+    for key, setting in jobs:
         pattern = PATTERNS[key]
-        alone = pattern.apart and setting.stage in pattern.refused
-        other = (pattern.world, pattern.timeout, setting.outer is None)
-        if other != (first.world, first.timeout, jobs[0][1].outer is None) or (alone and count):
-            return count
-        if alone:
-            return 1
-    return len(jobs)
+        alone = (key, setting) if pattern.apart and setting.stage in pattern.refused else None
+        subject = pattern.subject if setting.outer is None else "on two axes"
+        kind = (subject, pattern.world, pattern.timeout, alone)
+        together.setdefault(kind, []).append((key, setting))
+    return [
+        alike[start : start + most] for alike in together.values() for start in range(0, len(alike), most)
+    ]
 
 
-def _load(outcome: Outcome) -> list[Verdict]:
-    text = outcome.value if outcome.ok else outcome.error if outcome.raised("Interrupted") else "[]"
-    return [Verdict(**{**item, "errors": tuple(item["errors"])}) for item in json.loads(text)]
-
-
-def _death(outcome: Outcome) -> Verdict:
-    names = outcome.error_types or ("NoAnswer",)
-    return Verdict("raised", outcome.error or f"exit code {outcome.exitcode}", names, outcome.describe())
-
-
-def complaints(tried: Tried) -> list[str]:
-    """Jobs that went otherwise than declared."""
-    found = []
-    for (key, setting), verdicts in tried.items():
-        pattern = PATTERNS[key]
-        if not pattern.accepts(setting, verdicts):
-            declared = pattern.refused.get(setting.stage, "right")
-            lines = [f"{key}, {setting}: declared {declared}"]
-            lines += [
-                f"  rank {rank}: {' '.join(str(verdict).split())}" for rank, verdict in enumerate(verdicts)
-            ]
-            lines += [verdict.trace for verdict in verdicts if verdict.trace][:1]
-            found.append("\n".join(lines))
-    return found
+def try_out(jobs: list[Job]) -> str:
+    """What went otherwise than declared in one launch, whose first unexpected error ends it."""
+    key, setting = jobs[0]
+    world = PATTERNS[key].world if setting.outer is None else 4
+    outcomes = run_ranks_expecting_errors(world, run_jobs, jobs, timeout=PATTERNS[key].timeout)
+    broken = [outcome for outcome in outcomes if not (outcome.ok or outcome.raised("Interrupted"))]
+    if broken:
+        return "\n".join(outcome.describe() for outcome in broken)
+    return str(outcomes[0].value) if outcomes[0].ok else outcomes[0].error
