@@ -171,17 +171,21 @@ def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) 
 # --- and none too many -------------------------------------------------------------------------------------
 
 
+def _route(training: Training) -> NcclRoute:
+    collectives = training.optimizer.runtime.collectives
+    assert isinstance(collectives, NcclCollectives)
+    route = collectives.routes[Axis.INNER]
+    assert isinstance(route, NcclRoute)
+    return route
+
+
 def _gathers_behind_a_step(stage: int) -> tuple[str | None, str | None]:
     """The first gather in flight after `step()`, and after `zero_grad()`."""
     with lagging("cpu") as device:
         training = Training(at(SCENES["plain"], stage=stage), device)
         training.step(0)
         training.differentiate(1)
-        collectives = training.optimizer.runtime.collectives
-        assert isinstance(collectives, NcclCollectives)
-        route = collectives.routes[Axis.INNER]
-        assert isinstance(route, NcclRoute)
-        gathers = route._gathers
+        gathers = _route(training)._gathers
         training.optimizer.step()
         before = gathers.unfinished()
         training.optimizer.zero_grad()
@@ -193,3 +197,29 @@ def test_updated_weights_are_waited_for_in_the_next_forward_and_not_before(stage
     for before, after in run_ranks(2, _gathers_behind_a_step, stage):
         assert before is not None
         assert after == before
+
+
+def _in_flight_beside_blocks(stage: int) -> list[str | None]:
+    """What is in flight at the end of each block's forward and backward."""
+    seen: list[str | None] = []
+    with lagging("cpu") as device:
+        training = Training(at(SCENES["plain"], stage=stage), device)
+        route = _route(training)
+
+        def look(*_: Any) -> None:
+            seen.append(route._gathers.unfinished() or route._reductions.unfinished())
+
+        training.step(0)
+        training.step(1)
+        for block in training.model.get_submodule("blocks").children():
+            block.register_forward_hook(look)
+            block.register_full_backward_hook(look)
+        training.differentiate(2)
+    return seen
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_collectives_run_beside_the_computation(stage: int) -> None:
+    for seen in run_ranks(2, _in_flight_beside_blocks, stage):
+        # Stage 0 gathers sums behind its reductions, and nothing in forward.
+        assert [name is not None for name in seen] == [stage > 0] * 3 + [True] * 3, seen
