@@ -46,30 +46,21 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """The bytes held in addition to those between steps and to the model's activations.
+class Reading:
+    """The bytes held from an event until the next one, or with `momentary` only during the event.
 
-    `temporary` are gradients that wait for the others of their unit, and copies on their way between ranks.
+    `held` is by kind (`MEMORY_KINDS`), in addition to what is held between steps and to the model's activations; in
+    the place of these are gradients that wait for the others of their unit, and copies on their way between ranks.
     """
 
-    gathered: int = 0
-    gradients: int = 0
-    buckets: int = 0
-    temporary: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The bytes held from an event until the next one, or with `momentary` only during the event."""
-
     event: int
-    holding: Holding
-    momentary: bool = False
+    momentary: bool
+    held: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Bytes held now, in the order of `Holding`."""
+    """Bytes held now: by gathered units, units' own buckets, and what is on its way."""
 
     gathered: int = 0
     own: int = 0
@@ -391,6 +382,6 @@ class Replay:
     def _read(self, *, momentary: bool = False, more: int = 0) -> None:
         if self._readings is not None:
             now = self._totals
-            own = (0, now.own) if self._cut else (now.own, 0)
-            holding = Holding(now.gathered, *own, now.temporary + more)
-            self._readings.append(Reading(self._event, holding, momentary))
+            own = (0, 0, now.own) if self._cut else (now.own, 0, 0)
+            held = (now.gathered, *own, now.temporary + more)
+            self._readings.append(Reading(self._event, momentary, held))

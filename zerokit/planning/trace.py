@@ -8,7 +8,7 @@ number of ranks or on a stage: `memory` replays a trace for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes
-from zerokit.planning.as_on_cuda import AsOnCuda, as_on_cuda
+from zerokit.planning.as_on_cuda import as_on_cuda
 from zerokit.planning.recording import SAMPLES, ModelTrace, Moment, Recorder, Recording, uses_of
 from zerokit.planning.work import ModelWork
 from zerokit.runtime.build import require_trainable_dtypes
@@ -53,40 +53,37 @@ def trace_model(
 
     Raises `UsageError`, which says what failed, for a model that cannot be run so.
     """
-    try:
-        with torch.device("meta"):
-            model = build()
-    except UsageError:
-        raise
-    except Exception as error:  # whatever the model does when it is built
-        raise UsageError(
-            f"the model cannot be built without memory ({type(error).__name__} on torch.device('meta'): "
-            f"{_first_line(error)}): build it without reading values of tensors, or measure it with zerokit bench"
-        ) from error
+    with (
+        _explained(
+            "the model cannot be built without memory ({} on torch.device('meta'): {}): build it without reading "
+            "values of tensors, or measure it with zerokit bench"
+        ),
+        torch.device("meta"),
+    ):
+        model = build()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient, so there is nothing to plan")
     require_trainable_dtypes(model)
-    anatomy = take_apart(model, None, {})
-    bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
-    layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
     inputs = _inputs(batch, samples)
+    sizes = f". {SAMPLES} samples stood for all sizes: give one --batch-size if the model needs certain sizes"
+    with _explained(
+        "the model cannot be traced: running it once on fake tensors failed ({}: {}). A model that reads values of "
+        "tensors (.item(), a branch on data) cannot be planned; measure it with zerokit bench"
+        + (sizes if samples is None else "")
+    ):
+        return _trace(model, inputs, samples, units_per_sample, precision, recompute, on_cuda, bucket_mb)
+
+
+@contextmanager
+def _explained(sentence: str) -> Iterator[None]:
+    """What somebody's code raises inside becomes a `UsageError` of this sentence, with the error's type and text."""
     try:
-        return _trace(
-            model, anatomy, layout, inputs, samples, units_per_sample, precision, recompute, on_cuda
-        )
+        yield
     except UsageError:
         raise
-    except Exception as error:  # whatever the model does on fake tensors
-        raise UsageError(
-            f"the model cannot be traced: running it once on fake tensors failed ({type(error).__name__}: "
-            f"{_first_line(error)}). A model that reads values of tensors (.item(), a branch on data) cannot be "
-            "planned; measure it with zerokit bench"
-            + (
-                ""
-                if samples is not None
-                else f". {SAMPLES} samples stood for all sizes: give one --batch-size if the model needs certain sizes"
-            )
-        ) from error
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0][:200]
+        raise UsageError(sentence.format(type(error).__name__, text)) from error
 
 
 _Input: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -116,15 +113,11 @@ def _inputs(batch: Callable[[int], tuple[Tensor, ...]], samples: int | None) -> 
 
 
 def _made(batch: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
-    try:
+    with _explained(
+        f"the micro-batch of {samples} samples cannot be made ({{}}: {{}}): give one --batch-size if only certain "
+        "sizes can"
+    ):
         made = batch(samples)
-    except UsageError:
-        raise
-    except Exception as error:  # whatever somebody's function does
-        raise UsageError(
-            f"the micro-batch of {samples} samples cannot be made ({type(error).__name__}: {_first_line(error)}): "
-            "give one --batch-size if only certain sizes can"
-        ) from error
     values: tuple[object, ...] = tuple(made)
     if wrong := [value for value in values if not isinstance(value, Tensor)]:
         raise UsageError(
@@ -133,21 +126,19 @@ def _made(batch: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Ten
     return made
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
-
-
 def _trace(
     model: nn.Module,
-    anatomy: Anatomy,
-    layout: Layout,
     wanted: Sequence[_Input],
     samples: int | None,
     units_per_sample: int,
     precision: Precision,
     recompute: bool,
     on_cuda: bool,
+    bucket_mb: float | None,
 ) -> Recording:
+    anatomy = take_apart(model, None, {})
+    bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
+    layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         parameters = _become_fake(model, precision)
@@ -158,9 +149,10 @@ def _trace(
         for tensor in inputs:
             recorder.hold(tensor)
         watch = _Watch(model, anatomy, layout, named, recorder, precision)
-        has_blocks = any(True for _ in blocks_of(model))
+        blocks = list(blocks_of(model))
         if recompute:
-            _note_recomputation(model, recorder, on_cuda=on_cuda)
+            for block in blocks:
+                _count_recomputation(block, recorder)
             recompute_blocks(model)
         if on_cuda:
             stack.enter_context(as_on_cuda())
@@ -170,9 +162,7 @@ def _trace(
             raise UsageError(f"the model's forward must return the loss, a scalar, not {_describe(loss)}")
         recorder.end_forward()
         loss.register_hook(lambda gradient: recorder.note(Moment.BACKWARD))
-        torch.autograd.backward(
-            loss
-        )  # a function mode is off inside `loss.backward()`, whose recomputation needs it
+        torch.autograd.backward(loss)
         recorder.note(Moment.END)
         buffer_bytes = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
         levels = np.array(recorder.levels, dtype=np.int64)
@@ -184,7 +174,7 @@ def _trace(
             ModelWork((), 0),
             watch.kept_lazily(),
             buffer_bytes,
-            has_blocks,
+            bool(blocks),
         )
         return Recording(samples is None, trace, levels[:, 1], uses_of(recorder), units_per_sample)
 
@@ -220,31 +210,19 @@ def _become_fake(model: nn.Module, precision: Precision) -> dict[nn.Parameter, n
     return made
 
 
-def _note_recomputation(model: nn.Module, recorder: Recorder, *, on_cuda: bool) -> None:
-    """Let the recorder know when blocks run again in backward."""
-    for block in blocks_of(model):
-        block.forward = _noting(block.forward, recorder, on_cuda=on_cuda)
+def _count_recomputation(block: nn.Module, recorder: Recorder) -> None:
+    """Let the recorder know when the block runs again in backward."""
+    inner = block.forward
 
-
-def _noting(inner: Callable[..., Any], recorder: Recorder, *, on_cuda: bool) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         again = in_backward()
-        with (
-            _recomputing(recorder) if again else nullcontext(),
-            AsOnCuda() if again and on_cuda else nullcontext(),
-        ):
+        recorder.recomputing += again
+        try:
             return inner(*args, **kwargs)
+        finally:
+            recorder.recomputing -= again
 
-    return forward
-
-
-@contextmanager
-def _recomputing(recorder: Recorder) -> Iterator[None]:
-    recorder.recomputing += 1
-    try:
-        yield
-    finally:
-        recorder.recomputing -= 1
+    block.forward = forward
 
 
 class _Watch:
