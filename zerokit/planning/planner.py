@@ -67,16 +67,13 @@ class _Planner:
                 for precision in question.precisions:
                     for recompute in self._recompute:
                         for micro_batch in self._micro_batches():
-                            found = list(self._with(mesh, stages, precision, recompute, micro_batch))
+                            found = [
+                                self.plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision))
+                                for accumulate in self._accumulations(micro_batch)
+                            ]
                             yield from found
                             if found and all(one.missing_bytes for one in found):
                                 break
-
-    def _with(
-        self, mesh: Mesh, stages: tuple[int, int], precision: str, recompute: bool, micro_batch: int
-    ) -> Iterator[PlannedCell]:
-        for accumulate in self._accumulations(micro_batch):
-            yield self.plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision))
 
     def _meshes(self) -> list[Mesh]:
         question = self._question

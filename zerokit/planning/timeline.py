@@ -80,25 +80,20 @@ class StepTime:
         return sum(self.exposed_s.values())
 
 
-def forward_schedule(uses: Sequence[int], gathered: Collection[int], *, ahead: int) -> list[Issue]:
-    """Forward: the unit of each use, gathered `ahead` of its work if it is in `gathered`.
-
-    `gathered` holds positions of `uses`, as those of units that stay gathered occur once.
-    """
-    return list(_walk(uses, list(range(len(uses))), gathered, (), ahead))
-
-
-def backward_schedule(
-    uses: Sequence[int], gathered: Collection[int], reduced: Collection[int], *, ahead: int
-) -> list[Issue]:
-    """Backward, in reverse: units in `reduced` are reduced behind their last use in this direction."""
-    order = list(reversed(range(len(uses))))
-    return list(_walk(uses, order, gathered, reduced, ahead))
-
-
-def _walk(
-    uses: Sequence[int], order: Sequence[int], gathered: Collection[int], reduced: Collection[int], ahead: int
+def schedule(
+    uses: Sequence[int],
+    gathered: Collection[int],
+    *,
+    ahead: int,
+    backward: bool = False,
+    reduced: Collection[int] = (),
 ) -> Iterator[Issue]:
+    """One direction of a micro-batch: the unit of each use, gathered `ahead` of its work if it is in `gathered`.
+
+    `gathered` holds positions of `uses`, as those of units that stay gathered occur once. Units in `reduced` are
+    reduced behind their last use in this direction.
+    """
+    order = range(len(uses))[:: -1 if backward else 1]
     last = {uses[use]: place for place, use in enumerate(order)}
     issued = 0
     for place, use in enumerate(order):
@@ -217,14 +212,13 @@ class _Step:
         forward = {use for use, unit in enumerate(uses) if cut and (unit not in kept or first[unit] == use)}
         backward = {use for use, unit in enumerate(uses) if cut and unit not in kept and use != turn}
         trainable = [unit.index for unit in self._units if unit.trainable]
-        self._forward = forward_schedule(uses, forward, ahead=plan.ahead)
+        self._forward = list(schedule(uses, forward, ahead=plan.ahead))
         self._backward = {
-            False: backward_schedule(uses, backward, (), ahead=plan.ahead),
-            True: backward_schedule(uses, backward, trainable, ahead=plan.ahead),
+            reduces: list(schedule(uses, backward, ahead=plan.ahead, backward=True, reduced=reduced))
+            for reduces, reduced in ((False, ()), (True, trainable))
         }
-        self._backward[True] += [
-            Issue(Kind.REDUCE, index, 0) for index in trainable if index not in first
-        ]  # zeros, from ranks and on behalf of all
+        # Zeros, from ranks and on behalf of all.
+        self._backward[True] += [Issue(Kind.REDUCE, index, 0) for index in trainable if index not in first]
         # What comes and goes leaves holes in the heap that gradients do not fit into.
         gradients = sum(self._units[index].numel for index in trainable) * plan.sizes.compute
         pages = (plan.work.fresh_bytes + gradients) / PAGE_BYTES if cut else 0.0
