@@ -115,6 +115,7 @@ def _costs(case: tuple[int, Any]) -> tuple[MemoryReport, TrafficReport]:
     for step in range(5):
         assert bool(local.traffic().by_operation) == (step > 2)
         train_step(model, optimizer, step, dist.get_rank())
+    assert local.traffic().by_operation == local.predicted_traffic().by_operation
     return local.memory(), local.traffic()
 
 

@@ -29,7 +29,7 @@ from zerokit.training.exchange import Exchange, Synchronisation
 from zerokit.training.fragments import Part, divide
 from zerokit.training.masters import Masters
 from zerokit.training.outer import ANCHOR, Outer, OuterOptimizer
-from zerokit.training.round_traffic import take_traffic, total
+from zerokit.training.round_traffic import predict_traffic, take_traffic, total
 
 DILOCO: OuterOptimizer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -240,6 +240,10 @@ class LocalSteps:
     def traffic(self) -> TrafficReport:
         """What the last synchronisation of each fragment moved, summed over all ranks of all islands: a round of it."""
         return total(self._moved.values())
+
+    def predicted_traffic(self) -> TrafficReport:
+        """What a round must move, from the layout alone; `by_operation` of `traffic()` equals it."""
+        return total(predict_traffic(part, self._masters, self._exchange) for part in self._parts)
 
     # ---- the state
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerokit.formulas import TrafficReport
-from zerokit.layout import Interval, Layout
+from zerokit.formulas import Operation, TrafficReport
+from zerokit.layout import Interval, Layout, Unit
 from zerokit.runtime.collectives import Counters
 from zerokit.runtime.measure import traffic_of
 from zerokit.runtime.optimizer import ZeroOptimizer
@@ -121,6 +121,15 @@ class Masters:
         """What `mix` and `any` have moved between the optimizer's ranks since the last call."""
         counters, self._counters = self._counters, Counters()
         return traffic_of(counters, self._runtime.collectives.mesh)
+
+    def predicted_exchange(self, units: Sequence[Unit]) -> dict[str, Operation]:
+        """What `mix` of these units must move between the optimizer's ranks."""
+        placement = self._runtime.placement
+        if placement.use:
+            return {}
+        size = self._runtime.precision.compute.itemsize if placement.update else 4
+        elements = (self.layout.world - 1) * sum(unit.payload_numel for unit in units)
+        return {"all_gather": Operation(len(units), elements, elements * size)}
 
     def frozen(self) -> dict[int, Tensor]:
         """This rank's shards of frozen units, by unit, in their own memory."""
