@@ -177,10 +177,11 @@ class Replay:
         self._totals = _Totals()
         units = []
         for unit in step.layout.units:
-            size = sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
             numel = unit.numel - (0 if step.on_cuda else placement.parameters(unit, position).numel)
             state = State.FREED if self._sharded else State.READY
-            units.append(_StandIn(unit, numel * size, self._totals, self._sharded, state))
+            units.append(
+                _StandIn(unit, numel * stored_bytes(unit, sizes.compute), self._totals, self._sharded, state)
+            )
         self._units = units
         pool = pooled_units(step.layout)
         self._pool_numel = max(pool, default=0)

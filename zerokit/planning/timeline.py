@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
-from zerokit.layout import Layout, Unit
+from zerokit.layout import Layout
 from zerokit.placement import Axis, Placement
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import PAGE_BYTES, Cluster
@@ -276,16 +276,15 @@ class _Step:
         clock, reductions = self._clock, []
         for issue in schedule:
             name = f"{issue.kind.value} {issue.unit}"
+            unit, sizes = self._units[issue.unit], self._plan.sizes
             if issue.kind is Kind.GATHER:
-                hops = self._hops.gather(
-                    self._plan.placement.use, self._stored(self._units[issue.unit]), fresh=True
-                )
+                stored = unit.numel * stored_bytes(unit, sizes.compute)
+                hops = self._hops.gather(self._plan.placement.use, stored, fresh=True)
                 flown[issue.unit] = clock.fly(hops, name)
             elif issue.kind is Kind.RUN:
                 clock.wait(flown.pop(issue.unit, []), f"gather {issue.unit}")
                 clock.run(seconds[issue.use], name)
             else:
-                unit, sizes = self._units[issue.unit], self._plan.sizes
                 wire = sizes.reduce if sizes.wire is None else sizes.wire
                 exact = unit.numel * sizes.reduce
                 if isinstance(wire, BlockFormat):
@@ -305,10 +304,6 @@ class _Step:
                 hops = self._hops.gather(placement.update, unit.numel * self._plan.sizes.compute)
                 flown[unit.index] = self._clock.fly(hops, f"gather {unit.index}")
         return flown
-
-    def _stored(self, unit: Unit) -> int:
-        size = self._plan.sizes.compute
-        return unit.numel * (size if unit.trainable else stored_bytes(unit.parameters[0].dtype, size))
 
     def _optimizer_seconds(self) -> float:
         """The norm reads the gradients; the update reads and writes masters and states, and writes parameters."""

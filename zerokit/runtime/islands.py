@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerokit.errors import UsageError
-from zerokit.placement import Axis, Mesh, row_of
+from zerokit.placement import Axis, Mesh, stage_of
 from zerokit.runtime.build import mesh_of
 from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, note_user, timeout_of
 
@@ -60,7 +60,7 @@ def divide_into_islands(
     """
     if not (isinstance(stage, tuple | list) and len(stage) == 2 and stage[0] == LOCAL):
         return stage, mesh, process_group, None
-    row_of(stage[1])
+    stage_of(stage[1])
     if not dist.is_initialized():
         return stage[1], None, process_group, None  # build() explains what is missing
     everyone: Any = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
