@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -250,57 +251,46 @@ class _Watch:
                 users.setdefault(module, []).append(unit.index)
             for position, parameter in enumerate(unit.parameters):
                 if parameter.trainable:
-                    named[parameter.name].register_post_accumulate_grad_hook(
-                        self._on_gradient(unit.index, position)
-                    )
+                    hook = partial(self._on_gradient, unit.index, position)
+                    named[parameter.name].register_post_accumulate_grad_hook(hook)
         for module, units in users.items():
-            module.register_forward_pre_hook(self._before(sorted(units)), with_kwargs=True, prepend=True)
+            before = partial(self._before, sorted(units))
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             if units:
-                module.register_forward_hook(self._after(sorted(units)))
+                module.register_forward_hook(partial(self._after, sorted(units)))
 
     def kept_lazily(self) -> frozenset[int]:
         return frozenset(index for index, modules in self._announcers.items() if modules <= self._called)
 
-    def _before(self, units: list[int]) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._called.add(module)
-            if in_backward():
-                if units:
-                    self._recorder.note(Moment.RECOMPUTE, units)
-            elif units:
-                self._recorder.note(Moment.ENTER, units)
-                for unit in units:
-                    self._active[unit] = self._active.get(unit, 0) + 1
-                self._given[module] = {origin(tensor) for tensor in tensors_in((args, kwargs))}
-            if module in self._casting:
-                return cast_inputs(args, kwargs, self._precision.compute, "cpu")
-            return None
-
-        return hook
-
-    def _after(self, units: list[int]) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if in_backward():
-                return
+    def _before(self, units: list[int], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._called.add(module)
+        if in_backward():
+            if units:
+                self._recorder.note(Moment.RECOMPUTE, units)
+        elif units:
+            self._recorder.note(Moment.ENTER, units)
             for unit in units:
-                self._active[unit] -= 1
-            outermost = [unit for unit in units if not self._active[unit]]
-            given = self._given.pop(module, set())
-            tensors = list(tensors_in(output))
-            for tensor in tensors:
-                if outermost and tensor.requires_grad and origin(tensor) not in given:
-                    tensor.register_hook(lambda gradient: self._recorder.note(Moment.BACKWARD, outermost))
-            self._recorder.note(Moment.LEAVE, units, watched=bool(tensors))
+                self._active[unit] = self._active.get(unit, 0) + 1
+            self._given[module] = {origin(tensor) for tensor in tensors_in((args, kwargs))}
+        if module in self._casting:
+            return cast_inputs(args, kwargs, self._precision.compute, "cpu")
+        return None
 
-        return hook
+    def _after(self, units: list[int], module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            return
+        for unit in units:
+            self._active[unit] -= 1
+        outermost = [unit for unit in units if not self._active[unit]]
+        given = self._given.pop(module, set())
+        tensors = list(tensors_in(output))
+        for tensor in tensors:
+            if outermost and tensor.requires_grad and origin(tensor) not in given:
+                tensor.register_hook(lambda gradient: self._recorder.note(Moment.BACKWARD, outermost))
+        self._recorder.note(Moment.LEAVE, units, watched=bool(tensors))
 
-    def _on_gradient(self, unit: int, position: int) -> Any:
-        def hook(parameter: nn.Parameter) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            size = gradient.untyped_storage().nbytes()
-            del gradient
-            parameter.grad = None
-            self._recorder.note(Moment.GRADIENT, (unit,), parameter=position, gradient_bytes=size)
-
-        return hook
+    def _on_gradient(self, unit: int, position: int, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        size = parameter.grad.untyped_storage().nbytes()
+        parameter.grad = None
+        self._recorder.note(Moment.GRADIENT, (unit,), parameter=position, gradient_bytes=size)
