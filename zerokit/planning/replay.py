@@ -7,8 +7,8 @@ count bytes instead of holding them. Buckets are lent and returned as in `runtim
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -103,22 +103,14 @@ class _StandIn:
     guard = unguard = gather_update = complete
 
 
-class _NoCollectives:
-    """What `Gathering` asks of collectives, where nothing moves: every rank does what this one does."""
-
-    device = torch.device("cpu")
-
-    def wait_for_readers(self) -> None:
-        pass
-
-    def agree(self, what: str) -> None:
-        pass
-
-    def broadcast_list(self, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
-
-    def all_gather_objects(self, value: object) -> list[object]:
-        return [value]
+_NO_COLLECTIVES = SimpleNamespace(
+    device=torch.device("cpu"),
+    wait_for_readers=lambda: None,
+    agree=lambda what: None,
+    broadcast_list=list,
+    all_gather_objects=lambda value: [value],
+)
+"""What `Gathering` asks of collectives, where nothing moves: every rank does what this one does."""
 
 
 @dataclass(slots=True)
@@ -202,7 +194,7 @@ class Replay:
             )
             for unit in trainable
         }
-        stand_ins, itself, collectives = cast(Any, units), cast(Any, self), cast(Any, _NoCollectives())
+        stand_ins, itself, collectives = cast(Any, units), cast(Any, self), cast(Any, _NO_COLLECTIVES)
         no_heap = Heap(torch.device("meta"), settles=False)
         self._gathering = Gathering(stand_ins, itself, collectives, placement, heap=no_heap)
         self.accumulating = False
@@ -210,9 +202,12 @@ class Replay:
         self._begun = False
         self._queue: deque[_Gradients] = deque()
         self._free_buckets = self._pool_size
-        self._readings: list[Reading] | None = None
+        self._readings: list[Reading] = []
         self._event = 0
-        self._record()
+        # The first pass, in which the runtime adopts the order of units, and of reductions.
+        self.run(accumulating=False)
+        for one in self.units.values():
+            one.take_own(False)  # the step is over: what autograd made is dropped
 
     def is_lone(self, unit: Unit) -> bool:
         """Whether autograd's own tensor serves as the unit's bucket (see `UnitGradients`)."""
@@ -224,20 +219,9 @@ class Replay:
             and not self._step.on_cuda
         )
 
-    def _record(self) -> None:
-        """The first pass, in which the runtime adopts the order of units, and of reductions."""
-        self._run(accumulating=False)
-        for one in self.units.values():
-            one.take_own(False)  # the step is over: what autograd made is dropped
-
     def run(self, *, accumulating: bool) -> list[Reading]:
         """One micro-batch; with `accumulating` its gradients stay on this rank, as inside `accumulate()`."""
-        readings: list[Reading] = []
-        self._readings = readings
-        self._run(accumulating=accumulating)
-        return readings
-
-    def _run(self, *, accumulating: bool) -> None:
+        self._readings = []
         self.accumulating, self._begun = accumulating, False
         for one in self.units.values():
             one.arrived, one.reduced = 0, False
@@ -246,6 +230,7 @@ class Replay:
             self._event = number
             self._take(event, self._gathering.passes.current)
             self._read()
+        return self._readings
 
     def _take(self, event: Event, current: ForwardPass) -> None:
         gathering = self._gathering
@@ -381,8 +366,7 @@ class Replay:
     # ---- what is held
 
     def _read(self, *, momentary: bool = False, more: int = 0) -> None:
-        if self._readings is not None:
-            now = self._totals
-            own = (0, 0, now.own) if self._cut else (now.own, 0, 0)
-            held = (now.gathered, *own, now.temporary + more)
-            self._readings.append(Reading(self._event, momentary, held))
+        now = self._totals
+        own = (0, 0, now.own) if self._cut else (now.own, 0, 0)
+        held = (now.gathered, *own, now.temporary + more)
+        self._readings.append(Reading(self._event, momentary, held))

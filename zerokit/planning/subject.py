@@ -58,11 +58,9 @@ class Traces:
         @cache
         def record(samples: int | None, precision: str, recompute: bool) -> Recording:
             return trace_model(
-                subject.build,
-                subject.batch,
-                samples=samples,
-                units_per_sample=subject.units_per_sample,
-                precision=Precision.of(precision),
+                subject,
+                samples,
+                Precision.of(precision),
                 recompute=recompute,
                 on_cuda=on_cuda,
                 bucket_mb=bucket_mb,

@@ -7,10 +7,10 @@ number of ranks or on a stage: `memory` replays a trace for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,25 +28,24 @@ from zerokit.runtime.model import Anatomy, announcers, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, cast_inputs, keep_statistics, modules_that_cast
 from zerokit.training.recomputation import blocks_of, recompute_blocks
 
+if TYPE_CHECKING:
+    from zerokit.planning.subject import Subject
+
 
 def trace_model(
-    build: Callable[[], nn.Module],
-    batch: Callable[[int], tuple[Tensor, ...]],
-    *,
+    subject: Subject,
     samples: int | None,
-    units_per_sample: int,
     precision: Precision,
+    *,
     recompute: bool = False,
     on_cuda: bool = False,
     bucket_mb: float | None = None,
 ) -> Recording:
-    """Run one micro-batch on fake tensors.
+    """Run one micro-batch of `subject` on fake tensors.
 
     Args:
-        build: makes the model, whose `forward(*batch)` returns the loss; called with `meta` as the default device.
-        batch: makes a micro-batch of so many samples on the CPU.
+        subject: its model is built with `meta` as the default device.
         samples: of the micro-batch; None makes a general recording.
-        units_per_sample: tokens of a sequence, or 1.
         precision: as the runtime's.
         recompute: whether blocks are checkpointed, as `recompute_blocks` does it.
         on_cuda: whether operations save what they save on CUDA.
@@ -61,18 +60,58 @@ def trace_model(
         ),
         torch.device("meta"),
     ):
-        model = build()
+        model = subject.build()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient, so there is nothing to plan")
     require_trainable_dtypes(model)
-    inputs = _inputs(batch, samples)
+    wanted = _inputs(subject.batch, samples)
     sizes = f". {SAMPLES} samples stood for all sizes: give one --batch-size if the model needs certain sizes"
-    with _explained(
+    failed = (
         "the model cannot be traced: running it once on fake tensors failed ({}: {}). A model that reads values of "
         "tensors (.item(), a branch on data) cannot be planned; measure it with zerokit bench"
-        + (sizes if samples is None else "")
-    ):
-        return _trace(model, inputs, samples, units_per_sample, precision, recompute, on_cuda, bucket_mb)
+    )
+    with _explained(failed + (sizes if samples is None else "")), ExitStack() as stack:
+        anatomy = take_apart(model, None, {})
+        bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
+        layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
+        stack.enter_context(FakeTensorMode())
+        parameters = _become_fake(model, precision)
+        named = {name: parameters[parameter] for name, parameter in anatomy.named.items()}
+        keep_statistics(model, precision.compute)
+        inputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
+        recorder = Recorder([*parameters.values(), *model.buffers()], general=samples is None)
+        for tensor in inputs:
+            recorder.hold(tensor)
+        watch = _Watch(model, anatomy, layout, named, recorder, precision)
+        blocks = list(blocks_of(model))
+        if recompute:
+            for block in blocks:
+                _count_recomputation(block, recorder)
+            recompute_blocks(model)
+        if on_cuda:
+            stack.enter_context(as_on_cuda())
+        stack.enter_context(recorder)
+        loss = model(*inputs)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            raise UsageError(f"the model's forward must return the loss, a scalar, not {_describe(loss)}")
+        recorder.end_forward()
+        loss.register_hook(lambda gradient: recorder.note(Moment.BACKWARD))
+        torch.autograd.backward(loss)
+        recorder.note(Moment.END)
+        buffer_bytes = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
+        levels = np.array(recorder.levels, dtype=np.int64)
+        trace = ModelTrace(
+            layout,
+            samples or SAMPLES,
+            tuple(recorder.events),
+            levels[:, 0],
+            ModelWork((), 0),
+            watch.kept_lazily(),
+            buffer_bytes,
+            bool(blocks),
+        )
+        uses = uses_of(recorder)
+        return Recording(samples is None, trace, levels[:, 1], uses, subject.units_per_sample)
 
 
 @contextmanager
@@ -125,59 +164,6 @@ def _made(batch: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Ten
             f"a micro-batch must be a tuple of tensors, the arguments of forward, and holds a {type(wrong[0]).__name__}"
         )
     return made
-
-
-def _trace(
-    model: nn.Module,
-    wanted: Sequence[_Input],
-    samples: int | None,
-    units_per_sample: int,
-    precision: Precision,
-    recompute: bool,
-    on_cuda: bool,
-    bucket_mb: float | None,
-) -> Recording:
-    anatomy = take_apart(model, None, {})
-    bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
-    layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
-        parameters = _become_fake(model, precision)
-        named = {name: parameters[parameter] for name, parameter in anatomy.named.items()}
-        keep_statistics(model, precision.compute)
-        inputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
-        recorder = Recorder([*parameters.values(), *model.buffers()], general=samples is None)
-        for tensor in inputs:
-            recorder.hold(tensor)
-        watch = _Watch(model, anatomy, layout, named, recorder, precision)
-        blocks = list(blocks_of(model))
-        if recompute:
-            for block in blocks:
-                _count_recomputation(block, recorder)
-            recompute_blocks(model)
-        if on_cuda:
-            stack.enter_context(as_on_cuda())
-        stack.enter_context(recorder)
-        loss = model(*inputs)
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            raise UsageError(f"the model's forward must return the loss, a scalar, not {_describe(loss)}")
-        recorder.end_forward()
-        loss.register_hook(lambda gradient: recorder.note(Moment.BACKWARD))
-        torch.autograd.backward(loss)
-        recorder.note(Moment.END)
-        buffer_bytes = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
-        levels = np.array(recorder.levels, dtype=np.int64)
-        trace = ModelTrace(
-            layout,
-            samples or SAMPLES,
-            tuple(recorder.events),
-            levels[:, 0],
-            ModelWork((), 0),
-            watch.kept_lazily(),
-            buffer_bytes,
-            bool(blocks),
-        )
-        return Recording(samples is None, trace, levels[:, 1], uses_of(recorder), units_per_sample)
 
 
 def _describe(value: object) -> str:
