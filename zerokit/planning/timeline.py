@@ -316,10 +316,7 @@ class _Step:
         slowest, busy = max(self._clock.busy.items(), key=itemgetter(1), default=("", 0.0))
         if busy > own:
             return slowest
-        uses = self._plan.work.units
-        return self._efficiency.limit(
-            part for use in uses for part in (use.forward, use.backward, use.recomputed)
-        )
+        return self._efficiency.limit(part for use in self._plan.work.units for part in use.parts)
 
 
 def update_bytes(sizes: ElementBytes) -> int:
