@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, spread
 from benchmarks.ranks import run_ranks
-from tests.support.forked import forked_agents
+from tests.cli.inside import Launch
 from zerokit.launch.failures import WorkerFailed
 
 
@@ -50,12 +50,12 @@ def test_ranks_run_a_script_s_function_and_a_failure_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forks here; test_compare_checkpoints starts processes."""
-    with forked_agents():
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        assert run_ranks(_divide, 1) == [1.0, 2.0]
-        assert list(tmp_path.iterdir()) == []
-        with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
-            run_ranks(_divide, 0, world=1)
+    monkeypatch.setattr("benchmarks.ranks.launch", Launch())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run_ranks(_divide, 1) == [1.0, 2.0]
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
+        run_ranks(_divide, 0, world=1)
 
 
 def _divide(by: int) -> float:

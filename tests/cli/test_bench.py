@@ -188,7 +188,7 @@ def test_a_killed_rank_ends_the_command_and_is_named(tmp_path: Path) -> None:
 def test_an_interrupt_ends_everything_and_the_run_is_killed(
     finished: Finished, client: MlflowClient, tmp_path: Path
 ) -> None:
-    interrupt = Strike(lambda: training(tmp_path), lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupt = Strike(lambda: training(tmp_path), lambda starter: os.kill(os.getpid(), signal.SIGINT))
     options = (*TINY, "--steps", "1000000", "--tracking-uri", finished.uri, "--experiment", "interrupted")
     done = zerokit_inside(tmp_path, "bench", "--nproc-per-node", "2", *options, meanwhile=interrupt)
     assert done.returncode == 128 + signal.SIGINT

@@ -50,7 +50,7 @@ class Bench:
     ) -> CompletedProcess[str]:
         where = ("--tracking-uri", self._uri, "--experiment", str(self._folder))
         words = (*ELASTIC, *options, *(where if mlflow else ("--no-mlflow",)))
-        done = zerokit_inside(self._folder, *words, meanwhile=strike or (lambda: None), **ONE_THREAD)
+        done = zerokit_inside(self._folder, *words, meanwhile=strike or (lambda starter: None), **ONE_THREAD)
         assert done.returncode == code, done.stdout + done.stderr
         assert strike is None or strike.done
         return done
@@ -83,7 +83,7 @@ def resumed(folder: Path, step: int, steps: int, *world: str) -> Record:
 def kill_when(condition: Callable[[], bool], seen: Path, rank: int) -> Strike:
     """Kill a rank that is held; those of the next part are not held."""
 
-    def kill() -> None:
+    def kill(starter: int) -> None:
         let_go(seen)
         kill_rank(seen, rank)
 
@@ -163,7 +163,7 @@ def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_on
     tmp_path: Path, bench: Bench
 ) -> None:
     seen = prepare(tmp_path, hold=4)
-    interrupt = Strike(trained(tmp_path, 0, 4), lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupt = Strike(trained(tmp_path, 0, 4), lambda starter: os.kill(os.getpid(), signal.SIGINT))
     bench("--steps", "8", strike=interrupt, code=128 + signal.SIGINT)
     assert read_record(tmp_path / "record.json").status == "killed"
     let_go(seen)

@@ -15,8 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.commands import processes_of, training
-from tests.cli.elastic import MODEL, kill_rank, let_go, prepare
+from tests.cli.elastic import MODEL, let_go, prepare
 from tests.cli.inside import Strike, zerokit_inside
+from tests.support.processes import children_of
 from zerokit.bench.record.record import Record, read_record
 from zerokit.bench.run.sweep import SweepFolder
 from zerokit.cli import cli
@@ -34,11 +35,11 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     seen = prepare(tmp_path, hold=5)
     options = ("--engine", "zerokit,ddp", "--stage", "2", "--repeats", "1", "--output", "sweep", *MODEL)
 
-    def sweep(*words: str, action: Callable[[], object] | None = None) -> CompletedProcess[str]:
-        strike = Strike(lambda: training(tmp_path), action) if action else lambda: None
+    def sweep(*words: str, action: Callable[[int], object] | None = None) -> CompletedProcess[str]:
+        strike = Strike(lambda: training(tmp_path), action) if action else lambda starter: None
         return zerokit_inside(tmp_path, "bench", "--no-mlflow", *words, meanwhile=strike, OMP_NUM_THREADS="1")
 
-    done = sweep(*options, "--steps", "7", action=lambda: os.kill(os.getpid(), signal.SIGINT))
+    done = sweep(*options, "--steps", "7", action=lambda starter: os.kill(os.getpid(), signal.SIGINT))
     assert done.returncode == 128 + signal.SIGINT
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
@@ -49,7 +50,9 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert list((tmp_path / "tmp").glob("zerokit-*")) == []
     assert statuses(tmp_path) == ["killed"]
 
-    done = sweep("--continue", "sweep", action=lambda: kill_rank(seen, 0))
+    done = sweep(
+        "--continue", "sweep", action=lambda starter: os.kill(children_of(starter)[0], signal.SIGKILL)
+    )
     assert done.returncode == 1
     assert re.search(
         r"\[1/2\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -16,12 +15,11 @@ import pytest
 
 from tests.doctor.healthy import SERVER, bad
 from tests.support.distributed import run_alone, server_context
-from tests.support.forked import forked_agents
+from tests.support.forked import launch_forks
 from zerokit.doctor import examine as examination
 from zerokit.doctor.examine import FAULTS, Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.errors import ZerokitError
-from zerokit.launch import local
 from zerokit.launch.interrupts import Interrupts
 
 # These depend on what else the machine does meanwhile.
@@ -49,14 +47,9 @@ def _examine_in_forks(plan: Plan, what: str, variables: dict[str, str]) -> Repor
     tempfile.tempdir = None
 
     def instead(module: str, arguments: Sequence[str], **more: Any) -> None:
-        local.launch("tests.doctor.wrapped", arguments, **more, interrupts=interrupts)
+        launch_forks("tests.doctor.wrapped", arguments, **more, interrupts=interrupts)
 
-    fork = multiprocessing.get_context("fork")
-    with (
-        forked_agents(fork),
-        Interrupts() as interrupts,
-        mock.patch.object(examination, "look_at_tracking", return_value=SERVER),
-    ):
+    with Interrupts() as interrupts, mock.patch.object(examination, "look_at_tracking", return_value=SERVER):
         return examine(plan, instead)
 
 
