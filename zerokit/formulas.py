@@ -6,7 +6,7 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from zerokit.layout import Layout, Unit, pooled_units
@@ -187,7 +187,6 @@ def predict_memory(
     sizes: ElementBytes,
     buffers: int = 0,
     reductions: Sequence[int] | None = None,
-    held: Iterable[Held] | None = None,
 ) -> MemoryReport:
     """The memory report of rank `rank` between backward and step, after the optimizer's first step.
 
@@ -197,12 +196,9 @@ def predict_memory(
         sizes: bytes an element.
         buffers: bytes of the model's buffers, which every rank holds whole.
         reductions: units in the order in which their gradients are reduced; by default reversed line order.
-        held: what `list_held` returns for the same, where that is known.
     """
-    if held is None:
-        held = list_held(layout, rank=rank, placement=placement, sizes=sizes)
     lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
-    for one in held:
+    for one in list_held(layout, rank=rank, placement=placement, sizes=sizes):
         lines[one.line] += one.payload * one.element_bytes
         lines["padding"] += (one.numel - one.payload) * one.element_bytes
     pooled = pooled_units(layout)

@@ -27,14 +27,9 @@ import zerokit
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
-from zerokit.integrations.accelerate import (
-    ZeroAccelerator,
-    attend_state_dict,
-    choose_precision,
-    require_zero_options,
-)
+from zerokit.integrations.accelerate import ZeroAccelerator, attend_state_dict, choose_precision
 from zerokit.integrations.torch_optimizer import Recipe
-from zerokit.placement import StageArgument, require_stage
+from zerokit.placement import StageArgument
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.admission import probe
 
@@ -76,9 +71,9 @@ class ZeroTrainer(Trainer):
         require_supported(args)
         mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         self._zero_arguments: dict[str, Any] = {
-            "stage": require_stage(stage),
+            "stage": stage,
             "precision": choose_precision(precision, mixed, f"TrainingArguments({mixed}=True)"),
-            "zero_options": require_zero_options(zero_options),
+            "zero_options": zero_options,
         }
         self._writes_checkpoint = False
         self._generators: dict[str, bytes] = {}

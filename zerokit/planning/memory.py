@@ -73,13 +73,11 @@ class StepMemory:
     def __init__(self, trace: ModelTrace, step: Step, *, accumulate: int = 1) -> None:
         placement, layout = step.placement, step.layout
         self._context = CONTEXT_BYTES if step.on_cuda else 0
-        held = list(list_held(layout, rank=0, placement=placement, sizes=step.sizes))
-        self._held = predict_memory(
-            layout, rank=0, placement=placement, sizes=step.sizes, buffers=trace.buffer_bytes, held=held
-        )
+        buffers = trace.buffer_bytes
+        self._held = predict_memory(layout, rank=0, placement=placement, sizes=step.sizes, buffers=buffers)
         replay = Replay(trace, step)
         self._fixed = dict.fromkeys(MEMORY_KINDS, 0)
-        for one in held:
+        for one in list_held(layout, rank=0, placement=placement, sizes=step.sizes):
             if (
                 one.line == "gradients"
                 and not placement.cuts_gradients
@@ -89,7 +87,7 @@ class StepMemory:
             self._fixed[KIND_OF_LINE[one.line]] += one.numel * one.element_bytes
         pool = pooled_units(layout)
         buckets = min(placement.pooled_buckets, len(pool)) * max(pool, default=0) * step.sizes.reduce
-        self._fixed["buffers and buckets"] += buckets + trace.buffer_bytes
+        self._fixed["buffers and buckets"] += buckets + buffers
         # Micro-batches differ in what they hold: the first, those in the middle, and the last.
         passes = [True] * min(accumulate - 1, 2) + [False]
         readings = [one for accumulating in passes for one in replay.run(accumulating=accumulating)]
