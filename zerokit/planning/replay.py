@@ -34,15 +34,23 @@ class Step:
         placement: the mesh and its stages.
         sizes: bytes an element.
         on_cuda: whether the host runs ahead of a device, whose shards have memory of their own.
-        arriving: ranks of the widest axis that sockets join; what they send has memory while it arrives. 0 on devices
-            and where ranks read each other's memory.
+        nodes: of the ranks.
     """
 
     layout: Layout
     placement: Placement
     sizes: ElementBytes
     on_cuda: bool
-    arriving: int = 0
+    nodes: int = 1
+
+    @property
+    def arriving(self) -> int:
+        """Ranks of the widest axis that sockets join; what they send has memory while it arrives.
+
+        0 on devices and where ranks read each other's memory.
+        """
+        mesh = self.placement.mesh
+        return 0 if self.on_cuda or self.nodes == 1 else mesh.outer if mesh.outer > 1 else mesh.inner
 
 
 @dataclass(frozen=True, slots=True)

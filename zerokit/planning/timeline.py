@@ -84,23 +84,20 @@ def schedule(
     uses: Sequence[int],
     gathered: Collection[int],
     *,
-    ahead: int,
     backward: bool = False,
     reduced: Collection[int] = (),
 ) -> Iterator[Issue]:
-    """One direction of a micro-batch: the unit of each use, gathered `ahead` of its work if it is in `gathered`.
+    """One direction of a micro-batch: the unit of each use, whose gather is issued before the work of the use before.
 
     `gathered` holds positions of `uses`, as those of units that stay gathered occur once. Units in `reduced` are
     reduced behind their last use in this direction.
     """
     order = range(len(uses))[:: -1 if backward else 1]
     last = {uses[use]: place for place, use in enumerate(order)}
-    issued = 0
     for place, use in enumerate(order):
-        while issued < min(place + 1 + ahead, len(order)):
-            if order[issued] in gathered:
-                yield Issue(Kind.GATHER, uses[order[issued]], order[issued])
-            issued += 1
+        for coming in order[place + 1 if place else 0 : place + 2]:
+            if coming in gathered:
+                yield Issue(Kind.GATHER, uses[coming], coming)
         yield Issue(Kind.RUN, uses[use], use)
         if uses[use] in reduced and last[uses[use]] == place:
             yield Issue(Kind.REDUCE, uses[use], use)
@@ -177,7 +174,6 @@ class Plan:
         micro_batches: of a step.
         reductions: of these, how many reduce gradients.
         kept: units that stay gathered from forward to backward at stage 3; by default those of the rest.
-        ahead: how many units are gathered before they are needed.
     """
 
     work: ModelWork
@@ -187,7 +183,6 @@ class Plan:
     micro_batches: int = 1
     reductions: int = 1
     kept: frozenset[int] | None = None
-    ahead: int = 1
 
 
 def step_time(plan: Plan, cluster: Cluster, efficiency: Efficiency) -> StepTime:
@@ -212,9 +207,9 @@ class _Step:
         forward = {use for use, unit in enumerate(uses) if cut and (unit not in kept or first[unit] == use)}
         backward = {use for use, unit in enumerate(uses) if cut and unit not in kept and use != turn}
         trainable = [unit.index for unit in self._units if unit.trainable]
-        self._forward = list(schedule(uses, forward, ahead=plan.ahead))
+        self._forward = list(schedule(uses, forward))
         self._backward = {
-            reduces: list(schedule(uses, backward, ahead=plan.ahead, backward=True, reduced=reduced))
+            reduces: list(schedule(uses, backward, backward=True, reduced=reduced))
             for reduces, reduced in ((False, ()), (True, trainable))
         }
         # Zeros, from ranks and on behalf of all.
