@@ -143,9 +143,8 @@ def _fresh_bytes(trace: ModelTrace, levels: NDArray[np.int64]) -> int:
     ]
     end = next(event.sample for event in trace.events if event.moment is Moment.END_FORWARD)
     first, last = (scoped[0], scoped[-1]) if scoped else (end, end)
-    after = max(
-        levels[last:].max(), levels[: end + 1].max()
-    )  # the next pass begins with what this one leaves
+    # The next pass begins with what this one leaves.
+    after = max(levels[last:].max(), levels[: end + 1].max())
     stretches = ((end, levels[end : first + 1].max()), (first, levels[first : last + 1].max()), (last, after))
     return int(sum(most - levels[start] for start, most in stretches))
 
