@@ -26,8 +26,7 @@ from zerokit.formulas import ElementBytes
 from zerokit.placement import Mesh, Placement
 from zerokit.planning.memory import StepMemory
 from zerokit.planning.replay import Step
-from zerokit.planning.trace import trace_model
-from zerokit.runtime.precision import Precision
+from zerokit.planning.subject import Subject, Traces
 from zerokit.training.recomputation import blocks_of
 
 BAR = 0.05
@@ -83,15 +82,8 @@ def plan_memory(row: Row) -> int:
         tokens = torch.zeros(samples, row.seq_len, dtype=torch.int64)
         return tokens, tokens.clone()
 
-    recording = trace_model(
-        partial(Model, row, row.memory),
-        batch,
-        samples=row.micro_batch,
-        units_per_sample=row.seq_len,
-        precision=Precision.of("bf16"),
-        on_cuda=True,
-    )
-    trace = recording.at(row.micro_batch)
+    subject = Subject(row.model, partial(Model, row, row.memory), batch, "tokens", row.seq_len)
+    trace = Traces(subject, on_cuda=True, exactly=True).get(row.micro_batch, "bf16", recompute=False)
     sizes = ElementBytes(2, row.reduce_bytes, 0, row.memory.held_bytes - 2 - row.reduce_bytes)
     placement = Placement.of(3, Mesh(1, row.gpus))
     step = Step(trace.layout.for_world(row.gpus), placement, sizes, on_cuda=True)

@@ -22,7 +22,6 @@ from zerokit.layout import (
     Parameter,
     Segment,
     Unit,
-    align,
     build_layout,
     default_bucket_bytes,
 )
@@ -66,10 +65,6 @@ def models(draw: st.DrawFn, most: int = 12) -> list[Segment]:
     return segments
 
 
-def elements(segments: list[Segment]) -> int:
-    return sum(parameter.numel for segment in segments for parameter in segment.parameters)
-
-
 def units_of(segments: list[Segment], world: int, bucket: int) -> tuple[Unit, ...]:
     return build_layout(segments, world=world, bucket_bytes=bucket).units
 
@@ -106,33 +101,22 @@ def test_any_model_is_divided_as_promised(segments: list[Segment], world: int, b
 
 
 def _require_tiles(layout: Layout, unit: Unit) -> None:
-    """Shards tile the unit, and their parts each parameter: what a rank owns is what `find` and `cuts` say."""
-    world = layout.world
-    pieces = [unit.shard(rank) for rank in range(world)]
-    assert pieces[0].start == 0
-    assert pieces[-1].stop == unit.numel
-    assert all(a.stop == b.start for a, b in pairwise(pieces))
-    assert len({piece.numel for piece in pieces}) == 1
-    owned: dict[str, list[tuple[int, Interval]]] = {p.name: [] for p in unit.parameters}
-    for rank, piece in enumerate(pieces):
-        assert not [*unit.slices_within(Interval(piece.start + 1, piece.start + 1))]
-        for part in unit.owned(rank):
-            of_parameter = owned[part.parameter.name]
-            # In rank order, without a hole, and at most one slice of a parameter a rank.
-            assert part.interval.start == (of_parameter[-1][1].stop if of_parameter else 0)
-            assert not of_parameter or of_parameter[-1][0] < rank
-            assert part.interval.numel > 0
-            assert piece.start <= part.memory.start
-            assert part.memory.stop <= piece.stop
-            of_parameter.append((rank, part.interval))
+    """Shards tile the unit, and what ranks own of a parameter, by `cuts` and by the unit, tiles the parameter."""
+    shards = [unit.shard(rank) for rank in range(layout.world)]
+    assert [shard.start for shard in shards] == [unit.shard_numel * rank for rank in range(layout.world)]
+    assert shards[-1].stop == unit.numel
     for parameter in unit.parameters:
-        of_parameter = owned[parameter.name]
-        assert sum(interval.numel for _, interval in of_parameter) == parameter.numel
-        found_unit, whole = layout.find(parameter.name)
-        assert found_unit is unit
-        assert whole.parameter == parameter
-        cuts = layout.cuts(layout.positions[parameter.name])
-        assert [(rank, cut) for rank, cut, part in cuts if cut == part] == of_parameter
+        found, whole = layout.find(parameter.name)
+        assert (found, whole.parameter) == (unit, parameter)
+        end, last = 0, -1
+        for rank, cut, part in layout.cuts(layout.positions[parameter.name]):
+            (own,) = (one for one in unit.owned(rank) if one.parameter is parameter)
+            assert own.interval == cut == part
+            assert own.memory.intersection(shards[rank]) == own.memory
+            assert (part.start, rank > last) == (end, True)
+            end, last = part.stop, rank
+        assert end == parameter.numel
+        assert layout.owners(layout.positions[parameter.name]).stop == last + 1
 
 
 @settings(max_examples=300)
@@ -252,17 +236,7 @@ def test_the_digest_tells_every_difference_and_nothing_else() -> None:
     digests = {name: layout.digest() for name, layout in _variants().items()}
     assert len(set(digests.values())) == len(digests)
     assert digests == {name: layout.digest() for name, layout in _variants().items()}
-
-
-def test_the_description_is_plain_data() -> None:
-    layout = _variants()["base"]
-    assert json.loads(json.dumps(layout.describe()))["world"] == 2
-
-
-@given(st.integers(0, 10**12))
-def test_align(numel: int) -> None:
-    assert align(numel) % ALIGNMENT == 0
-    assert numel <= align(numel) < numel + ALIGNMENT
+    assert json.loads(json.dumps(_variants()["base"].describe()))["world"] == 2
 
 
 @given(*[st.integers(0, 30)] * 4)
@@ -286,12 +260,6 @@ def test_a_parameter_named_twice_is_refused_by_name() -> None:
     segment = Segment("m", (Parameter("w", (2,)),))
     with pytest.raises(ValueError, match=r"\bw\b"):
         build_layout([segment, segment], world=1, bucket_bytes=1)
-
-
-def test_a_line_without_parameters() -> None:
-    layout = build_layout([], world=4, bucket_bytes=1)
-    assert layout.units == ()
-    assert layout.trainable_numel == 0
 
 
 def test_only_the_standard_library_is_imported() -> None:

@@ -6,8 +6,8 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 
 from zerokit.layout import Layout, Unit, pooled_units
 from zerokit.placement import Axis, Mesh, Placement
@@ -43,7 +43,7 @@ class MemoryReport:
         return sum(self.as_dict().values()) - self.transient
 
     def as_dict(self) -> dict[str, int]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +76,7 @@ class TrafficReport:
         return sum(operation.bytes for operation in self.by_operation.values())
 
     def as_dict(self) -> dict[str, object]:
-        return {
-            "elements": self.elements,
-            "bytes": self.bytes,
-            "received_bytes": self.received_bytes,
-            "control_bytes": self.control_bytes,
-            "control_calls": self.control_calls,
-            "by_operation": {
-                name: {"calls": o.calls, "elements": o.elements, "bytes": o.bytes}
-                for name, o in self.by_operation.items()
-            },
-        }
+        return {"elements": self.elements, "bytes": self.bytes, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +124,10 @@ _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64"
 _CAST = ("float32", "bfloat16", "float16")
 
 
-def stored_bytes(dtype: str, compute_bytes: int) -> int:
-    """Bytes per element of a frozen parameter: the usual floating dtypes are cast to the compute dtype."""
-    return compute_bytes if dtype in _CAST else _DTYPE_BYTES.get(dtype, 1)
+def stored_bytes(unit: Unit, compute_bytes: int) -> int:
+    """Bytes per element of a unit's parameters: frozen ones of unusual dtypes are not cast to the compute dtype."""
+    dtype = unit.parameters[0].dtype
+    return compute_bytes if unit.trainable or dtype in _CAST else _DTYPE_BYTES.get(dtype, 1)
 
 
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers and buckets", "activations")
@@ -173,7 +164,7 @@ def list_held(layout: Layout, *, rank: int, placement: Placement, sizes: Element
     for unit in layout.units:
         kept = placement.parameters(unit, position)
         if not unit.trainable:
-            size = stored_bytes(unit.parameters[0].dtype, sizes.compute)
+            size = stored_bytes(unit, sizes.compute)
             yield Held("frozen", unit.index, unit.payload_within(kept), kept.numel, size)
             continue
         yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, sizes.compute)
@@ -196,7 +187,6 @@ def predict_memory(
     sizes: ElementBytes,
     buffers: int = 0,
     reductions: Sequence[int] | None = None,
-    held: Iterable[Held] | None = None,
 ) -> MemoryReport:
     """The memory report of rank `rank` between backward and step, after the optimizer's first step.
 
@@ -206,12 +196,9 @@ def predict_memory(
         sizes: bytes an element.
         buffers: bytes of the model's buffers, which every rank holds whole.
         reductions: units in the order in which their gradients are reduced; by default reversed line order.
-        held: what `list_held` returns for the same, where that is known.
     """
-    if held is None:
-        held = list_held(layout, rank=rank, placement=placement, sizes=sizes)
     lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
-    for one in held:
+    for one in list_held(layout, rank=rank, placement=placement, sizes=sizes):
         lines[one.line] += one.payload * one.element_bytes
         lines["padding"] += (one.numel - one.payload) * one.element_bytes
     pooled = pooled_units(layout)
@@ -291,8 +278,4 @@ def predict_traffic(
 def _moved_bytes(unit: Unit, size: int | BlockFormat | None, sizes: ElementBytes) -> int:
     if isinstance(size, BlockFormat):
         return size.unit_nbytes(unit)
-    return unit.payload_numel * (_stored_bytes(unit, sizes) if size is None else size)
-
-
-def _stored_bytes(unit: Unit, sizes: ElementBytes) -> int:
-    return sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
+    return unit.payload_numel * (stored_bytes(unit, sizes.compute) if size is None else size)

@@ -29,20 +29,16 @@ the inner piece of all ranks (·, s). On one axis the position is the rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import IntEnum
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
 
-
-class Held(Enum):
-    """The placement of a kind of state on one axis."""
-
-    WHOLE = "R"
-    PARTIAL = "P"
-    CUT = "S"
+_WHOLE, _CUT = "R", "S"
+_STATES = {"parameters": "RRRS", "gradients": "RPSS", "optimizer": "RSSS"}
+"""The columns of the table, by stage."""
 
 
 class Axis(IntEnum):
@@ -55,16 +51,6 @@ class Axis(IntEnum):
 BOTH = (Axis.OUTER, Axis.INNER)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A stage: the placement of each kind of state on an axis."""
-
-    parameters: Held
-    gradients: Held
-    optimizer: Held
-
-
-_ROWS = tuple(Row(*map(Held, letters)) for letters in ("RRR", "RPS", "RSS", "SSS"))
 _NAMES = "0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters"
 
 StageNumber: TypeAlias = Literal[0, 1, 2, 3]
@@ -75,24 +61,18 @@ StageArgument: TypeAlias = (
 synchronises no gradients; `zerokit.LocalSteps` does its part."""
 
 
-def row_of(stage: object) -> Row:
-    """The row of a stage. Raises `UsageError` for a stage other than 0, 1, 2 and 3."""
-    if type(stage) is not int or not 0 <= stage <= 3:
-        raise UsageError(f"stage {stage!r} is unknown: {_NAMES}")
-    return _ROWS[stage]
+def stage_of(number: object) -> StageNumber:
+    """The stage of this number. Raises `UsageError` for anything but 0, 1, 2 and 3."""
+    if type(number) is not int or not 0 <= number <= 3:
+        raise UsageError(f"stage {number!r} is unknown: {_NAMES}")
+    return number  # type: ignore[return-value]  # it is one of these
 
 
 def require_stage(stage: StageArgument) -> StageArgument:
     """`stage`, one or a pair. Raises `UsageError` for anything else."""
     for each in stage if isinstance(stage, tuple) else (stage,):
-        row_of(each)
+        stage_of(each)
     return stage
-
-
-def stage_of(number: int) -> StageNumber:
-    """The stage of this number. Raises `UsageError` for other numbers."""
-    row_of(number)
-    return number  # type: ignore[return-value]  # row_of has looked
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +130,10 @@ class Placement:
     def of(cls, stage: object, mesh: Mesh) -> Placement:
         """The placement of a stage, or of one for each axis. Raises `UsageError` for invalid stages."""
         if not isinstance(stage, tuple | list):
-            row_of(stage)
-            return cls(mesh, (stage, stage))  # type: ignore[arg-type]  # row_of has looked
+            return cls(mesh, (stage_of(stage), stage_of(stage)))
         if len(stage) != 2:
             raise UsageError(f"stage {stage!r}: expected one stage, or two of them, (outer, inner)")
-        for each in stage:
-            row_of(each)
-        outer, inner = stage
+        outer, inner = map(stage_of, stage)
         if outer > inner:
             raise UsageError(
                 f"stage {outer, inner}: the outer stage must not exceed the inner one, write stage={inner, outer}; "
@@ -169,28 +146,25 @@ class Placement:
             )
         return cls(mesh, (outer, inner))
 
-    def _row(self, axis: Axis) -> Row:
-        return _ROWS[self.stages[axis]]
-
-    def _axes(self, kind: str, held: Held) -> tuple[Axis, ...]:
-        return tuple(axis for axis in self.mesh.axes if getattr(self._row(axis), kind) is held)
+    def _axes(self, kind: str, held: str) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self.mesh.axes if _STATES[kind][self.stages[axis]] == held)
 
     # ---- the hops
 
     @cached_property
     def use(self) -> tuple[Axis, ...]:
         """The axes over which parameters are gathered for each use, because they are sharded."""
-        return self._axes("parameters", Held.CUT)
+        return self._axes("parameters", _CUT)
 
     @cached_property
     def update(self) -> tuple[Axis, ...]:
         """The axes over which updated parameters are gathered after a step: whole parameters that owners update."""
-        return tuple(axis for axis in self._axes("optimizer", Held.CUT) if axis not in self.use)
+        return tuple(axis for axis in self._axes("optimizer", _CUT) if axis not in self.use)
 
     @cached_property
     def sums(self) -> tuple[Axis, ...]:
         """The axes over which summed gradients return to every rank, because every rank updates the same elements."""
-        return self._axes("gradients", Held.WHOLE)
+        return self._axes("gradients", _WHOLE)
 
     # ---- what a rank holds
 
@@ -201,7 +175,7 @@ class Placement:
     @cached_property
     def cuts_gradients(self) -> bool:
         """Whether whole gradients exist only in flight; they then share a few buckets."""
-        return self._row(Axis.INNER).gradients is Held.CUT
+        return _STATES["gradients"][self.stages[Axis.INNER]] == _CUT
 
     @cached_property
     def pooled_buckets(self) -> int:
@@ -236,7 +210,7 @@ class Placement:
         return self._held("optimizer", unit, position)
 
     def _held(self, kind: str, unit: Unit, position: int) -> Interval:
-        cut = self._axes(kind, Held.CUT)
+        cut = self._axes(kind, _CUT)
         if Axis.INNER not in cut:
             return Interval(0, unit.numel)
         if Axis.OUTER in cut or self.mesh.outer == 1:

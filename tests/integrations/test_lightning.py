@@ -32,9 +32,8 @@ EPOCHS, BATCHES = 2, 6
 def _lightning() -> tuple[Any, Any]:
     """Lightning and our strategy, in an environment as torchrun makes it; imported in the ranks only."""
     as_launched()
-    os.environ.update(
-        GROUP_RANK="0", MASTER_PORT="1", TORCHELASTIC_RUN_ID="test"
-    )  # the process group is there
+    # The process group is there.
+    os.environ.update(GROUP_RANK="0", MASTER_PORT="1", TORCHELASTIC_RUN_ID="test")
     # Lightning's own advice: few workers, no logger. What schedulers say of an optimizer that is not theirs counts.
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", message=".*lr_scheduler.*")

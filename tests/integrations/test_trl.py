@@ -70,11 +70,8 @@ def _losses(kind: str, directory: Path) -> list[list[float]]:
         columns = {"prompt": lines, "chosen": ["w3 w4"] * 8, "rejected": ["w5 w6"] * 8}
     found = []
     for stage in (None, 0, 3):
-        args = getattr(trl, f"{kind}Config")(
-            str(directory), use_cpu=True, bf16=False, per_device_train_batch_size=2, max_steps=3,
-            learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-            gradient_checkpointing=False, dataloader_pin_memory=False,
-        )  # fmt: skip
+        changes: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False, "warmup_steps": 0}
+        args = arguments(directory, kind=getattr(trl, f"{kind}Config"), max_steps=3, **changes)
         options: dict[str, Any] = {
             "train_dataset": Dataset.from_dict(columns),
             "processing_class": _tokenizer(),

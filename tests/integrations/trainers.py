@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def texts(count: int) -> Any:
     return found
 
 
-def arguments(directory: Path | str, **changes: Any) -> TrainingArguments:
+def arguments(directory: Path | str, *, kind: Any = TrainingArguments, **changes: Any) -> Any:
+    """Arguments of Trainer, or those of this kind."""
     options: dict[str, Any] = {
         "use_cpu": True,
         "per_device_train_batch_size": 2,
@@ -68,10 +70,10 @@ def arguments(directory: Path | str, **changes: Any) -> TrainingArguments:
         "dataloader_pin_memory": False,
         "ddp_find_unused_parameters": False,
     }
-    return TrainingArguments(str(directory), **options | changes)
+    return kind(str(directory), **options | changes)
 
 
-def trainer(stage: int | None, args: TrainingArguments, **changes: Any) -> Any:
+def trainer(stage: int | None, args: Any, **changes: Any) -> Any:
     """A `ZeroTrainer` of that stage; None is transformers' own Trainer, and so DDP."""
     options: dict[str, Any] = {"model": build(), "train_dataset": texts(22)} | changes
     return (
@@ -99,25 +101,9 @@ def translate(stage: int | None, directory: Path | str) -> tuple[list[float], An
         "decoder_start_token_id": 0,
     }
     model = T5ForConditionalGeneration(T5Config(**sizes))
-    args = Seq2SeqTrainingArguments(
-        str(directory),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        per_device_eval_batch_size=2,
-        predict_with_generate=True,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        logging_steps=1,
-        save_strategy="no",
-        dataloader_pin_memory=False,
-        ddp_find_unused_parameters=False,
-    )
-    made: Any
-    if stage is None:
-        made = Seq2SeqTrainer(model, args, train_dataset=texts(12))
-    else:
-        made = ZeroSeq2SeqTrainer(model, args, train_dataset=texts(12), stage=stage_of(stage))
+    args = arguments(directory, kind=Seq2SeqTrainingArguments, max_steps=3, predict_with_generate=True)
+    kind: Any = Seq2SeqTrainer if stage is None else partial(ZeroSeq2SeqTrainer, stage=stage_of(stage))
+    made = kind(model, args, train_dataset=texts(12))
     made.train()
     tokens = made.predict(texts(5), max_new_tokens=4, **({} if stage is None else {"synced_gpus": True}))
     return [entry["loss"] for entry in history(made) if "loss" in entry], tokens.predictions

@@ -158,9 +158,3 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 def test_16384_ranks_take_less_than_a_gigabyte(tmp_path: Path) -> None:
     done = run_python(tmp_path, "-c", _MANY)
     assert int(done.stdout) * 1024 < 10**9, done.stderr
-
-
-def test_names_lead_to_what_bench_trains() -> None:
-    subject = subject_named("llama-tiny", seq_len=32)
-    assert subject.bench_options == ("--model", "llama-tiny", "--seq-len", "32")
-    assert subject.units_per_sample == 32

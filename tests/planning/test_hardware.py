@@ -159,9 +159,8 @@ def test_ranks_of_a_host_share_it() -> None:
     # Gradients, in fresh pages.
     pages = whole * SIZES.compute / 4096
     fresh = (slowed.compute_s - 1.1 * free.compute_s) / 3e-6
-    moved = (
-        0.9 * whole * (SIZES.compute + SIZES.reduce) / 30e9 / 3e-6
-    )  # buckets fill 2.0 and not 1.1 times as slowly
+    # Buckets fill 2.0 and not 1.1 times as slowly.
+    moved = 0.9 * whole * (SIZES.compute + SIZES.reduce) / 30e9 / 3e-6
     assert fresh == pytest.approx(pages + moved, rel=0.01)
     assert slowed.exposed_total_s == free.exposed_total_s  # small units pass their pages on
 

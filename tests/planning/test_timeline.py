@@ -14,7 +14,7 @@ from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.placement import Axis, Mesh, Placement
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import Cluster, Device, Link
-from zerokit.planning.timeline import Kind, Plan, backward_schedule, forward_schedule, step_time, update_bytes
+from zerokit.planning.timeline import Kind, Plan, schedule, step_time, update_bytes
 from zerokit.planning.work import ModelWork, Product, UnitWork, Work
 
 SIZES = ElementBytes(compute=2, reduce=4, master=4, states=8)
@@ -132,7 +132,7 @@ def test_a_transfer_in_flight_slows_work_down() -> None:
 
 def test_the_next_gather_is_issued_before_work() -> None:
     uses = [0, 1, 2]
-    forward = forward_schedule(uses, {0, 1, 2}, ahead=1)
+    forward = schedule(uses, {0, 1, 2})
     assert [(each.kind, each.unit) for each in forward] == [
         (Kind.GATHER, 0),
         (Kind.GATHER, 1),
@@ -141,7 +141,7 @@ def test_the_next_gather_is_issued_before_work() -> None:
         (Kind.RUN, 1),
         (Kind.RUN, 2),
     ]
-    backward = backward_schedule([0, 1, 0], {1}, {0, 1}, ahead=1)
+    backward = schedule([0, 1, 0], {1}, backward=True, reduced={0, 1})
     assert [(each.kind, each.unit) for each in backward] == [
         (Kind.GATHER, 1),
         (Kind.RUN, 0),

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.support.happens_before import FakeCuda, FakeStream
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import Group, RecordingRoute
 from tests.support.streams import PromptStream
@@ -26,7 +25,6 @@ from zerokit.layout import Interval
 from zerokit.placement import Mesh
 from zerokit.runtime import collectives
 from zerokit.runtime.collectives import groups, make_collectives, nccl, stalls
-from zerokit.runtime.collectives import nccl as streams
 from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives, NcclRoute, make_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.gradients import Gradients
@@ -171,29 +169,81 @@ def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
 # --- streams -----------------------------------------------------------------------------------------------
 
 
-def test_a_side_stream_has_high_priority_and_names_its_first_unfinished_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What its work waits for is the business of `test_happens_before`."""
-    cuda, priorities = FakeCuda(), []
+class FakeStream:
+    """Notes what it is told, with what runs on it, in one record of all streams."""
 
-    def make_stream(device: torch.device, priority: int) -> FakeStream:
-        priorities.append(priority)
-        return FakeStream(cuda, 1)
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def record_event(self) -> SimpleNamespace:
+        self.told.append(f"{self.name} records")
+        return SimpleNamespace(of=self.told[-2], query=lambda: "all has ended" in self.told)
+
+    def wait_event(self, event: SimpleNamespace) -> None:
+        self.told.append(f"{self.name} waits for: {event.of}")
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The record of streams, whose names are those of their priorities."""
+    told: list[str] = []
+    current = [FakeStream("computation", told)]
+
+    @contextlib.contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    class Arrived(torch.Tensor):
+        def copy_(self, *given: Any, **options: Any) -> Arrived:
+            told.append(f"{current[-1].name} copies")
+            return self
 
     fake = SimpleNamespace(
-        Stream=make_stream, current_stream=cuda.current_stream, stream=cuda.stream, Event=object
+        Stream=lambda device, priority: FakeStream(f"side {priority}", told),
+        current_stream=lambda device: current[-1],
+        stream=on,
     )
-    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=fake))
-    side = streams.CudaStream(GPU)
-    assert priorities == [-1]
+    empty = torch.empty(1).as_subclass(Arrived)
+    monkeypatch.setattr(
+        nccl, "torch", SimpleNamespace(cuda=fake, empty=lambda shape, dtype, pin_memory: empty)
+    )
+    return told
+
+
+def test_streams_wait_for_each_other(told: list[str]) -> None:
+    """Work for the computation or for the work it follows, the computation for work, the host for copies."""
+    side = nccl.CudaStream(GPU)
+    reduction = side.launch(nccl.Operation("a reduction", lambda: told.append("reduces")))
+    assert told == ["side -1 waits for computation", "reduces", "side -1 records"]
+    told.clear()
+    gather = side.launch(nccl.Operation("its gather", lambda: told.append("gathers")), after=reduction)
+    assert told == ["side -1 waits for: reduces", "gathers", "side -1 records"]
+    told.clear()
+    gather.wait()
+    side.join()
+    assert told == ["computation waits for: gathers", "computation waits for side -1"]
+    told.clear()
+    fetch = side.fetch(torch.ones(1))
+    assert told == ["side -1 copies", "side -1 records"]
+    assert fetch() is None
+    told.append("all has ended")
+    assert fetch() is not None
+
+
+def test_a_side_stream_names_its_first_unfinished_work(told: list[str]) -> None:
+    side = nccl.CudaStream(GPU)
     assert side.unfinished() is None
     for name in ("first", "second"):
-        side.launch(streams.Operation(name, lambda: None))
+        side.launch(nccl.Operation(name, lambda: None))
         assert side.unfinished() == "first"
-    cuda.host_waits = True
+    told.append("all has ended")
     assert side.unfinished() is None
-    side.launch(streams.Operation("third", lambda: None))
+    side.launch(nccl.Operation("third", lambda: None))
     assert len(side._launched) == 1, "what has ended is forgotten"
 
 

@@ -153,6 +153,17 @@ def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) 
     assert found == dict.fromkeys(stages, (True, "other bits"))
 
 
+# --- and none too many -------------------------------------------------------------------------------------
+
+
+def _route(training: Training) -> NcclRoute:
+    collectives = training.optimizer.runtime.collectives
+    assert isinstance(collectives, NcclCollectives)
+    route = collectives.routes[Axis.INNER]
+    assert isinstance(route, NcclRoute)
+    return route
+
+
 @on_ranks(2, (1, 2))
 def test_updated_weights_are_waited_for_in_the_next_forward_and_not_before(stage: int) -> None:
     """The first gather in flight after `step()` is so after `zero_grad()`."""
@@ -160,12 +171,29 @@ def test_updated_weights_are_waited_for_in_the_next_forward_and_not_before(stage
         training = Training(at(SCENES["plain"], stage=stage), device)
         training.step(0)
         training.differentiate(1)
-        collectives = training.optimizer.runtime.collectives
-        assert isinstance(collectives, NcclCollectives)
-        route = collectives.routes[Axis.INNER]
-        assert isinstance(route, NcclRoute)
+        gathers = _route(training)._gathers
         training.optimizer.step()
-        before = route._gathers.unfinished()
+        before = gathers.unfinished()
         assert before is not None
         training.optimizer.zero_grad()
-        assert route._gathers.unfinished() == before
+        assert gathers.unfinished() == before
+
+
+@on_ranks(2, STAGES)
+def test_collectives_run_beside_the_computation(stage: int) -> None:
+    seen: list[str | None] = []
+    with lagging("cpu") as device:
+        training = Training(at(SCENES["plain"], stage=stage), device)
+        route = _route(training)
+
+        def look(*_: Any) -> None:
+            seen.append(route._gathers.unfinished() or route._reductions.unfinished())
+
+        training.step(0)
+        training.step(1)
+        for block in training.model.get_submodule("blocks").children():
+            block.register_forward_hook(look)
+            block.register_full_backward_hook(look)
+        training.differentiate(2)
+    # Stage 0 gathers sums behind its reductions, and nothing in forward.
+    assert [name is not None for name in seen] == [stage > 0] * 3 + [True] * 3, seen

@@ -4,7 +4,7 @@ The ranks are forked from a server that has imported torch and zerokit once, so 
 50 ms instead of 3 s. They meet over a `FileStore` in a temporary directory: no ports, so no races for them.
 Every rank answers over a pipe with a value or with an exception and its traceback, and then waits until all
 ranks have answered: a rank that fails keeps its connections open, so the others meet a silent peer (the hard
-case), not a closed socket. Past the deadline each rank's stack is collected and the rank is killed.
+case), not a closed socket. Past the deadline each rank prints its stack and ends.
 
     def work(factor: int) -> int:            # module level: it travels by name
         return factor * dist.get_rank()
@@ -22,19 +22,19 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
-import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,8 +55,8 @@ PRELOAD = [
 LIBRARIES = "tests.integrations.libraries"
 
 
-#: Seconds until ranks count as hung and are killed with their stacks: below the limit of a test in scripts/test, and
-#: far beyond what any test takes, however busy or slow the machine is.
+#: Seconds until ranks count as hung and end with their stacks: below the limit of a test in scripts/test, and far
+#: beyond what any test takes, however busy or slow the machine is.
 DEADLINE = 800.0
 #: For errors that ranks must find without a time-out: it lies beyond the deadline, which kills who waits for it.
 #: So no test need look at a clock.
@@ -65,7 +65,7 @@ AT_ONCE = {"timeout": 3600.0}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank: a value, or an exception, or neither when the process died or was killed."""
+    """What became of one rank: a value, or an exception, or neither when the process died or hung."""
 
     rank: int
     value: Any = None
@@ -73,11 +73,9 @@ class Outcome:
     error_types: tuple[str, ...] = ()
     error: str = ""
     traceback: str = ""
-    #: Seconds from the start of the function to its end.
-    seconds: float = 0.0
     #: How the process ended when it did not answer: a negative signal number or an exit code.
     exitcode: int | None = None
-    #: What the rank printed, and its stack when it had to be killed.
+    #: What the rank printed, and its stack past the deadline.
     log: str = ""
 
     @property
@@ -89,17 +87,13 @@ class Outcome:
         return any(name in self.error_types for name in names)
 
     def describe(self) -> str:
-        lines = [f"--- rank {self.rank}: "]
-        if self.ok:
-            lines[0] += "returned"
-        elif self.exitcode is not None:
-            lines[0] += f"did not answer, exit code {self.exitcode}"
-        else:
-            lines[0] += f"{self.error_types[0]} after {self.seconds:.1f} s"
-            lines.append(self.traceback.rstrip())
-        if self.log.strip():
-            lines.append(f"[printed]\n{self.log[-6000:].rstrip()}")
-        return "\n".join(lines)
+        how = "returned"
+        if self.exitcode is not None:
+            how = f"did not answer, exit code {self.exitcode}"
+        elif not self.ok:
+            how = f"{self.error_types[0]}\n{self.traceback.rstrip()}"
+        printed = f"\n[printed]\n{self.log[-6000:].rstrip()}" if self.log.strip() else ""
+        return f"--- rank {self.rank}: {how}{printed}"
 
 
 class RanksFailed(AssertionError):
@@ -114,53 +108,30 @@ class RanksFailed(AssertionError):
 
 @dataclass(frozen=True)
 class _Job:
-    """Everything a rank needs, sent to it once."""
+    """Everything a rank needs, sent to it once; without a `timeout` it joins no process group."""
 
     world: int
     directory: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    timeout_s: float
-    deadline_s: float
-    process_group: bool
-
-
-@dataclass
-class _Rank:
-    """The parent's view of one rank."""
-
-    process: Any
-    pipe: Connection
-    answer: dict[str, Any] | None = None
-    over: bool = False
-    extra_log: list[str] = field(default_factory=list)
+    timeout: float | None
+    deadline: float
 
 
 def run_ranks(
-    world: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = 300.0,
-    deadline: float = DEADLINE,
-    **kwargs: Any,
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
 ) -> list[Any]:
     """Calls `function(*args, **kwargs)` on `world` ranks and returns their values in rank order.
 
     Args:
         timeout: of the process group, in seconds.
-        deadline: for everything together, in seconds; then the ranks are killed.
 
     Raises:
-        RanksFailed: a rank raised, died or was killed; the message holds its traceback or stack.
+        RanksFailed: a rank raised, died or hung; the message holds its traceback or stack.
     """
     __tracebackhide__ = True
-    outcomes = run_ranks_expecting_errors(
-        world, function, *args, timeout=timeout, deadline=deadline, **kwargs
-    )
-    if not all(outcome.ok for outcome in outcomes):
-        raise RanksFailed(outcomes)
-    return [outcome.value for outcome in outcomes]
+    return _values(_run(world, function, args, kwargs, timeout))
 
 
 def each(function: Callable[..., Any], cases: Sequence[Any]) -> list[Any]:
@@ -175,24 +146,23 @@ def run_each(world: int, function: Callable[..., Any], cases: Sequence[Any], **l
 
 
 def run_ranks_expecting_errors(
-    world: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = 5.0,
-    deadline: float = DEADLINE,
-    **kwargs: Any,
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = 5.0, **kwargs: Any
 ) -> list[Outcome]:
     """Like `run_ranks`, but hands back what became of every rank instead of raising."""
-    return _run(world, function, args, kwargs, timeout, deadline, process_group=True)
+    return _run(world, function, args, kwargs, timeout)
 
 
-def run_alone(function: Callable[..., Any], *args: Any, deadline: float = DEADLINE, **kwargs: Any) -> Any:
+def run_alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls the function in one fresh process without a process group; it may start one, a fake one say."""
     __tracebackhide__ = True
-    outcomes = _run(1, function, args, kwargs, 30.0, deadline, process_group=False)
-    if not outcomes[0].ok:
+    return _values(_run(1, function, args, kwargs, None))[0]
+
+
+def _values(outcomes: list[Outcome]) -> list[Any]:
+    __tracebackhide__ = True
+    if not all(outcome.ok for outcome in outcomes):
         raise RanksFailed(outcomes)
-    return outcomes[0].value
+    return [outcome.value for outcome in outcomes]
 
 
 def _run(
@@ -200,31 +170,35 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    timeout: float,
-    deadline: float,
-    *,
-    process_group: bool,
+    timeout: float | None,
 ) -> list[Outcome]:
     context = server_context()
     with tempfile.TemporaryDirectory(prefix="zerokit-ranks-") as directory:
-        job = _Job(world, directory, function, args, kwargs, timeout, deadline, process_group)
-        ranks: list[_Rank] = []
+        job = _Job(world, directory, function, args, kwargs, timeout, DEADLINE)
+        processes: list[Any] = []
+        pipes: list[Connection] = []
+        answers: dict[int, Outcome] = {}
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe()
+                pipes.append(ours)
                 process = context.Process(
                     target=_rank_main, args=(job, rank, theirs), name=f"rank-{rank}", daemon=True
                 )
                 process.start()
+                processes.append(process)
                 theirs.close()
-                ranks.append(_Rank(process, ours))
-            _collect(ranks, time.monotonic() + deadline)
-            for rank, entry in enumerate(ranks):
-                if not entry.over:
-                    entry.extra_log.append(_stack_of(entry, rank, directory, deadline))
+            answers = _answers(pipes)
         finally:
-            _end(ranks)
-        return [_outcome(entry, rank, directory) for rank, entry in enumerate(ranks)]
+            for rank in answers:
+                with contextlib.suppress(OSError):
+                    pipes[rank].send_bytes(b"bye")
+            for rank, process in enumerate(processes):
+                process.join(10.0 if rank in answers else 0.0)
+                process.kill()
+                process.join()
+                pipes[rank].close()
+        return [_outcome(job, rank, answers.get(rank), one.exitcode) for rank, one in enumerate(processes)]
 
 
 def preload(module: str) -> None:
@@ -238,7 +212,7 @@ def server_context() -> Any:
     """multiprocessing's, whose processes are forked from the server; it is started where there is none."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    with _environment(_server_environment()):
+    with mock.patch.dict(os.environ, _server_environment()):
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -254,74 +228,29 @@ def _server_environment() -> dict[str, str]:
     return changes
 
 
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+def _answers(pipes: Sequence[Connection]) -> dict[int, Outcome]:
+    """Of each rank that answers before it dies, and before the deadline, at which it ends by itself."""
+    end = time.monotonic() + DEADLINE + 15.0
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    answers = {}
+    while waiting and (ready := wait(list(waiting), timeout=max(0.0, end - time.monotonic()))):
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            with contextlib.suppress(EOFError, ConnectionError):  # a process that died has closed its end
+                answers[rank] = pickle.loads(pipe.recv_bytes())
+    return answers
 
 
-def _collect(ranks: list[_Rank], end: float) -> None:
-    """Waits until every rank has answered or died, or until `end` on the monotonic clock."""
-    while open_ranks := {entry.pipe: entry for entry in ranks if not entry.over}:
-        left = end - time.monotonic()
-        if left <= 0:
-            return
-        for ready in wait(list(open_ranks), timeout=left):
-            assert isinstance(ready, Connection)
-            entry = open_ranks[ready]
-            entry.over = True
-            # A process that died closes its end: poll() is then true and recv raises.
-            with contextlib.suppress(EOFError, ConnectionError):
-                entry.answer = pickle.loads(ready.recv_bytes())
-
-
-def _stack_of(entry: _Rank, rank: int, directory: str, deadline: float) -> str:
-    path = Path(directory, f"stack-{rank}")
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(entry.process.pid, signal.SIGUSR1)
-    size, until = -1, time.monotonic() + 2.0
-    while time.monotonic() < until:  # until the file has stopped growing
-        time.sleep(0.1)
-        now = path.stat().st_size if path.exists() else 0
-        if now and now == size:
-            break
-        size = now
-    stack = path.read_text(errors="replace") if path.exists() else "no stack\n"
-    return f"[killed at the deadline of {deadline:g} s; its stack]\n{stack}"
-
-
-def _end(ranks: list[_Rank]) -> None:
-    for entry in ranks:
-        if entry.answer is not None:
-            with contextlib.suppress(OSError):
-                entry.pipe.send_bytes(b"bye")
-    for entry in ranks:
-        if entry.answer is not None:
-            entry.process.join(10.0)
-        if entry.process.exitcode is None:
-            entry.process.kill()
-            entry.process.join(10.0)
-        entry.pipe.close()
-
-
-def _outcome(entry: _Rank, rank: int, directory: str) -> Outcome:
-    path = Path(directory, f"log-{rank}")
-    log = (path.read_text(errors="replace") if path.exists() else "") + "".join(entry.extra_log)
-    exitcode = entry.process.exitcode
-    if entry.answer is None:
-        return Outcome(rank, exitcode=exitcode if exitcode is not None else -signal.SIGKILL, log=log)
-    if exitcode != 0 and not entry.answer.get("error_types"):
+def _outcome(job: _Job, rank: int, answer: Outcome | None, exitcode: int) -> Outcome:
+    path = Path(job.directory, f"log-{rank}")
+    log = path.read_text(errors="replace") if path.exists() else ""
+    if answer is None:
+        return Outcome(rank, exitcode=exitcode, log=log)
+    if exitcode and answer.ok:
         log += "\n[the function returned, but the process did not end well afterwards]"
-        return Outcome(rank, exitcode=exitcode if exitcode is not None else -signal.SIGKILL, log=log)
-    return Outcome(rank, log=log, **entry.answer)
+        return Outcome(rank, exitcode=exitcode, log=log)
+    return replace(answer, log=log)
 
 
 def _rank_main(job: _Job, rank: int, pipe: Connection) -> None:
@@ -334,18 +263,14 @@ def _rank_main(job: _Job, rank: int, pipe: Connection) -> None:
     os.dup2(log, 2)
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)
-    stack = open(os.path.join(job.directory, f"stack-{rank}"), "w")  # noqa: SIM115 - open for the process's life
     faulthandler.enable(file=sys.stderr)
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    # Should the parent be killed, nobody is left to enforce the deadline.
-    faulthandler.dump_traceback_later(job.deadline_s + 15.0, exit=True, file=stack)
-
+    faulthandler.dump_traceback_later(job.deadline, exit=True, file=sys.stderr)
     _remember_probes()
     answer = _answer(job, rank)
     pipe.send_bytes(pickle.dumps(answer))
     with contextlib.suppress(EOFError, OSError):
         pipe.recv_bytes()
-    if answer.get("error_types"):
+    if not answer.ok:
         os._exit(0)  # tearing down a group with broken connections may hang or abort
     import torch.distributed as dist
 
@@ -369,41 +294,28 @@ def _remember_probes() -> None:
     vars(build)["probe"] = probe
 
 
-def _answer(job: _Job, rank: int) -> dict[str, Any]:
+def _answer(job: _Job, rank: int) -> Outcome:
     import torch
 
     torch.set_num_threads(1)
-    started = time.monotonic()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # torch 2.6's SequentialLR calls its schedulers in a way that they warn of.
             warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step", UserWarning)
-            if job.process_group:
-                _join_group(job, rank)
-            started = time.monotonic()
-            value = job.function(*job.args, **job.kwargs)
-        answer: dict[str, Any] = {"value": value, "seconds": time.monotonic() - started}
+            if job.timeout is not None:
+                _join_group(job, rank, timedelta(seconds=job.timeout))
+            answer = Outcome(rank, job.function(*job.args, **job.kwargs))
         pickle.dumps(answer)
     except BaseException as error:
         names = tuple(cls.__name__ for cls in type(error).__mro__ if cls is not object)
-        return {
-            "error_types": names,
-            "error": str(error),
-            "traceback": traceback.format_exc(),
-            "seconds": time.monotonic() - started,
-        }
+        return Outcome(rank, error_types=names, error=str(error), traceback=traceback.format_exc())
     return answer
 
 
-def _join_group(job: _Job, rank: int) -> None:
+def _join_group(job: _Job, rank: int, timeout: timedelta) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
-    dist.init_process_group(
-        "gloo",
-        store=FileStore(os.path.join(job.directory, "store"), job.world),
-        rank=rank,
-        world_size=job.world,
-        timeout=timedelta(seconds=job.timeout_s),
-    )
+    store = FileStore(os.path.join(job.directory, "store"), job.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world, timeout=timeout)

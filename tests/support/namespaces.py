@@ -60,17 +60,8 @@ class Hosts:
     def start_sshd(self, host: str) -> None:
         """Start the host's ssh server, and return when it listens."""
         log = self.folder / f"sshd-{host}.log"
-        self.servers[host] = subprocess.Popen(
-            [
-                *self.inside(host),
-                "/usr/sbin/sshd",
-                "-D",
-                "-f",
-                str(self.folder / f"sshd-{host}.conf"),
-                "-E",
-                str(log),
-            ]
-        )
+        sshd = f"/usr/sbin/sshd -D -f {self.folder}/sshd-{host}.conf -E {log}"
+        self.servers[host] = subprocess.Popen([*self.inside(host), *sshd.split()])
         deadline = time.monotonic() + 30
         while "Server listening" not in (log.read_text() if log.exists() else ""):
             if time.monotonic() > deadline or self.servers[host].poll() is not None:
@@ -79,15 +70,12 @@ class Hosts:
 
     def set_wire(self, host: str, state: str) -> None:
         """Pull a host's plug ("down"), or put it in ("up")."""
-        _ip("-n", self.namespace(host), "link", "set", "eth0", state)
+        _ip(f"-n {self.namespace(host)} link set eth0 {state}")
 
     def processes(self, host: str, words: str, without: str | None = None) -> list[int]:
         """Processes of a host whose command line has these words, and not those `without`."""
-        listed = subprocess.run(
-            ["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True, check=True
-        )
         found = []
-        for pid in map(int, listed.stdout.split()):
+        for pid in map(int, _ip(f"netns pids {self.namespace(host)}").split()):
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 if words in line and (without is None or without not in line):
@@ -95,8 +83,8 @@ class Hosts:
         return found
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(words: str) -> str:
+    return subprocess.run(["ip", *words.split()], check=True, capture_output=True, text=True).stdout
 
 
 @contextlib.contextmanager
@@ -111,11 +99,11 @@ def wired_hosts(names: Sequence[str] = ("a", "b"), *, servers: bool = True) -> I
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "key"], check=True)
             Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd separates its privileges there
         for host in (HUB, *addresses):
-            _ip("netns", "add", hosts.namespace(host))
+            _ip(f"netns add {hosts.namespace(host)}")
         known = "".join(f"{address} {host}\n" for host, address in addresses.items())
         hub = hosts.namespace(HUB)
-        _ip("-n", hub, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", hub, "link", "set", "bridge", "up")
+        _ip(f"-n {hub} link add bridge type bridge")
+        _ip(f"-n {hub} link set bridge up")
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         lines = []
         for host, address in addresses.items():
@@ -126,24 +114,11 @@ def wired_hosts(names: Sequence[str] = ("a", "b"), *, servers: bool = True) -> I
             (folder / f"enter-{host}").write_text(
                 f'hostname {host}\nmount --bind {folder}/hosts-{host} /etc/hosts\n{bind}exec "$@"\n'
             )
-            _ip(
-                "-n",
-                hub,
-                "link",
-                "add",
-                f"to-{host}",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                namespace,
-            )
-            _ip("-n", hub, "link", "set", f"to-{host}", "master", "bridge", "up")
-            _ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", namespace, "link", "set", "eth0", "up")
-            _ip("-n", namespace, "link", "set", "lo", "up")
+            _ip(f"-n {hub} link add to-{host} type veth peer name eth0 netns {namespace}")
+            _ip(f"-n {hub} link set to-{host} master bridge up")
+            _ip(f"-n {namespace} address add {address}/24 dev eth0")
+            for device in ("eth0", "lo"):
+                _ip(f"-n {namespace} link set {device} up")
             (folder / f"sshd-{host}.conf").write_text(
                 f"ListenAddress {address}\nPort 22\nHostKey {folder / 'key'}\nPidFile none\nUsePAM no\n"
                 f"AuthorizedKeysFile {folder / 'key.pub'}\nPermitRootLogin yes\nStrictModes no\n"
@@ -159,14 +134,11 @@ def wired_hosts(names: Sequence[str] = ("a", "b"), *, servers: bool = True) -> I
         yield hosts
     finally:
         for host in (HUB, *addresses):
-            listed = subprocess.run(
-                ["ip", "netns", "pids", hosts.namespace(host)], capture_output=True, text=True, check=False
-            )
-            for pid in map(int, listed.stdout.split()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, 9)
             with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "delete", hosts.namespace(host))
+                for pid in map(int, _ip(f"netns pids {hosts.namespace(host)}").split()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, 9)
+                _ip(f"netns delete {hosts.namespace(host)}")
         for server in hosts.servers.values():
             server.wait()
         shutil.rmtree(folder, ignore_errors=True)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerokit.errors import UsageError
-from zerokit.layout import Interval, Layout, Parameter, Segment, build_layout
-from zerokit.training.fragments import Region, divide
+from zerokit.layout import Layout, Parameter, Segment, build_layout
+from zerokit.training.fragments import Part, divide
 
 
 @st.composite
@@ -38,10 +38,10 @@ def test_pieces_of_all_fragments_are_all_trainable_elements_once(layout: Layout,
     total = 0
     for fragment in fragments:
         for rank in range(layout.world):
-            region = Region(fragment, rank, islands)
-            assert region.numel >= sum(unit.shard_numel for unit in fragment.units)
-            pieces = [region.payload(region.piece(island)) for island in range(islands)]
-            assert sum(pieces) == region.payload(Interval(0, region.numel))
+            parts = [Part(fragment, rank, islands, island) for island in range(islands)]
+            assert parts[0].numel >= sum(unit.shard_numel for unit in fragment.units)
+            pieces = [part.payload(part.own) for part in parts]
+            assert sum(pieces) == parts[0].payload(slice(0, parts[0].numel))
             total += sum(pieces)
     assert total == layout.trainable_numel
 

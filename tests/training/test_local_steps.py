@@ -15,6 +15,7 @@ import zerokit
 from tests.support.distributed import run_each, run_ranks
 from tests.support.islands import DILOCO, SGD, batch_of, model_of, train_step, weights_of, wrap
 from zerokit.errors import UsageError
+from zerokit.formulas import MemoryReport, TrafficReport
 
 
 def _analytic() -> list[float]:
@@ -74,30 +75,20 @@ def test_one_step_with_plain_sgd_is_ddp(islands: int, inner: int) -> None:
     run_ranks(islands * inner, _beside_ddp, islands, inner)
 
 
-def _trained(
-    mesh: tuple[int, int], stage: int, steps: int, synchronize: bool, options: dict[str, Any], **kwargs: Any
-) -> dict[str, Tensor]:
+def _trained(stage: int, precision: str, **kwargs: Any) -> dict[str, Tensor]:
     model = model_of(seed=dist.get_rank())
-    optimizer = wrap(model, mesh, stage, cls=torch.optim.AdamW, **({"lr": 1e-2} | options))
+    optimizer = wrap(model, (2, 2), stage, cls=torch.optim.AdamW, lr=1e-2, precision=precision)
     local = zerokit.LocalSteps(optimizer, **kwargs)
-    for step in range(steps):
+    for step in range(9):
         train_step(model, optimizer, step, dist.get_rank())
-        if local.delay == 0 and local.fragments == 1:
-            assert local.traffic().by_operation == (
-                {} if step + 1 < local.every else local.predicted_traffic().by_operation
-            )
-    assert local.memory() == local.predicted_memory()
-    if synchronize:
-        local.synchronize()
-        assert local.traffic().by_operation == local.predicted_traffic().by_operation
-        assert local.memory() == local.predicted_memory()  # nothing is in flight
+    local.synchronize()
     return weights_of(model)
 
 
 def _across_stages(number: int) -> list[dict[str, Tensor]]:
     precision, kwargs = ACROSS[number]
     stages = (0, 1, 2, 3) if number == 0 else (number % 2, 2 + number % 2)
-    return [_trained((2, 2), stage, 9, True, {"precision": precision}, **kwargs) for stage in stages]
+    return [_trained(stage, precision, **kwargs) for stage in stages]
 
 
 ACROSS: list[tuple[str, dict[str, Any]]] = [
@@ -114,6 +105,35 @@ def test_equal_bits_at_every_stage_and_on_every_island() -> None:
         first, *others = (weights for rank in ranks for weights in rank)
         for other in others:
             assert all(torch.equal(value, other[name]) for name, value in first.items()), case
+
+
+def _costs(case: tuple[int, Any]) -> tuple[MemoryReport, TrafficReport]:
+    stage, wire = case
+    model = model_of()
+    optimizer = wrap(model, (2, 2), stage)
+    local = zerokit.LocalSteps(optimizer, every=3, fragments=2, delay=1, wire=wire)
+    for step in range(5):
+        assert bool(local.traffic().by_operation) == (step > 2)
+        train_step(model, optimizer, step, dist.get_rank())
+    assert local.traffic().by_operation == local.predicted_traffic().by_operation
+    return local.memory(), local.traffic()
+
+
+def test_what_a_round_takes() -> None:
+    """After step 5 the first fragment, half of the model, is in flight for the second time."""
+    numel = 4 * (16 * 16 + 16)
+    cases = [(stage, wire) for stage in range(4) for wire in (None, "int8")]
+    for (stage, wire), ranks in zip(cases, run_each(4, _costs, cases), strict=True):
+        kept = numel * 8 if wire is None else numel * (8 + 2 * 4)  # known to each island
+        assert sum(memory.optimizer for memory, _ in ranks) == kept
+        assert sum(memory.residual for memory, _ in ranks) == (0 if wire is None else numel * 2 * 4)
+        assert all(memory.buckets >= numel // 2 * 4 // 2 for memory, _ in ranks)
+        for _, traffic in ranks:
+            operations = {name: (one.calls, one.elements) for name, one in traffic.by_operation.items()}
+            inner = {} if stage == 3 else {"all_gather/inner": (4, 2 * numel)}
+            assert operations == {"reduce_scatter/outer": (2, numel), "all_gather/outer": (2, numel)} | inner
+            wide = traffic.by_operation["reduce_scatter/outer"].bytes / numel
+            assert wide == 4 if wire is None else 1 < wide < 1.1
 
 
 def _by_default(case: tuple[torch.dtype, Any]) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,8 @@ from zerokit.checkpoint.staging import Staging
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.integrations.lightning_checkpoints import require_whole, weights
-from zerokit.integrations.lightning_optimizers import attach, note_steps, only_optimizer
 from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
-from zerokit.integrations.torch_optimizer import Recipe
+from zerokit.integrations.torch_optimizer import Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import LossScale, Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
@@ -132,7 +130,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == _FITTING
-        managed: _Managed | None = module.__dict__.get(_MANAGED)
+        managed: tuple[nn.Module, ZeroOptimizer] | None = module.__dict__.get(_MANAGED)
         if managed is not None:
             if fitting:
                 raise UsageError(
@@ -140,7 +138,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                     "with trainer.fit(new_module, ckpt_path=…)"
                 )
             # Its weights stay sharded: validate, test and predict run as in training.
-            self.model, self.zero_optimizer = managed.root, managed.optimizer
+            self.model, self.zero_optimizer = managed
             return
         self.model = module
         if fitting and self._layer_sync:
@@ -156,17 +154,15 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         """Turn what `configure_optimizers` returns into a `ZeroOptimizer` over the module."""
         super().setup_optimizers(trainer)
         module = self.lightning_module
-        given = only_optimizer(self.optimizers)
+        given = _only_optimizer(self.optimizers)
         # Manual optimization differentiates inside the step, which then cannot be one forward pass.
         root = _Root(module) if module.automatic_optimization else module
         zero = Recipe.of(given).build(root, precision=self._precision(), **self._settings)
         # Loggers name learning rates after the optimizer's class.
         zero.__class__ = type(type(given).__name__, (ZeroOptimizer,), {})
         _share_methods(root, module)
-        module.__dict__[_MANAGED] = _Managed(root, zero)
-        for config in self.lr_scheduler_configs:
-            attach(config.scheduler, given, zero)
-        note_steps(zero)
+        module.__dict__[_MANAGED] = root, zero
+        hand_over(given, zero)
         self.optimizers = [zero]
         self.zero_optimizer = zero
         self.precision_plugin.optimizer = zero
@@ -318,23 +314,10 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         """It has no name: it is given to the Trainer as an object."""
 
 
-_OPTIONS = {
-    "accelerator",
-    "cluster_environment",
-    "parallel_devices",
-    "process_group_backend",
-    "start_method",
-}
+_OPTIONS = {"accelerator", "cluster_environment", "parallel_devices", "process_group_backend", "start_method"}
 _ZEROKITS = ("state_dict", "optimizer_states")
 _MANAGED = "_zerokit_strategy"
-
-
-@dataclass(frozen=True)
-class _Managed:
-    """What a sharded module was handed to; kept by the module, whose weights live there."""
-
-    root: nn.Module
-    optimizer: ZeroOptimizer
+"""The attribute of a sharded module, whose weights stay sharded: the root and the optimizer it was handed to."""
 
 
 class _Root(nn.Module):
@@ -370,6 +353,26 @@ def _share_methods(root: nn.Module, module: nn.Module) -> None:
     for name, value in root.__dict__.items():
         if callable(value) and name not in ("module", *_SHARED):
             module.__dict__.setdefault(name, value)
+
+
+def _only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
+    """The optimizer that `configure_optimizers` returned. Raises `UsageError` for none or several."""
+    if len(optimizers) != 1:
+        raise UsageError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, but a module takes one: return one "
+            "with a parameter group for each part, which may have its own options"
+        )
+    (given,) = optimizers
+    if type(given).__name__ == "_MockOptimizer":
+        raise UsageError(
+            "configure_optimizers returned None: return an optimizer, torch.optim.AdamW(self.parameters())"
+        )
+    if isinstance(given, ZeroOptimizer):
+        raise UsageError(
+            "configure_optimizers returned a ZeroOptimizer: return the torch optimizer, such as "
+            "torch.optim.AdamW(self.parameters()), ZeroStrategy makes a ZeroOptimizer of it"
+        )
+    return given
 
 
 def _refuse_conflicts(module: Any, trainer: Any) -> None:

@@ -27,9 +27,8 @@ class Recipe:
     def of(cls, optimizer: Optimizer) -> Recipe:
         """Take `optimizer` apart. Raises `UsageError` if it has stepped or cannot be built again from its defaults."""
         name = type(optimizer).__name__
-        if any(
-            state and state.get("step", 1) for state in optimizer.state.values()
-        ):  # Adagrad begins with states
+        # Adagrad begins with states.
+        if any(state and state.get("step", 1) for state in optimizer.state.values()):
             raise UsageError(
                 f"this {name} has stepped already, and its state cannot be sharded: build a new one, and restore a "
                 "training with zerokit.load()"

@@ -27,14 +27,9 @@ import zerokit
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
-from zerokit.integrations.accelerate import (
-    ZeroAccelerator,
-    attend_state_dict,
-    choose_precision,
-    require_zero_options,
-)
+from zerokit.integrations.accelerate import ZeroAccelerator, attend_state_dict, choose_precision
 from zerokit.integrations.torch_optimizer import Recipe
-from zerokit.placement import StageArgument, require_stage
+from zerokit.placement import StageArgument
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.admission import probe
 
@@ -76,9 +71,9 @@ class ZeroTrainer(Trainer):
         require_supported(args)
         mixed = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         self._zero_arguments: dict[str, Any] = {
-            "stage": require_stage(stage),
+            "stage": stage,
             "precision": choose_precision(precision, mixed, f"TrainingArguments({mixed}=True)"),
-            "zero_options": require_zero_options(zero_options),
+            "zero_options": zero_options,
         }
         self._writes_checkpoint = False
         self._generators: dict[str, bytes] = {}
@@ -263,42 +258,31 @@ class ZeroTrainer(Trainer):
         return batch if self.accelerator.split_batches else batch * self.args.world_size
 
 
+_REFUSED = {
+    "deepspeed": "leave it out and choose ZeroTrainer(..., stage=1, 2 or 3)",
+    "fsdp": "leave it out and choose ZeroTrainer(..., stage=3)",
+    "parallelism_config": "leave it out: ZeroTrainer's ranks are all data-parallel",
+    "torch_compile": "leave it out and compile the model in place, `model.compile()`, or its layers, "
+    "`for layer in model.model.layers: layer.compile()`",
+    "auto_find_batch_size": "leave it out and set per_device_train_batch_size; one rank out of memory cannot start "
+    "over alone",
+    "save_on_each_node": "leave it out and set output_dir to a directory that all nodes share: ranks write one "
+    "checkpoint",
+    "bf16_full_eval": "write bf16=True: weights are bf16 then, in evaluation too",
+    "fp16_full_eval": "write fp16=True: weights are fp16 then, in evaluation too",
+    "enable_jit_checkpoint": "leave it out and set save_steps: ranks would not notice the signal at the same step",
+    "hub_strategy": 'write hub_strategy="end": checkpoints hold sharded weights, whole ones are pushed at the end',
+}
+"""Arguments that cannot mean under ZeRO what they mean to Trainer, and what to write instead."""
+
+
 def require_supported(args: TrainingArguments) -> None:
-    """Raise `UsageError` for arguments that cannot mean under ZeRO what they mean to Trainer, with those to write."""
-    refusals = {
-        "deepspeed": (args.deepspeed, "leave it out and choose ZeroTrainer(..., stage=1, 2 or 3)"),
-        "fsdp": (args.fsdp, "leave it out and choose ZeroTrainer(..., stage=3)"),
-        "parallelism_config": (
-            args.parallelism_config,
-            "leave it out: ZeroTrainer's ranks are all data-parallel",
-        ),
-        "torch_compile": (
-            args.torch_compile,
-            "leave it out and compile the model in place, `model.compile()`, or its layers, "
-            "`for layer in model.model.layers: layer.compile()`",
-        ),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "leave it out and set per_device_train_batch_size; one rank out of memory cannot start over alone",
-        ),
-        "save_on_each_node": (
-            args.save_on_each_node,
-            "leave it out and set output_dir to a directory that all nodes share: ranks write one checkpoint",
-        ),
-        "bf16_full_eval": (args.bf16_full_eval, "write bf16=True: weights are bf16 then, in evaluation too"),
-        "fp16_full_eval": (args.fp16_full_eval, "write fp16=True: weights are fp16 then, in evaluation too"),
-        "enable_jit_checkpoint": (
-            args.enable_jit_checkpoint,
-            "leave it out and set save_steps: ranks would not notice the signal at the same step",
-        ),
-        "hub_strategy": (
-            args.push_to_hub and args.hub_strategy != HubStrategy.END and str(args.hub_strategy),
-            'write hub_strategy="end": checkpoints hold sharded weights, whole ones are pushed at the end',
-        ),
-    }
-    for name, (value, advice) in refusals.items():
-        if value:
-            raise UsageError(f"TrainingArguments({name}={value!r}) does not fit ZeroTrainer: {advice}")
+    """Raise `UsageError` for arguments that ZeroTrainer has no place for, with those to write."""
+    for name, advice in _REFUSED.items():
+        value = getattr(args, name)
+        if value and (name != "hub_strategy" or (args.push_to_hub and value != HubStrategy.END)):
+            shown = getattr(value, "value", value)
+            raise UsageError(f"TrainingArguments({name}={shown!r}) does not fit ZeroTrainer: {advice}")
     kwargs = args.activation_checkpointing_kwargs
     if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
         raise UsageError(

@@ -46,35 +46,6 @@ class Cell:
             words.append("recomputing")
         return ", ".join(words)
 
-    def optimizer_arguments(self, bucket_mb: float | None = None) -> str:
-        """The call of `ZeroOptimizer` for this cell."""
-        stage = f"stage={self.stages[1]}"
-        if self.mesh.outer > 1:
-            same = self.stages[0] == self.stages[1]
-            stage = stage if same else f"stage={self.stages}"
-            stage += f", mesh=({self.mesh.outer}, {self.mesh.inner})"
-        bucket = "" if bucket_mb is None else f", bucket_mb={bucket_mb:g}"
-        return f'ZeroOptimizer(model, torch.optim.AdamW, {stage}, precision="{self.precision}"{bucket})'
-
-    def bench_line(self, subject: Subject, nodes: int, bucket_mb: float | None = None) -> str | None:
-        """The command that measures the cell; None if bench cannot build the model."""
-        if not subject.bench_options:
-            return None
-        words = ["zerokit", "bench", *subject.bench_options, "--stage", str(self.stages[1])]
-        if self.mesh.outer > 1:
-            words += ["--mesh", f"{self.mesh.outer}x{self.mesh.inner}"]
-            if self.stages[0] != self.stages[1]:
-                words += ["--outer-stage", str(self.stages[0])]
-        words += ["--nodes", str(nodes), "--nproc-per-node", str(self.mesh.world // nodes)]
-        words += ["--batch-size", str(self.micro_batch), "--precision", self.precision]
-        if self.accumulate > 1:
-            words += ["--accumulate", str(self.accumulate)]
-        if self.recompute:
-            words.append("--recompute")
-        if bucket_mb is not None:
-            words += ["--bucket-mb", f"{bucket_mb:g}"]
-        return " ".join(words)
-
 
 @dataclass(frozen=True)
 class PlannedCell:
@@ -155,48 +126,63 @@ class Plan:
     @property
     def bench_line(self) -> str | None:
         """The command that measures the best cell; None if nothing fits, or bench cannot build the model."""
-        best, question = self.best, self.question
-        return (
-            None if best is None else best.cell.bench_line(self.subject, question.nodes, question.bucket_mb)
-        )
+        if self.best is None or not self.subject.bench_options:
+            return None
+        cell, question = self.best.cell, self.question
+        words = ["zerokit", "bench", *self.subject.bench_options, "--stage", str(cell.stages[1])]
+        if cell.mesh.outer > 1:
+            words += ["--mesh", f"{cell.mesh.outer}x{cell.mesh.inner}"]
+            if cell.stages[0] != cell.stages[1]:
+                words += ["--outer-stage", str(cell.stages[0])]
+        words += ["--nodes", str(question.nodes), "--nproc-per-node", str(cell.mesh.world // question.nodes)]
+        words += ["--batch-size", str(cell.micro_batch), "--precision", cell.precision]
+        if cell.accumulate > 1:
+            words += ["--accumulate", str(cell.accumulate)]
+        if cell.recompute:
+            words.append("--recompute")
+        if question.bucket_mb is not None:
+            words += ["--bucket-mb", f"{question.bucket_mb:g}"]
+        return " ".join(words)
 
     @property
     def optimizer_arguments(self) -> str | None:
         """The call of `ZeroOptimizer` for the best cell; None if nothing fits."""
-        return None if self.best is None else self.best.cell.optimizer_arguments(self.question.bucket_mb)
+        if self.best is None:
+            return None
+        cell, bucket_mb = self.best.cell, self.question.bucket_mb
+        stage = f"stage={cell.stages[1]}"
+        if cell.mesh.outer > 1:
+            stage = stage if cell.stages[0] == cell.stages[1] else f"stage={cell.stages}"
+            stage += f", mesh=({cell.mesh.outer}, {cell.mesh.inner})"
+        bucket = "" if bucket_mb is None else f", bucket_mb={bucket_mb:g}"
+        return f'ZeroOptimizer(model, torch.optim.AdamW, {stage}, precision="{cell.precision}"{bucket})'
 
     @property
     def why(self) -> str:
-        """The reason why the best cell is the best, in a sentence or two."""
-        return explain(self)
+        """The reason why the best cell is the best, in a sentence or two. Raises `UsageError` where nothing fits."""
+        best, other = self.best, self.runner_up
+        if best is None:
+            raise UsageError("no cell fits")
+        room = "" if best.room_bytes is None else f" of {best.room_bytes / GIB:,.1f}"
+        fits = f"needs {best.memory.needed / GIB:,.1f}{room} GiB"
+        name = best.cell.label[0].upper() + best.cell.label[1:]
+        if best.time is None or best.units_per_s is None:
+            return f"{name} {fits}, the least of all cells that were asked for."
+        if other is None:
+            none = "fits" if self.too_large else "was asked for"
+            return f"{name} {fits}; no other stage, mesh or recomputation {none}."
+        if other.time is None or other.units_per_s is None:
+            return f"{name} {fits}; only {best.cell.precision} has times."
+        others = other.cell.label
+        if other.cell.precision != best.cell.precision:
+            others += f" in {other.cell.precision}"
+        ahead = best.units_per_s / other.units_per_s - 1
+        rank = f"is {ahead:.1%} faster than" if ahead >= 0.0005 else "is as fast as"
+        return f"{name} {rank} {others}; the latter {_difference(best, other)}. The former {fits}."
 
 
 def _kind(cell: Cell) -> tuple[object, ...]:
     return cell.mesh, cell.stages, cell.recompute, cell.precision
-
-
-def explain(plan: Plan) -> str:
-    """The reason why the best cell is the best. Raises `UsageError` where nothing fits."""
-    best, other = plan.best, plan.runner_up
-    if best is None:
-        raise UsageError("no cell fits")
-    room = "" if best.room_bytes is None else f" of {best.room_bytes / GIB:,.1f}"
-    fits = f"needs {best.memory.needed / GIB:,.1f}{room} GiB"
-    if best.time is None or best.units_per_s is None:
-        return f"{_sentence(best.cell.label)} {fits}, the least of all cells that were asked for."
-    if other is None:
-        none = "fits" if plan.too_large else "was asked for"
-        return f"{_sentence(best.cell.label)} {fits}; no other stage, mesh or recomputation {none}."
-    if other.time is None or other.units_per_s is None:
-        return f"{_sentence(best.cell.label)} {fits}; only {best.cell.precision} has times."
-    ahead = best.units_per_s / other.units_per_s - 1
-    name = other.cell.label
-    if other.cell.precision != best.cell.precision:
-        name += f" in {other.cell.precision}"
-    rank = f"is {ahead:.1%} faster than {name}"
-    if ahead < 0.0005:
-        rank = f"is as fast as {name}"
-    return f"{_sentence(best.cell.label)} {rank}; the latter {_difference(best, other)}. The former {fits}."
 
 
 def _difference(best: PlannedCell, other: PlannedCell) -> str:
@@ -220,18 +206,9 @@ def _difference(best: PlannedCell, other: PlannedCell) -> str:
     return f"spends {more[name] * 1e3:,.3g} ms more a sample {name}"
 
 
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
 def best_of_each(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
     """The first of each stage, mesh and precision, in the order of `cells`."""
     found: dict[object, PlannedCell] = {}
     for one in cells:
         found.setdefault((one.cell.mesh, one.cell.stages, one.cell.precision), one)
     return list(found.values())
-
-
-def exposed_ms(time: StepTime) -> dict[str, float]:
-    """Exposed communication of each axis, in milliseconds."""
-    return {axis.name.lower(): seconds * 1e3 for axis, seconds in time.exposed_s.items()}

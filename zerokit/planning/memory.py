@@ -15,7 +15,7 @@ import torch
 from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS, ElementBytes, MemoryReport, list_held, predict_memory
 from zerokit.layout import pooled_units
 from zerokit.planning.recording import ModelTrace
-from zerokit.planning.replay import Holding, Replay, Step
+from zerokit.planning.replay import Replay, Step
 from zerokit.runtime.admission import OptimizerStates, probe
 from zerokit.runtime.measure import element_bytes
 from zerokit.runtime.precision import Precision
@@ -73,13 +73,11 @@ class StepMemory:
     def __init__(self, trace: ModelTrace, step: Step, *, accumulate: int = 1) -> None:
         placement, layout = step.placement, step.layout
         self._context = CONTEXT_BYTES if step.on_cuda else 0
-        held = list(list_held(layout, rank=0, placement=placement, sizes=step.sizes))
-        self._held = predict_memory(
-            layout, rank=0, placement=placement, sizes=step.sizes, buffers=trace.buffer_bytes, held=held
-        )
+        buffers = trace.buffer_bytes
+        self._held = predict_memory(layout, rank=0, placement=placement, sizes=step.sizes, buffers=buffers)
         replay = Replay(trace, step)
         self._fixed = dict.fromkeys(MEMORY_KINDS, 0)
-        for one in held:
+        for one in list_held(layout, rank=0, placement=placement, sizes=step.sizes):
             if (
                 one.line == "gradients"
                 and not placement.cuts_gradients
@@ -89,15 +87,14 @@ class StepMemory:
             self._fixed[KIND_OF_LINE[one.line]] += one.numel * one.element_bytes
         pool = pooled_units(layout)
         buckets = min(placement.pooled_buckets, len(pool)) * max(pool, default=0) * step.sizes.reduce
-        self._fixed["buffers and buckets"] += buckets + trace.buffer_bytes
-        readings = [
-            one for accumulating in _passes(accumulate) for one in replay.run(accumulating=accumulating)
-        ]
+        self._fixed["buffers and buckets"] += buckets + buffers
+        # Micro-batches differ in what they hold: the first, those in the middle, and the last.
+        passes = [True] * min(accumulate - 1, 2) + [False]
+        readings = [one for accumulating in passes for one in replay.run(accumulating=accumulating)]
         self._events = np.array([one.event for one in readings])
         self._momentary = np.array([one.momentary for one in readings])
         self._starts = np.array([event.sample for event in trace.events])
-        self._held_then = np.array([_by_kind(one.holding) for one in readings], dtype=np.int64)
-        self._gathered = [one.holding.gathered for one in readings]
+        self._held_then = np.array([one.held for one in readings], dtype=np.int64)
 
     def of(self, trace: ModelTrace) -> PlannedMemory:
         """The memory with the activations of `trace`, which has the structure of the one given before."""
@@ -112,16 +109,6 @@ class StepMemory:
             self._held,
             dict(zip(MEMORY_KINDS, peak.tolist(), strict=True)),
             dict(zip(MEMORY_KINDS, highest.tolist(), strict=True)),
-            self._gathered[at],
+            int(self._held_then[at, 0]),
             self._context,
         )
-
-
-def _by_kind(holding: Holding) -> tuple[int, ...]:
-    """In the order of `MEMORY_KINDS`."""
-    return (holding.gathered, holding.gradients, 0, holding.buckets, holding.temporary)
-
-
-def _passes(accumulate: int) -> list[bool]:
-    """Micro-batches that differ in what they hold, each with whether it accumulates: first, middle and last."""
-    return [True] * min(accumulate - 1, 2) + [False]

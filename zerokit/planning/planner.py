@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh, Placement
@@ -14,8 +15,6 @@ from zerokit.planning.subject import Subject, Traces
 from zerokit.planning.timeline import Plan as Timed
 from zerokit.planning.timeline import step_time
 from zerokit.runtime.precision import Precision
-
-_MOST_MICRO_BATCH = 64
 
 
 def plan_cells(subject: Subject, question: Question, traces: Traces | None = None) -> Plan:
@@ -47,36 +46,27 @@ def _rank(one: PlannedCell) -> tuple[float, int]:
 class _Planner:
     def __init__(self, subject: Subject, question: Question, traces: Traces) -> None:
         self._subject, self._question, self._traces = subject, question, traces
-        first = traces.get(self._micro_batches()[0], question.precisions[0], recompute=question.recompute[0])
+        self._micro_batches = question.micro_batches or [1, 2, 4, 8, 16, 32, 64]
+        first = traces.get(self._micro_batches[0], question.precisions[0], recompute=question.recompute[0])
         self._recompute = question.recompute if first.has_blocks else question.recompute[:1]
         self._layout = first.layout.for_world(question.world)
         self.parameters = first.layout.trainable_numel
         self._steps: dict[tuple[object, ...], StepMemory] = {}
-
-    def _micro_batches(self) -> list[int]:
-        question = self._question
-        if question.micro_batches is not None:
-            return list(question.micro_batches)
-        return [2**power for power in range(_MOST_MICRO_BATCH.bit_length())]
 
     def cells(self) -> Iterator[PlannedCell]:
         """Every candidate; of micro-batches, in order, those up to the first that does not fit."""
         question = self._question
         for mesh in self._meshes():
             for stages in self._stages(mesh):
-                for precision in question.precisions:
-                    for recompute in self._recompute:
-                        for micro_batch in self._micro_batches():
-                            found = list(self._with(mesh, stages, precision, recompute, micro_batch))
-                            yield from found
-                            if found and all(one.missing_bytes for one in found):
-                                break
-
-    def _with(
-        self, mesh: Mesh, stages: tuple[int, int], precision: str, recompute: bool, micro_batch: int
-    ) -> Iterator[PlannedCell]:
-        for accumulate in self._accumulations(micro_batch):
-            yield self.plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision))
+                for precision, recompute in product(question.precisions, self._recompute):
+                    for micro_batch in self._micro_batches:
+                        found = [
+                            self.plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision))
+                            for accumulate in self._accumulations(micro_batch)
+                        ]
+                        yield from found
+                        if found and all(one.missing_bytes for one in found):
+                            break
 
     def _meshes(self) -> list[Mesh]:
         question = self._question
@@ -115,13 +105,8 @@ class _Planner:
         efficiency = question.efficiencies.get(cell.precision)
         if efficiency is None or planned.missing_bytes:
             return planned
-        timed = Timed(
-            trace.work,
-            self._layout,
-            placement,
-            element_sizes(Precision.of(cell.precision)),
-            micro_batches=cell.accumulate,
-        )
+        sizes = element_sizes(Precision.of(cell.precision))
+        timed = Timed(trace.work, self._layout, placement, sizes, micro_batches=cell.accumulate)
         time = step_time(timed, question.cluster, efficiency)
         units_per_s = trace.work.tokens * cell.accumulate / time.total_s
         peak = question.cluster.device.flops.get(cell.precision)
@@ -132,21 +117,10 @@ class _Planner:
     def _memory_of(self, trace: ModelTrace, placement: Placement, cell: Cell) -> StepMemory:
         key = placement, min(cell.accumulate, 3), id(trace.events)
         if key not in self._steps:
-            step = Step(
-                self._layout,
-                placement,
-                element_sizes(Precision.of(cell.precision)),
-                on_cuda=self._question.on_cuda,
-                arriving=self._arriving(cell.mesh),
-            )
+            sizes, question = element_sizes(Precision.of(cell.precision)), self._question
+            step = Step(self._layout, placement, sizes, on_cuda=question.on_cuda, nodes=question.nodes)
             self._steps[key] = StepMemory(trace, step, accumulate=cell.accumulate)
         return self._steps[key]
-
-    def _arriving(self, mesh: Mesh) -> int:
-        """Ranks that sockets join, of hosts on several nodes."""
-        if self._question.on_cuda or self._question.nodes == 1:
-            return 0
-        return mesh.outer if mesh.outer > 1 else mesh.inner
 
     def assumptions(self) -> tuple[str, ...]:
         """What figures rest on that nobody asked for."""

@@ -42,13 +42,8 @@ def products_of(name: str, args: tuple[Any, ...], made: list[Tensor]) -> list[Pr
     if name.endswith("_backward"):
         query, key, value = args[1:4]
         scores, mixed = _attention(query, key, value, causal=_is_causal(args))
-        return [
-            scores,
-            mixed,
-            scores,
-            mixed,
-            scores,
-        ]  # scores again; gradients of values, scores, queries and keys
+        # Scores again; gradients of values, scores, queries and keys.
+        return [scores, mixed, scores, mixed, scores]
     return _attention(*args[:3], causal=_is_causal(args))
 
 

@@ -119,16 +119,13 @@ class Recording:
     general: bool
     trace: ModelTrace
     per_sample: NDArray[np.int64]
-    uses: tuple[tuple[Stretch, Stretch | None, Stretch | None], ...]
+    uses: tuple[tuple[Stretch, Stretch, Stretch], ...]
     units_per_sample: int
 
     def at(self, samples: int) -> ModelTrace:
         """The trace of a micro-batch of this size; a recording that is not general has only its own size."""
         count = samples if self.general else None
-        units = tuple(
-            UnitWork(parts[0].unit, *(Work() if part is None else part.work(count) for part in parts))
-            for parts in self.uses
-        )
+        units = tuple(UnitWork(use[0].unit, *(part.work(count) for part in use)) for use in self.uses)
         levels = self.trace.levels + samples * self.per_sample
         work = ModelWork(units, samples * self.units_per_sample, _fresh_bytes(self.trace, levels))
         return replace(self.trace, samples=samples, levels=levels, work=work)
@@ -146,9 +143,8 @@ def _fresh_bytes(trace: ModelTrace, levels: NDArray[np.int64]) -> int:
     ]
     end = next(event.sample for event in trace.events if event.moment is Moment.END_FORWARD)
     first, last = (scoped[0], scoped[-1]) if scoped else (end, end)
-    after = max(
-        levels[last:].max(), levels[: end + 1].max()
-    )  # the next pass begins with what this one leaves
+    # The next pass begins with what this one leaves.
+    after = max(levels[last:].max(), levels[: end + 1].max())
     stretches = ((end, levels[end : first + 1].max()), (first, levels[first : last + 1].max()), (last, after))
     return int(sum(most - levels[start] for start, most in stretches))
 
@@ -271,13 +267,13 @@ class Recorder(TorchDispatchMode):
 _DEVICE = torch.ops.prim.device.default
 
 
-def uses_of(recorder: Recorder) -> tuple[tuple[Stretch, Stretch | None, Stretch | None], ...]:
+def uses_of(recorder: Recorder) -> tuple[tuple[Stretch, Stretch, Stretch], ...]:
     """Each use of a unit in forward with the backward work that belongs to it: later uses come first in backward."""
     backward: dict[int, list[tuple[Stretch, Stretch]]] = {}
     for stretch, again in zip(recorder.backward, recorder.recomputed, strict=True):
         backward.setdefault(stretch.unit, []).append((stretch, again))
-    found: list[tuple[Stretch, Stretch | None, Stretch | None]] = []
+    found: list[tuple[Stretch, Stretch, Stretch]] = []
     for stretch in reversed(recorder.forward):
         parts = backward.get(stretch.unit, [])
-        found.append((stretch, *(parts.pop(0) if parts else (None, None))))
+        found.append((stretch, *(parts.pop(0) if parts else (Stretch(-1), Stretch(-1)))))
     return tuple(reversed(found))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -32,42 +33,41 @@ class Step:
         placement: the mesh and its stages.
         sizes: bytes an element.
         on_cuda: whether the host runs ahead of a device, whose shards have memory of their own.
-        arriving: ranks of the widest axis that sockets join; what they send has memory while it arrives. 0 on devices
-            and where ranks read each other's memory.
+        nodes: of the ranks.
     """
 
     layout: Layout
     placement: Placement
     sizes: ElementBytes
     on_cuda: bool
-    arriving: int = 0
+    nodes: int = 1
 
+    @property
+    def arriving(self) -> int:
+        """Ranks of the widest axis that sockets join; what they send has memory while it arrives.
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """The bytes held in addition to those between steps and to the model's activations.
-
-    `temporary` are gradients that wait for the others of their unit, and copies on their way between ranks.
-    """
-
-    gathered: int = 0
-    gradients: int = 0
-    buckets: int = 0
-    temporary: int = 0
+        0 on devices and where ranks read each other's memory.
+        """
+        mesh = self.placement.mesh
+        return 0 if self.on_cuda or self.nodes == 1 else mesh.outer if mesh.outer > 1 else mesh.inner
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The bytes held from an event until the next one, or with `momentary` only during the event."""
+    """The bytes held from an event until the next one, or with `momentary` only during the event.
+
+    `held` is by kind (`MEMORY_KINDS`), in addition to what is held between steps and to the model's activations; in
+    the place of these are gradients that wait for the others of their unit, and copies on their way between ranks.
+    """
 
     event: int
-    holding: Holding
-    momentary: bool = False
+    momentary: bool
+    held: tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Bytes held now, in the order of `Holding`."""
+    """Bytes held now: by gathered units, units' own buckets, and what is on its way."""
 
     gathered: int = 0
     own: int = 0
@@ -111,16 +111,12 @@ class _StandIn:
     guard = unguard = complete
 
 
-class _NoCollectives:
-    """What `Gathering` asks of collectives, where nothing moves: every rank does what this one does."""
-
-    device = torch.device("meta")  # which has no heap
-
-    def wait_for_readers(self) -> None:
-        pass
-
-    def all_gather_objects(self, value: object) -> list[object]:
-        return [value]
+_NO_COLLECTIVES = SimpleNamespace(
+    device=torch.device("meta"),  # which has no heap
+    wait_for_readers=lambda: None,
+    all_gather_objects=lambda value: [value],
+)
+"""What `Gathering` asks of collectives, where nothing moves: every rank does what this one does."""
 
 
 @dataclass(slots=True)
@@ -179,10 +175,10 @@ class Replay:
         self._totals = _Totals()
         units = []
         for unit in step.layout.units:
-            size = sizes.compute if unit.trainable else stored_bytes(unit.parameters[0].dtype, sizes.compute)
             numel = unit.numel - (0 if step.on_cuda else placement.parameters(unit, position).numel)
             state = State.FREED if self._sharded else State.READY
-            units.append(_StandIn(unit, numel * size, self._totals, placement, self._sharded, state))
+            nbytes = numel * stored_bytes(unit, sizes.compute)
+            units.append(_StandIn(unit, nbytes, self._totals, placement, self._sharded, state))
         self._units = units
         pool = pooled_units(step.layout)
         self._pool_numel = max(pool, default=0)
@@ -203,16 +199,19 @@ class Replay:
             )
             for unit in trainable
         }
-        stand_ins, itself, collectives = cast(Any, units), cast(Any, self), cast(Any, _NoCollectives())
+        stand_ins, itself, collectives = cast(Any, units), cast(Any, self), cast(Any, _NO_COLLECTIVES)
         self._gathering = Gathering(stand_ins, itself, collectives)
         self.accumulating = False
         """Whether gradients stay on this rank for now, as in `Gradients`."""
         self._begun = False
         self._queue: deque[_Gradients] = deque()
         self._free_buckets = self._pool_size
-        self._readings: list[Reading] | None = None
+        self._readings: list[Reading] = []
         self._event = 0
-        self._record()
+        # The first pass, in which the runtime adopts the order of units, and of reductions.
+        self.run(accumulating=False)
+        for one in self.units.values():
+            one.take_own(False)  # the step is over: what autograd made is dropped
 
     def is_lone(self, unit: Unit) -> bool:
         """Whether autograd's own tensor serves as the unit's bucket (see `UnitGradients`)."""
@@ -224,20 +223,9 @@ class Replay:
             and not self._step.on_cuda
         )
 
-    def _record(self) -> None:
-        """The first pass, in which the runtime adopts the order of units, and of reductions."""
-        self._run(accumulating=False)
-        for one in self.units.values():
-            one.take_own(False)  # the step is over: what autograd made is dropped
-
     def run(self, *, accumulating: bool) -> list[Reading]:
         """One micro-batch; with `accumulating` its gradients stay on this rank, as inside `accumulate()`."""
-        readings: list[Reading] = []
-        self._readings = readings
-        self._run(accumulating=accumulating)
-        return readings
-
-    def _run(self, *, accumulating: bool) -> None:
+        self._readings = []
         self.accumulating, self._begun = accumulating, False
         for one in self.units.values():
             one.arrived, one.reduced = 0, False
@@ -246,6 +234,7 @@ class Replay:
             self._event = number
             self._take(event, self._gathering.passes.current)
             self._read()
+        return self._readings
 
     def _take(self, event: Event, current: ForwardPass) -> None:
         gathering = self._gathering
@@ -381,8 +370,7 @@ class Replay:
     # ---- what is held
 
     def _read(self, *, momentary: bool = False, more: int = 0) -> None:
-        if self._readings is not None:
-            now = self._totals
-            own = (0, now.own) if self._cut else (now.own, 0)
-            holding = Holding(now.gathered, *own, now.temporary + more)
-            self._readings.append(Reading(self._event, holding, momentary))
+        now = self._totals
+        own = (0, 0, now.own) if self._cut else (now.own, 0, 0)
+        held = (now.gathered, *own, now.temporary + more)
+        self._readings.append(Reading(self._event, momentary, held))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from zerokit.planning.recording import ModelTrace, Recording
@@ -54,32 +55,23 @@ class Traces:
     def __init__(
         self, subject: Subject, *, on_cuda: bool, bucket_mb: float | None = None, exactly: bool = False
     ) -> None:
-        self._subject = subject
-        self._on_cuda = on_cuda
-        self._bucket_mb = bucket_mb
-        self._exactly = exactly
-        self._recordings: dict[tuple[int | None, str, bool], Recording] = {}
-        self._traces: dict[tuple[int, str, bool], ModelTrace] = {}
+        @cache
+        def record(samples: int | None, precision: str, recompute: bool) -> Recording:
+            return trace_model(
+                subject,
+                samples,
+                Precision.of(precision),
+                recompute=recompute,
+                on_cuda=on_cuda,
+                bucket_mb=bucket_mb,
+            )
+
+        @cache
+        def trace(samples: int, precision: str, recompute: bool) -> ModelTrace:
+            return record(samples if exactly else None, precision, recompute).at(samples)
+
+        self._trace = trace
 
     def get(self, samples: int, precision: str, *, recompute: bool) -> ModelTrace:
         """The trace of a micro-batch. Raises `UsageError` for a model that cannot be traced."""
-        key = samples, precision, recompute
-        if key not in self._traces:
-            self._traces[key] = self._recording(samples, precision, recompute=recompute).at(samples)
-        return self._traces[key]
-
-    def _recording(self, samples: int, precision: str, *, recompute: bool) -> Recording:
-        made_with = samples if self._exactly else None
-        key = made_with, precision, recompute
-        if key not in self._recordings:
-            self._recordings[key] = trace_model(
-                self._subject.build,
-                self._subject.batch,
-                samples=made_with,
-                units_per_sample=self._subject.units_per_sample,
-                precision=Precision.of(precision),
-                recompute=recompute,
-                on_cuda=self._on_cuda,
-                bucket_mb=self._bucket_mb,
-            )
-        return self._recordings[key]
+        return self._trace(samples, precision, recompute)

@@ -17,7 +17,7 @@ from operator import itemgetter
 from typing import TypeAlias
 
 from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
-from zerokit.layout import Layout, Unit
+from zerokit.layout import Layout
 from zerokit.placement import Axis, Placement
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import PAGE_BYTES, Cluster
@@ -80,32 +80,24 @@ class StepTime:
         return sum(self.exposed_s.values())
 
 
-def forward_schedule(uses: Sequence[int], gathered: Collection[int], *, ahead: int) -> list[Issue]:
-    """Forward: the unit of each use, gathered `ahead` of its work if it is in `gathered`.
-
-    `gathered` holds positions of `uses`, as those of units that stay gathered occur once.
-    """
-    return list(_walk(uses, list(range(len(uses))), gathered, (), ahead))
-
-
-def backward_schedule(
-    uses: Sequence[int], gathered: Collection[int], reduced: Collection[int], *, ahead: int
-) -> list[Issue]:
-    """Backward, in reverse: units in `reduced` are reduced behind their last use in this direction."""
-    order = list(reversed(range(len(uses))))
-    return list(_walk(uses, order, gathered, reduced, ahead))
-
-
-def _walk(
-    uses: Sequence[int], order: Sequence[int], gathered: Collection[int], reduced: Collection[int], ahead: int
+def schedule(
+    uses: Sequence[int],
+    gathered: Collection[int],
+    *,
+    backward: bool = False,
+    reduced: Collection[int] = (),
 ) -> Iterator[Issue]:
+    """One direction of a micro-batch: the unit of each use, whose gather is issued before the work of the use before.
+
+    `gathered` holds positions of `uses`, as those of units that stay gathered occur once. Units in `reduced` are
+    reduced behind their last use in this direction.
+    """
+    order = range(len(uses))[:: -1 if backward else 1]
     last = {uses[use]: place for place, use in enumerate(order)}
-    issued = 0
     for place, use in enumerate(order):
-        while issued < min(place + 1 + ahead, len(order)):
-            if order[issued] in gathered:
-                yield Issue(Kind.GATHER, uses[order[issued]], order[issued])
-            issued += 1
+        for coming in order[place + 1 if place else 0 : place + 2]:
+            if coming in gathered:
+                yield Issue(Kind.GATHER, uses[coming], coming)
         yield Issue(Kind.RUN, uses[use], use)
         if uses[use] in reduced and last[uses[use]] == place:
             yield Issue(Kind.REDUCE, uses[use], use)
@@ -182,7 +174,6 @@ class Plan:
         micro_batches: of a step.
         reductions: of these, how many reduce gradients.
         kept: units that stay gathered from forward to backward at stage 3; by default those of the rest.
-        ahead: how many units are gathered before they are needed.
     """
 
     work: ModelWork
@@ -192,7 +183,6 @@ class Plan:
     micro_batches: int = 1
     reductions: int = 1
     kept: frozenset[int] | None = None
-    ahead: int = 1
 
 
 def step_time(plan: Plan, cluster: Cluster, efficiency: Efficiency) -> StepTime:
@@ -217,14 +207,13 @@ class _Step:
         forward = {use for use, unit in enumerate(uses) if cut and (unit not in kept or first[unit] == use)}
         backward = {use for use, unit in enumerate(uses) if cut and unit not in kept and use != turn}
         trainable = [unit.index for unit in self._units if unit.trainable]
-        self._forward = forward_schedule(uses, forward, ahead=plan.ahead)
+        self._forward = list(schedule(uses, forward))
         self._backward = {
-            False: backward_schedule(uses, backward, (), ahead=plan.ahead),
-            True: backward_schedule(uses, backward, trainable, ahead=plan.ahead),
+            reduces: list(schedule(uses, backward, backward=True, reduced=reduced))
+            for reduces, reduced in ((False, ()), (True, trainable))
         }
-        self._backward[True] += [
-            Issue(Kind.REDUCE, index, 0) for index in trainable if index not in first
-        ]  # zeros, from ranks and on behalf of all
+        # Zeros, from ranks and on behalf of all.
+        self._backward[True] += [Issue(Kind.REDUCE, index, 0) for index in trainable if index not in first]
         # What comes and goes leaves holes in the heap that gradients do not fit into.
         gradients = sum(self._units[index].numel for index in trainable) * plan.sizes.compute
         pages = (plan.work.fresh_bytes + gradients) / PAGE_BYTES if cut else 0.0
@@ -282,16 +271,15 @@ class _Step:
         clock, reductions = self._clock, []
         for issue in schedule:
             name = f"{issue.kind.value} {issue.unit}"
+            unit, sizes = self._units[issue.unit], self._plan.sizes
             if issue.kind is Kind.GATHER:
-                hops = self._hops.gather(
-                    self._plan.placement.use, self._stored(self._units[issue.unit]), fresh=True
-                )
+                stored = unit.numel * stored_bytes(unit, sizes.compute)
+                hops = self._hops.gather(self._plan.placement.use, stored, fresh=True)
                 flown[issue.unit] = clock.fly(hops, name)
             elif issue.kind is Kind.RUN:
                 clock.wait(flown.pop(issue.unit, []), f"gather {issue.unit}")
                 clock.run(seconds[issue.use], name)
             else:
-                unit, sizes = self._units[issue.unit], self._plan.sizes
                 wire = sizes.reduce if sizes.wire is None else sizes.wire
                 exact = unit.numel * sizes.reduce
                 if isinstance(wire, BlockFormat):
@@ -312,10 +300,6 @@ class _Step:
                 flown[unit.index] = self._clock.fly(hops, f"gather {unit.index}")
         return flown
 
-    def _stored(self, unit: Unit) -> int:
-        size = self._plan.sizes.compute
-        return unit.numel * (size if unit.trainable else stored_bytes(unit.parameters[0].dtype, size))
-
     def _optimizer_seconds(self) -> float:
         """The norm reads the gradients; the update reads and writes masters and states, and writes parameters."""
         placement, sizes = self._plan.placement, self._plan.sizes
@@ -327,10 +311,7 @@ class _Step:
         slowest, busy = max(self._clock.busy.items(), key=itemgetter(1), default=("", 0.0))
         if busy > own:
             return slowest
-        uses = self._plan.work.units
-        return self._efficiency.limit(
-            part for use in uses for part in (use.forward, use.backward, use.recomputed)
-        )
+        return self._efficiency.limit(part for use in self._plan.work.units for part in use.parts)
 
 
 def update_bytes(sizes: ElementBytes) -> int:

@@ -7,9 +7,10 @@ number of ranks or on a stage: `memory` replays a trace for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes
-from zerokit.planning.as_on_cuda import AsOnCuda, as_on_cuda
+from zerokit.planning.as_on_cuda import as_on_cuda
 from zerokit.planning.recording import SAMPLES, ModelTrace, Moment, Recorder, Recording, uses_of
 from zerokit.planning.work import ModelWork
 from zerokit.runtime.build import require_trainable_dtypes
@@ -27,25 +28,24 @@ from zerokit.runtime.model import Anatomy, announcers, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, cast_inputs, keep_statistics, modules_that_cast
 from zerokit.training.recomputation import blocks_of, recompute_blocks
 
+if TYPE_CHECKING:
+    from zerokit.planning.subject import Subject
+
 
 def trace_model(
-    build: Callable[[], nn.Module],
-    batch: Callable[[int], tuple[Tensor, ...]],
-    *,
+    subject: Subject,
     samples: int | None,
-    units_per_sample: int,
     precision: Precision,
+    *,
     recompute: bool = False,
     on_cuda: bool = False,
     bucket_mb: float | None = None,
 ) -> Recording:
-    """Run one micro-batch on fake tensors.
+    """Run one micro-batch of `subject` on fake tensors.
 
     Args:
-        build: makes the model, whose `forward(*batch)` returns the loss; called with `meta` as the default device.
-        batch: makes a micro-batch of so many samples on the CPU.
+        subject: its model is built with `meta` as the default device.
         samples: of the micro-batch; None makes a general recording.
-        units_per_sample: tokens of a sequence, or 1.
         precision: as the runtime's.
         recompute: whether blocks are checkpointed, as `recompute_blocks` does it.
         on_cuda: whether operations save what they save on CUDA.
@@ -53,40 +53,77 @@ def trace_model(
 
     Raises `UsageError`, which says what failed, for a model that cannot be run so.
     """
-    try:
-        with torch.device("meta"):
-            model = build()
-    except UsageError:
-        raise
-    except Exception as error:  # whatever the model does when it is built
-        raise UsageError(
-            f"the model cannot be built without memory ({type(error).__name__} on torch.device('meta'): "
-            f"{_first_line(error)}): build it without reading values of tensors, or measure it with zerokit bench"
-        ) from error
+    with (
+        _explained(
+            "the model cannot be built without memory ({} on torch.device('meta'): {}): build it without reading "
+            "values of tensors, or measure it with zerokit bench"
+        ),
+        torch.device("meta"),
+    ):
+        model = subject.build()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient, so there is nothing to plan")
     require_trainable_dtypes(model)
-    anatomy = take_apart(model, None, {})
-    bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
-    layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
-    inputs = _inputs(batch, samples)
-    try:
-        return _trace(
-            model, anatomy, layout, inputs, samples, units_per_sample, precision, recompute, on_cuda
+    wanted = _inputs(subject.batch, samples)
+    sizes = f". {SAMPLES} samples stood for all sizes: give one --batch-size if the model needs certain sizes"
+    failed = (
+        "the model cannot be traced: running it once on fake tensors failed ({}: {}). A model that reads values of "
+        "tensors (.item(), a branch on data) cannot be planned; measure it with zerokit bench"
+    )
+    with _explained(failed + (sizes if samples is None else "")), ExitStack() as stack:
+        anatomy = take_apart(model, None, {})
+        bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
+        layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
+        stack.enter_context(FakeTensorMode())
+        parameters = _become_fake(model, precision)
+        named = {name: parameters[parameter] for name, parameter in anatomy.named.items()}
+        keep_statistics(model, precision.compute)
+        inputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
+        recorder = Recorder([*parameters.values(), *model.buffers()], general=samples is None)
+        for tensor in inputs:
+            recorder.hold(tensor)
+        watch = _Watch(model, anatomy, layout, named, recorder, precision)
+        blocks = list(blocks_of(model))
+        if recompute:
+            for block in blocks:
+                _count_recomputation(block, recorder)
+            recompute_blocks(model)
+        if on_cuda:
+            stack.enter_context(as_on_cuda())
+        stack.enter_context(recorder)
+        loss = model(*inputs)
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            raise UsageError(f"the model's forward must return the loss, a scalar, not {_describe(loss)}")
+        recorder.end_forward()
+        loss.register_hook(lambda gradient: recorder.note(Moment.BACKWARD))
+        torch.autograd.backward(loss)
+        recorder.note(Moment.END)
+        buffer_bytes = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
+        levels = np.array(recorder.levels, dtype=np.int64)
+        trace = ModelTrace(
+            layout,
+            samples or SAMPLES,
+            tuple(recorder.events),
+            levels[:, 0],
+            ModelWork((), 0),
+            watch.kept_lazily(),
+            buffer_bytes,
+            bool(blocks),
         )
+        uses = uses_of(recorder)
+        return Recording(samples is None, trace, levels[:, 1], uses, subject.units_per_sample)
+
+
+@contextmanager
+def _explained(sentence: str) -> Iterator[None]:
+    """What somebody's code raises inside becomes a `UsageError` of this sentence, with the error's type and text."""
+    try:
+        yield
     except UsageError:
         raise
-    except Exception as error:  # whatever the model does on fake tensors
-        raise UsageError(
-            f"the model cannot be traced: running it once on fake tensors failed ({type(error).__name__}: "
-            f"{_first_line(error)}). A model that reads values of tensors (.item(), a branch on data) cannot be "
-            "planned; measure it with zerokit bench"
-            + (
-                ""
-                if samples is not None
-                else f". {SAMPLES} samples stood for all sizes: give one --batch-size if the model needs certain sizes"
-            )
-        ) from error
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0][:200]
+        raise UsageError(sentence.format(type(error).__name__, text)) from error
 
 
 _Input: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -116,77 +153,17 @@ def _inputs(batch: Callable[[int], tuple[Tensor, ...]], samples: int | None) -> 
 
 
 def _made(batch: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
-    try:
+    with _explained(
+        f"the micro-batch of {samples} samples cannot be made ({{}}: {{}}): give one --batch-size if only certain "
+        "sizes can"
+    ):
         made = batch(samples)
-    except UsageError:
-        raise
-    except Exception as error:  # whatever somebody's function does
-        raise UsageError(
-            f"the micro-batch of {samples} samples cannot be made ({type(error).__name__}: {_first_line(error)}): "
-            "give one --batch-size if only certain sizes can"
-        ) from error
     values: tuple[object, ...] = tuple(made)
     if wrong := [value for value in values if not isinstance(value, Tensor)]:
         raise UsageError(
             f"a micro-batch must be a tuple of tensors, the arguments of forward, and holds a {type(wrong[0]).__name__}"
         )
     return made
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
-
-
-def _trace(
-    model: nn.Module,
-    anatomy: Anatomy,
-    layout: Layout,
-    wanted: Sequence[_Input],
-    samples: int | None,
-    units_per_sample: int,
-    precision: Precision,
-    recompute: bool,
-    on_cuda: bool,
-) -> Recording:
-    with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
-        parameters = _become_fake(model, precision)
-        named = {name: parameters[parameter] for name, parameter in anatomy.named.items()}
-        keep_statistics(model, precision.compute)
-        inputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
-        recorder = Recorder([*parameters.values(), *model.buffers()], general=samples is None)
-        for tensor in inputs:
-            recorder.hold(tensor)
-        watch = _Watch(model, anatomy, layout, named, recorder, precision)
-        has_blocks = any(True for _ in blocks_of(model))
-        if recompute:
-            _note_recomputation(model, recorder, on_cuda=on_cuda)
-            recompute_blocks(model)
-        if on_cuda:
-            stack.enter_context(as_on_cuda())
-        stack.enter_context(recorder)
-        loss = model(*inputs)
-        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
-            raise UsageError(f"the model's forward must return the loss, a scalar, not {_describe(loss)}")
-        recorder.end_forward()
-        loss.register_hook(lambda gradient: recorder.note(Moment.BACKWARD))
-        torch.autograd.backward(
-            loss
-        )  # a function mode is off inside `loss.backward()`, whose recomputation needs it
-        recorder.note(Moment.END)
-        buffer_bytes = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
-        levels = np.array(recorder.levels, dtype=np.int64)
-        trace = ModelTrace(
-            layout,
-            samples or SAMPLES,
-            tuple(recorder.events),
-            levels[:, 0],
-            ModelWork((), 0),
-            watch.kept_lazily(),
-            buffer_bytes,
-            has_blocks,
-        )
-        return Recording(samples is None, trace, levels[:, 1], uses_of(recorder), units_per_sample)
 
 
 def _describe(value: object) -> str:
@@ -220,31 +197,19 @@ def _become_fake(model: nn.Module, precision: Precision) -> dict[nn.Parameter, n
     return made
 
 
-def _note_recomputation(model: nn.Module, recorder: Recorder, *, on_cuda: bool) -> None:
-    """Let the recorder know when blocks run again in backward."""
-    for block in blocks_of(model):
-        block.forward = _noting(block.forward, recorder, on_cuda=on_cuda)
+def _count_recomputation(block: nn.Module, recorder: Recorder) -> None:
+    """Let the recorder know when the block runs again in backward."""
+    inner = block.forward
 
-
-def _noting(inner: Callable[..., Any], recorder: Recorder, *, on_cuda: bool) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         again = in_backward()
-        with (
-            _recomputing(recorder) if again else nullcontext(),
-            AsOnCuda() if again and on_cuda else nullcontext(),
-        ):
+        recorder.recomputing += again
+        try:
             return inner(*args, **kwargs)
+        finally:
+            recorder.recomputing -= again
 
-    return forward
-
-
-@contextmanager
-def _recomputing(recorder: Recorder) -> Iterator[None]:
-    recorder.recomputing += 1
-    try:
-        yield
-    finally:
-        recorder.recomputing -= 1
+    block.forward = forward
 
 
 class _Watch:
@@ -272,57 +237,46 @@ class _Watch:
                 users.setdefault(module, []).append(unit.index)
             for position, parameter in enumerate(unit.parameters):
                 if parameter.trainable:
-                    named[parameter.name].register_post_accumulate_grad_hook(
-                        self._on_gradient(unit.index, position)
-                    )
+                    hook = partial(self._on_gradient, unit.index, position)
+                    named[parameter.name].register_post_accumulate_grad_hook(hook)
         for module, units in users.items():
-            module.register_forward_pre_hook(self._before(sorted(units)), with_kwargs=True, prepend=True)
+            before = partial(self._before, sorted(units))
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
             if units:
-                module.register_forward_hook(self._after(sorted(units)))
+                module.register_forward_hook(partial(self._after, sorted(units)))
 
     def kept_lazily(self) -> frozenset[int]:
         return frozenset(index for index, modules in self._announcers.items() if modules <= self._called)
 
-    def _before(self, units: list[int]) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self._called.add(module)
-            if in_backward():
-                if units:
-                    self._recorder.note(Moment.RECOMPUTE, units)
-            elif units:
-                self._recorder.note(Moment.ENTER, units)
-                for unit in units:
-                    self._active[unit] = self._active.get(unit, 0) + 1
-                self._given[module] = {origin(tensor) for tensor in tensors_in((args, kwargs))}
-            if module in self._casting:
-                return cast_inputs(args, kwargs, self._precision.compute, "cpu")
-            return None
-
-        return hook
-
-    def _after(self, units: list[int]) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if in_backward():
-                return
+    def _before(self, units: list[int], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._called.add(module)
+        if in_backward():
+            if units:
+                self._recorder.note(Moment.RECOMPUTE, units)
+        elif units:
+            self._recorder.note(Moment.ENTER, units)
             for unit in units:
-                self._active[unit] -= 1
-            outermost = [unit for unit in units if not self._active[unit]]
-            given = self._given.pop(module, set())
-            tensors = list(tensors_in(output))
-            for tensor in tensors:
-                if outermost and tensor.requires_grad and origin(tensor) not in given:
-                    tensor.register_hook(lambda gradient: self._recorder.note(Moment.BACKWARD, outermost))
-            self._recorder.note(Moment.LEAVE, units, watched=bool(tensors))
+                self._active[unit] = self._active.get(unit, 0) + 1
+            self._given[module] = {origin(tensor) for tensor in tensors_in((args, kwargs))}
+        if module in self._casting:
+            return cast_inputs(args, kwargs, self._precision.compute, "cpu")
+        return None
 
-        return hook
+    def _after(self, units: list[int], module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward():
+            return
+        for unit in units:
+            self._active[unit] -= 1
+        outermost = [unit for unit in units if not self._active[unit]]
+        given = self._given.pop(module, set())
+        tensors = list(tensors_in(output))
+        for tensor in tensors:
+            if outermost and tensor.requires_grad and origin(tensor) not in given:
+                tensor.register_hook(lambda gradient: self._recorder.note(Moment.BACKWARD, outermost))
+        self._recorder.note(Moment.LEAVE, units, watched=bool(tensors))
 
-    def _on_gradient(self, unit: int, position: int) -> Any:
-        def hook(parameter: nn.Parameter) -> None:
-            gradient = parameter.grad
-            assert gradient is not None
-            size = gradient.untyped_storage().nbytes()
-            del gradient
-            parameter.grad = None
-            self._recorder.note(Moment.GRADIENT, (unit,), parameter=position, gradient_bytes=size)
-
-        return hook
+    def _on_gradient(self, unit: int, position: int, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        size = parameter.grad.untyped_storage().nbytes()
+        parameter.grad = None
+        self._recorder.note(Moment.GRADIENT, (unit,), parameter=position, gradient_bytes=size)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerokit.errors import UsageError
-from zerokit.placement import Axis, Mesh, row_of
+from zerokit.placement import Axis, Mesh, stage_of
 from zerokit.runtime.build import group_of_this_rank, mesh_of
 from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, note_user, timeout_of
 
@@ -56,7 +56,7 @@ def divide_into_islands(
     """
     if not (isinstance(stage, tuple | list) and len(stage) == 2 and stage[0] == LOCAL):
         return stage, mesh, process_group, None
-    row_of(stage[1])
+    stage_of(stage[1])
     everyone = group_of_this_rank(process_group)
     sizes = getattr(mesh, "shape", mesh)
     example = f"mesh=({max(everyone.size() // 2, 2)}, {2 if everyone.size() > 3 else 1})"

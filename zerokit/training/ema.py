@@ -63,9 +63,8 @@ class Ema:
                 "not tell the two apart"
             )
         self.decay = decay
-        self._optimizer = weakref.ref(
-            optimizer
-        )  # which holds this object: a cycle would keep the model's memory
+        # It holds this object: a cycle would keep the model's memory.
+        self._optimizer = weakref.ref(optimizer)
         self._runtime = optimizer.runtime
         _keep_aside(optimizer.runtime.inner)
         optimizer.ema = self

@@ -26,6 +26,9 @@ from zerokit.runtime.collectives.base import as_bytes
 from zerokit.runtime.islands import Islands
 from zerokit.training.differences import Differences
 
+FP32 = 4
+"""Bytes of an element of what is kept, and of what crosses on a wide wire."""
+
 CHUNK_NUMEL = 1 << 18
 """Elements of a piece in one message without a pace: a MiB."""
 
@@ -67,6 +70,36 @@ class Synchronisation:
         self.error: Exception | None = None
         self.wanted_at: float | None = None
         """Since when the training waits for it, on the monotonic clock."""
+        self.message_numel = CHUNK_NUMEL
+        """Elements of a piece in a message."""
+        self._messages_left = 1
+        self._begun = 0.0
+
+    def begin(self, piece: int, ticks: int) -> None:
+        """The messages of a piece start now, spread over so many ticks in each of both directions; 0 for no pace."""
+        self._begun = time.monotonic()
+        self._deadline = self._begun + (self.seconds or 0.0)
+        if ticks:
+            numel = min(max(-(-piece // ticks), _SMALLEST), CHUNK_NUMEL)
+            block = 1 if self.differences is None else self.differences.block
+            self.message_numel = -(-numel // block) * block
+            self._messages_left = max(2 * -(-piece // self.message_numel), 1)
+        self._late = _LATE * (self.seconds or 0.0) / self._messages_left
+
+    def pause(self) -> float:
+        """Seconds to wait before the next message, which is counted as begun then."""
+        now = time.monotonic()
+        if now < self._deadline:
+            # What a busy processor has delayed is made up for evenly.
+            interval = max(self._late, (self._deadline - self._begun) / max(self._messages_left, 1))
+        elif now < self._deadline + (self.seconds or 0.0) / 4 or self.wanted_at is None:
+            interval = self._late
+        else:
+            interval = 0.0
+        self._messages_left -= 1
+        pause = max(0.0, self._begun + interval - now)
+        self._begun = now + pause
+        return pause
 
 
 class Exchange:
@@ -121,7 +154,7 @@ class Exchange:
         own = torch.zeros_like(pieces[self.index])
 
         def add() -> None:
-            for start, stop in self._paced(None, own.numel()):
+            for start, stop in self._paced(own.numel()):
                 for term in self._swap(pieces[:, start:stop].contiguous()):
                     own[start:stop] += term
 
@@ -131,7 +164,7 @@ class Exchange:
 
     def gather(self, name: str, buffer: Tensor) -> None:
         """Fill the region `buffer` from all islands' pieces, now. Raises `ScheduleError`."""
-        self._guarded(name, lambda: self._gather(buffer, None, None))
+        self._guarded(name, lambda: self._gather(buffer))
 
     def broadcast(self, name: str, values: Tensor) -> None:
         """Send island 0's `values`, on any device, to all, in place. Raises `ScheduleError`."""
@@ -180,11 +213,10 @@ class Exchange:
     def carry_out(self, one: Synchronisation) -> None:
         """Average, update and gather."""
         self._publish(one.name)
-        piece = one.buffer.numel() // self.count
-        pace = self._agree_on_pace(one, piece)
         pieces, narrow = one.buffer.view(self.count, -1), one.differences
         own = pieces[self.index]
-        for start, stop in self._paced(pace, piece):
+        self._agree_on_pace(one, own.numel())
+        for start, stop in self._paced(own.numel(), one):
             stretch = pieces[:, start:stop]
             if narrow is not None:
                 received = self._swap(narrow.pack_movement(stretch, start, stop))
@@ -196,26 +228,26 @@ class Exchange:
                 mean += term
             torch.div(mean, self.count, out=own[start:stop])
         one.update(own)
-        self._gather(one.buffer, pace, narrow)
+        self._gather(one.buffer, one)
 
-    def _gather(self, buffer: Tensor, pace: Pace | None, narrow: Differences | None) -> None:
+    def _gather(self, buffer: Tensor, one: Synchronisation | None = None) -> None:
         pieces = buffer.view(self.count, -1)
         own = pieces[self.index]
-        for start, stop in self._paced(pace, own.numel()):
-            if narrow is None:
+        for start, stop in self._paced(own.numel(), one):
+            if one is None or one.differences is None:
                 pieces[:, start:stop] = self._to_all(own[start:stop])
             else:
-                packed = narrow.pack_result(own[start:stop], self.index, start, stop)
-                pieces[:, start:stop] = narrow.learn(self._to_all(packed[0]), start, stop)
+                packed = one.differences.pack_result(own[start:stop], self.index, start, stop)
+                pieces[:, start:stop] = one.differences.learn(self._to_all(packed[0]), start, stop)
 
     def _to_all(self, sent: Tensor) -> Tensor:
         return self._swap(sent.expand(self.count, -1).contiguous())
 
-    def _paced(self, pace: Pace | None, numel: int) -> Iterator[tuple[int, int]]:
+    def _paced(self, numel: int, one: Synchronisation | None = None) -> Iterator[tuple[int, int]]:
         """Stretches of a piece, one for each message, when it is time for it."""
-        size = CHUNK_NUMEL if pace is None else pace.numel
+        size = CHUNK_NUMEL if one is None else one.message_numel
         for start in range(0, numel, size):
-            if pace is not None and self._stopping.wait(pace.pause()):
+            if one is not None and self._stopping.wait(one.pause()):
                 raise RuntimeError("the training has ended")
             yield start, min(start + size, numel)
 
@@ -232,7 +264,7 @@ class Exchange:
             work.wait()
         return received
 
-    def _agree_on_pace(self, one: Synchronisation, piece: int) -> Pace:
+    def _agree_on_pace(self, one: Synchronisation, piece: int) -> None:
         """Island 0's measure of time, for all: the pieces must be cut alike.
 
         Raises `RuntimeError` where some island has come to another synchronisation.
@@ -243,12 +275,7 @@ class Exchange:
         self.control_bytes += numbers[1:].nbytes
         if (numbers[:, 0] != numbers[0, 0]).any():
             raise RuntimeError("islands have come to different synchronisations")
-        if one.seconds is None:
-            return Pace(one, CHUNK_NUMEL)
-        numel = min(max(-(-piece // int(numbers[0, 1])), _SMALLEST), CHUNK_NUMEL)
-        if one.differences is not None:
-            numel = -(-numel // one.differences.block) * one.differences.block
-        return Pace(one, numel, messages=max(2 * -(-piece // numel), 1))
+        one.begin(piece, int(numbers[0, 1]))
 
     # ---- errors
 
@@ -270,33 +297,6 @@ class Exchange:
             "first error of the other, or go on from the last checkpoint with the islands that are left."
         )
         return "\n".join(lines)
-
-
-class Pace:
-    """When the messages of a synchronisation, of `numel` elements of a piece each, may begin."""
-
-    def __init__(self, one: Synchronisation, numel: int, *, messages: int = 1) -> None:
-        self.numel = numel
-        self._one, self._left = one, messages
-        self._seconds = one.seconds or 0.0
-        self._begun = time.monotonic()
-        self._deadline = self._begun + self._seconds
-        self._late = _LATE * self._seconds / messages
-
-    def pause(self) -> float:
-        """Seconds to wait before the next message, which is counted as begun then."""
-        now = time.monotonic()
-        if now < self._deadline:
-            # What a busy processor has delayed is made up for evenly.
-            interval = max(self._late, (self._deadline - self._begun) / max(self._left, 1))
-        elif now < self._deadline + self._seconds / 4 or self._one.wanted_at is None:
-            interval = self._late
-        else:
-            interval = 0.0
-        self._left -= 1
-        pause = max(0.0, self._begun + interval - now)
-        self._begun = now + pause
-        return pause
 
 
 def _carry_out(exchange: Exchange, one: Synchronisation) -> None:

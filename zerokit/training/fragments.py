@@ -11,12 +11,17 @@ of one number have the same region. Invariant: the pieces of all ranks tile all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+from torch import Tensor, nn
+
 from zerokit.errors import UsageError
+from zerokit.formulas import BlockFormat
 from zerokit.layout import Interval, Layout, Unit, align
+from zerokit.training.differences import Differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,38 +68,62 @@ def divide(layout: Layout, count: int, every: int) -> tuple[Fragment, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """What rank `rank` of an island has of a fragment, in `islands` equal pieces."""
+class Part:
+    """What rank `rank` of an island has of a fragment: a region in equal pieces, one for each of the `islands`.
 
-    fragment: Fragment
-    rank: int
-    islands: int
+    Attributes:
+        own: this rank's piece of the region, that of number `island`.
+        anchor: [piece_numel] the weights that all islands last agreed on, of this rank's piece. None where nothing is
+            kept.
+        differences: on a narrow wire of this `form`, what this rank knows and owes.
+    """
 
-    @property
-    def piece_numel(self) -> int:
-        return align(-(-sum(unit.shard_numel for unit in self.fragment.units) // self.islands))
+    def __init__(
+        self,
+        fragment: Fragment,
+        rank: int,
+        islands: int,
+        island: int,
+        form: BlockFormat | None = None,
+        *,
+        kept: bool = False,
+    ) -> None:
+        self.fragment, self.rank, self.island = fragment, rank, island
+        self.piece_numel = align(-(-sum(unit.shard_numel for unit in fragment.units) // islands))
+        self.numel = self.piece_numel * islands
+        self.own = slice(island * self.piece_numel, (island + 1) * self.piece_numel)
+        self.anchor = nn.Parameter(torch.zeros(self.piece_numel, dtype=torch.float32)) if kept else None
+        self.differences = None if form is None else Differences(form, islands, self.piece_numel)
 
-    @property
-    def numel(self) -> int:
-        return self.piece_numel * self.islands
-
-    def piece(self, island: int) -> Interval:
-        """What the rank of that island owns."""
-        return Interval(island * self.piece_numel, (island + 1) * self.piece_numel)
-
-    def shards(self) -> Iterator[tuple[Unit, Interval]]:
+    def shards(self) -> Iterator[tuple[Unit, slice]]:
         """Each unit, and where its shard lies in the region."""
         start = 0
         for unit in self.fragment.units:
-            yield unit, Interval(start, start + unit.shard_numel)
+            yield unit, slice(start, start + unit.shard_numel)
             start += unit.shard_numel
 
-    def payload(self, part: Interval) -> int:
+    def payload(self, part: slice) -> int:
         """Elements of parameters in a part of the region."""
         total = 0
         for unit, place in self.shards():
-            both = place.intersection(part)
+            both = Interval(place.start, place.stop).intersection(Interval(part.start, part.stop))
             if both.numel:
                 total += unit.payload_within(both.shifted(unit.shard(self.rank).start - place.start))
         return total
+
+    def split(self, values: Tensor) -> dict[int, Tensor]:
+        """The shards, by unit, that `values` [numel of the region] consists of. Shares its memory."""
+        return {unit.index: values[place] for unit, place in self.shards()}
+
+    def join(self, shards: Mapping[int, Tensor]) -> Tensor:
+        """The region [numel] that consists of these shards, by unit."""
+        region = torch.zeros(self.numel, dtype=torch.float32)
+        for index, place in self.split(region).items():
+            place.copy_(shards[index])
+        return region
+
+    @torch.no_grad()
+    def set_anchor(self, region: Tensor) -> None:
+        """Take this rank's piece of `region` for the anchor."""
+        if self.anchor is not None:
+            self.anchor.copy_(region[self.own])

@@ -12,24 +12,24 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zerokit.errors import ScheduleError, UsageError
-from zerokit.formulas import BLOCK_FORMATS, BlockFormat, MemoryReport, TrafficReport
+from zerokit.formulas import BLOCK_FORMATS, MemoryReport, TrafficReport
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.precision import BlockName
 from zerokit.training.arguments import check_arguments, require_islands
-from zerokit.training.differences import KNOWN, LOST, Differences
+from zerokit.training.differences import KNOWN, LOST
 from zerokit.training.exchange import Exchange, Synchronisation
-from zerokit.training.fragments import Fragment, Region, divide
+from zerokit.training.fragments import Part, divide
 from zerokit.training.masters import Masters
-from zerokit.training.outer import ANCHOR, FP32, Outer, OuterOptimizer, Part
-from zerokit.training.round_traffic import RoundTraffic
+from zerokit.training.outer import ANCHOR, Outer, OuterOptimizer
+from zerokit.training.round_traffic import predict_traffic, take_traffic, total
 
 DILOCO: OuterOptimizer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -105,46 +105,39 @@ class LocalSteps:
         self.steps = 0
         """Calls of `optimizer.step()` so far; those that overflowed in fp16 count."""
         self._masters = Masters(optimizer)
-        divided = divide(optimizer.layout, fragments, every)
         self._exchange = Exchange(islands)
         self._saves = Exchange(islands)  # apart, for saves beside the training
-        settings = {
-            **self._masters.describe(),
-            "every": str(every),
-            "fragments": str(fragments),
-            "delay": str(delay),
-            "blend": str(self.blend),
-            "wire": str(wire),
-        }
         kept = outer is not None or delay > 0 or wire is not None
-        parts = [self._make_part(fragment, form, kept=kept) for fragment in divided]
-        self._outer = Outer(parts, outer, form)
-        self._traffic = RoundTraffic(self._masters, self._exchange, form)
-        settings["outer"] = str(self._outer.describe())
-        self._exchange.require_equal("construction of LocalSteps", settings)
+        where = self._masters.rank, islands.count, islands.index
+        self._parts = [
+            Part(fragment, *where, form, kept=kept) for fragment in divide(optimizer.layout, fragments, every)
+        ]
+        self._outer = Outer(self._parts, outer)
+        self._exchange.require_equal(
+            "construction of LocalSteps",
+            {
+                **self._masters.describe(),
+                "every": str(every),
+                "fragments": str(fragments),
+                "delay": str(delay),
+                "blend": str(self.blend),
+                "wire": str(wire),
+                "outer": str(self._outer.describe()),
+            },
+        )
         self._take_over_island_0()
-        self._synchronized_at = 0
-        """The step after which `synchronize` was called last: nothing from before it is in flight."""
         self._pending: deque[_Pending] = deque()
+        self._moved: dict[int, TrafficReport] = {}
+        """By the last synchronisation of each fragment."""
         self._times: deque[float] = deque(maxlen=every)
         self._last_step_at: float | None = None
         optimizer.local_steps = self
         self._optimizer = weakref.ref(optimizer)  # which holds this object
 
-    def _make_part(self, fragment: Fragment, form: BlockFormat | None, *, kept: bool) -> Part:
-        region = Region(fragment, self._masters.rank, self.islands)
-        anchor = nn.Parameter(torch.zeros(region.piece_numel, dtype=torch.float32)) if kept else None
-        differences = None if form is None else Differences(form, self.islands, region.piece_numel)
-        return Part(fragment, region, self.island, anchor, differences)
-
     @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer; its `param_groups` may be scheduled. None where the mean is taken as it is."""
         return self._outer.optimizer
-
-    @property
-    def _parts(self) -> list[Part]:
-        return self._outer.parts
 
     @property
     def islands(self) -> int:
@@ -195,7 +188,6 @@ class LocalSteps:
         for part in self._parts:
             self._apply(self._start(part, due=self.steps, seconds=None), weight=1.0)
         self._last_step_at = None
-        self._synchronized_at = self.steps
 
     def _begin(self, part: Part) -> None:
         if not self.delay:
@@ -207,7 +199,7 @@ class LocalSteps:
         self._start(part, due=self.steps + self.delay, seconds=_SHARE_OF_TIME * turn * step_s)
 
     def _start(self, part: Part, *, due: int, seconds: float | None) -> _Pending:
-        buffer = self._masters.region(part.region)
+        buffer = self._masters.region(part)
         name = f"synchronisation of fragment {part.fragment.index} after step {self.steps}"
         update = functools.partial(self._outer.update, part, self._outer.stepping())
         work = Synchronisation(name, buffer, update, seconds, part.differences)
@@ -234,7 +226,7 @@ class LocalSteps:
                 f"{one.part.fragment.index}, whose result no rank of this island has taken over: see its error"
             )
         self._masters.mix(one.part.split(one.buffer), self.blend if weight is None else weight)
-        self._traffic.count(one.part)
+        self._moved[one.part.fragment.index] = take_traffic(one.part, self._masters, self._exchange)
 
     # ---- reports
 
@@ -242,25 +234,16 @@ class LocalSteps:
         """Bytes that a rank holds for this now: anchor and outer states under `optimizer`, fragments in flight under
         `buckets`.
         """
-        return replace(self._outer.memory(), buckets=sum(one.buffer.nbytes for one in self._pending))
-
-    def predicted_memory(self) -> MemoryReport:
-        """What `memory()` must be after the first round, from the layout and the schedule alone."""
-        in_flight = sum(part.region.numel * FP32 for part in self._parts if self._in_flight(part))
-        return self._outer.predicted_memory(buckets=in_flight)
+        in_flight = sum(one.buffer.nbytes for one in self._pending)
+        return MemoryReport(**self._outer.memory(), buckets=in_flight)
 
     def traffic(self) -> TrafficReport:
         """What the last synchronisation of each fragment moved, summed over all ranks of all islands: a round of it."""
-        return self._traffic.report()
+        return total(self._moved.values())
 
     def predicted_traffic(self) -> TrafficReport:
         """What a round must move, from the layout alone; `by_operation` of `traffic()` equals it."""
-        return self._traffic.predict(self._parts)
-
-    def _in_flight(self, part: Part) -> bool:
-        since = (self.steps - part.fragment.offset) % self.every
-        begun_at = self.steps - since
-        return since < self.delay and begun_at >= part.fragment.offset and begun_at > self._synchronized_at
+        return total(predict_traffic(part, self._masters, self._exchange) for part in self._parts)
 
     # ---- the state
 
@@ -281,7 +264,7 @@ class LocalSteps:
         for part in self._parts:
             streams: dict[str, Tensor] = {}
             for name, piece in self._outer.arrays(part).items():
-                streams[name] = torch.zeros(part.region.numel, dtype=piece.dtype)
+                streams[name] = torch.zeros(part.numel, dtype=piece.dtype)
                 streams[name][part.own] = piece
             if part.differences is not None:
                 # What all islands owe together, in the pieces of their ranks.
@@ -323,7 +306,7 @@ class LocalSteps:
             if part.anchor is None:
                 continue
             filled = {name: part.join(shards) for name, shards in streams.items()}
-            filled.setdefault(ANCHOR, self._masters.region(part.region))
+            filled.setdefault(ANCHOR, self._masters.region(part))
             if part.differences is not None and KNOWN not in filled:
                 known = filled[ANCHOR].clone()  # islands may differ in what they have loaded
                 self._exchange.gather("load", known)
@@ -335,9 +318,7 @@ class LocalSteps:
         self.steps = plain["steps"]
         self._outer.restore_plain(plain)
         for index, left in plain["pending"]:
-            part = self._parts[index]
-            self._pending.append(_Pending(part, self.steps + left, None, regions[index]))
-        self._note_pending()
+            self._pending.append(_Pending(self._parts[index], self.steps + left, None, regions[index]))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: only the same rank of an equal run can load it."""
@@ -356,12 +337,6 @@ class LocalSteps:
         self._outer.load_state_dict(state)
         for index, due, buffer in state["pending"]:
             self._pending.append(_Pending(self._parts[index], due, None, buffer.clone()))
-        self._note_pending()
-
-    def _note_pending(self) -> None:
-        """Record that nothing but what was loaded is in flight."""
-        begun = [one.due - self.delay for one in self._pending]
-        self._synchronized_at = min(begun, default=self.steps + 1) - 1
 
     def committed(self, step: int) -> None:
         """Return when the save of `step` is complete on every island. Called by one rank of each."""
@@ -375,10 +350,10 @@ class LocalSteps:
     def _forget(self) -> None:
         self._arrive()
         self._pending.clear()
-        self._traffic.clear()
+        self._moved.clear()
         self._times.clear()
         self._last_step_at = None
-        self.steps = self._synchronized_at = 0
+        self.steps = 0
         self._outer.forget()
 
     # ---- the start
@@ -387,7 +362,7 @@ class LocalSteps:
         name = "start of LocalSteps"
         self._masters.settle()
         for part in self._parts:
-            buffer = self._masters.region(part.region)
+            buffer = self._masters.region(part)
             self._exchange.broadcast(name, buffer)
             self._masters.mix(part.split(buffer), 1.0)
             part.set_anchor(buffer)

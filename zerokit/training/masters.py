@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,7 @@ from zerokit.runtime.collectives import Counters
 from zerokit.runtime.measure import traffic_of
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.unit import write_back
-from zerokit.training.fragments import Region
-
-_FP32 = 4
+from zerokit.training.fragments import Part
 
 
 class Masters:
@@ -50,22 +49,26 @@ class Masters:
         self._runtime.settle()
 
     @torch.no_grad()
-    def _read(self, index: int, out: Tensor) -> None:
-        """Copy this rank's shard of unit `index` to `out` [shard_numel]."""
-        state = self._runtime.units[index]
-        shard = state.unit.shard(self.rank)
-        for master in state.masters:
-            both = master.interval.intersection(shard)
-            if both.numel:
-                values = master.tensor.detach()[_within(both, master.interval)]
-                out[_within(both, shard)] = values.to(out.device, out.dtype)
-
-    def region(self, region: Region) -> Tensor:
-        """The masters of a region [numel], in fp32."""
-        values = torch.zeros(region.numel, dtype=torch.float32)
-        for unit, place in region.shards():
-            self._read(unit.index, values[place.start : place.stop])
+    def region(self, part: Part) -> Tensor:
+        """The masters of a part's region [numel], in fp32."""
+        values = torch.zeros(part.numel, dtype=torch.float32)
+        for unit, place in part.shards():
+            shard, out = unit.shard(self.rank), values[place]
+            for master in self._runtime.units[unit.index].masters:
+                both = master.interval.intersection(shard)
+                if both.numel:
+                    out[_within(both, shard)].copy_(master.tensor[_within(both, master.interval)])
         return values
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Inside, collectives are counted here, and not as the optimizer's own."""
+        collectives = self._runtime.collectives
+        before, collectives.counters = collectives.counters, self._counters
+        try:
+            yield
+        finally:
+            collectives.counters = before
 
     @torch.no_grad()
     def mix(self, shards: Mapping[int, Tensor], weight: float) -> None:
@@ -74,8 +77,7 @@ class Masters:
         Call `settle` before. Parameters are current afterwards, on every rank.
         """
         runtime = self._runtime
-        before, runtime.collectives.counters = runtime.collectives.counters, self._counters
-        try:
+        with self._counted():
             states = [runtime.units[index] for index in shards]
             for state in states:
                 unit, values = state.unit, shards[state.index].to(state.device)
@@ -105,16 +107,11 @@ class Masters:
                     state.gather()  # whole parameters are shown
                 state.complete()
             runtime.collectives.wait_for_readers()
-        finally:
-            runtime.collectives.counters = before
 
     def any(self, condition: bool) -> bool:
         """Whether it holds on some rank of the optimizer."""
-        before, self._runtime.collectives.counters = self._runtime.collectives.counters, self._counters
-        try:
+        with self._counted():
             return bool(self._runtime.collectives.agree_soon([float(condition)])()[0])
-        finally:
-            self._runtime.collectives.counters = before
 
     def exchanged(self) -> TrafficReport:
         """What `mix` and `any` have moved between the optimizer's ranks since the last call."""
@@ -126,7 +123,7 @@ class Masters:
         placement = self._runtime.placement
         if placement.use:
             return {}
-        size = self._runtime.precision.compute.itemsize if placement.update else _FP32
+        size = self._runtime.precision.compute.itemsize if placement.update else 4
         elements = (self.layout.world - 1) * sum(unit.payload_numel for unit in units)
         return {"all_gather": Operation(len(units), elements, elements * size)}
 

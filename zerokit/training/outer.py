@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,67 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
-from zerokit.formulas import BlockFormat, MemoryReport
-from zerokit.layout import Interval
-from zerokit.runtime.admission import OptimizerStates, probe
-from zerokit.training.differences import KNOWN, LOST, Differences
-from zerokit.training.fragments import Fragment, Region
+from zerokit.runtime.admission import probe
+from zerokit.training.differences import KNOWN, LOST
+from zerokit.training.fragments import Part
 
 OuterOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 ANCHOR = "anchor"
-FP32 = 4
-"""Bytes of an element of what is kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A fragment on the rank of `region` in island `island`.
-
-    Attributes:
-        anchor: [piece_numel] the weights that all islands last agreed on, of this rank's piece. None where nothing is
-            kept.
-        differences: on a narrow wire, what this rank knows and owes.
-    """
-
-    fragment: Fragment
-    region: Region
-    island: int
-    anchor: nn.Parameter | None
-    differences: Differences | None
-
-    @property
-    def own(self) -> slice:
-        """This rank's piece of the region."""
-        piece = self.region.piece(self.island)
-        return slice(piece.start, piece.stop)
-
-    @property
-    def payload(self) -> int:
-        """Elements of parameters in this rank's piece."""
-        return self.region.payload(self.region.piece(self.island))
-
-    @property
-    def region_payload(self) -> int:
-        """Elements of parameters in the region."""
-        return self.region.payload(Interval(0, self.region.numel))
-
-    def split(self, values: Tensor) -> dict[int, Tensor]:
-        """The shards, by unit, that `values` [numel of the region] consists of. Shares its memory."""
-        return {unit.index: values[place.start : place.stop] for unit, place in self.region.shards()}
-
-    def join(self, shards: Mapping[int, Tensor]) -> Tensor:
-        """The region [numel] that consists of these shards, by unit."""
-        region = torch.zeros(self.region.numel, dtype=torch.float32)
-        for index, place in self.split(region).items():
-            place.copy_(shards[index])
-        return region
-
-    @torch.no_grad()
-    def set_anchor(self, region: Tensor) -> None:
-        """Take this rank's piece of `region` for the anchor."""
-        if self.anchor is not None:
-            self.anchor.copy_(region[self.own])
+KEPT_APART = {ANCHOR, KNOWN, LOST}
+"""Streams that are no states of the outer optimizer."""
 
 
 class Outer:
@@ -83,13 +31,15 @@ class Outer:
         UnsupportedOptimizer: where that is not elementwise.
     """
 
-    def __init__(self, parts: list[Part], make: OuterOptimizer | None, form: BlockFormat | None) -> None:
-        self.parts, self.form = parts, form
-        self._states: OptimizerStates | None = None
+    def __init__(self, parts: list[Part], make: OuterOptimizer | None) -> None:
+        self.parts = parts
+        self.narrow = parts[0].differences is not None
+        self.kinds: frozenset[str] = frozenset()
+        """The names of the outer optimizer's states of a piece's shape."""
         self.optimizer: Optimizer | None = None
         if make is not None:
             self.optimizer = _build(make, [part.anchor for part in parts if part.anchor is not None])
-            self._states = _states_of(make, self.optimizer)
+            self.kinds = _kinds_of(make, self.optimizer)
 
     def stepping(self) -> Optimizer | None:
         """The outer optimizer as it is now, for `update`: a schedule may change its options before that."""
@@ -126,49 +76,24 @@ class Outer:
         options = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
         return f"{type(self.optimizer).__name__} {options}"
 
-    # ---- memory
-
-    def memory(self) -> MemoryReport:
-        """Bytes of anchors and outer states under `optimizer`, and what narrow wires need."""
-        lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
-
-        def add(line: str, payload: int, tensor: Tensor) -> None:
-            lines[line] += payload * tensor.element_size()
-            lines["padding"] += (tensor.numel() - payload) * tensor.element_size()
-
+    def memory(self) -> dict[str, int]:
+        """Bytes by line of a `MemoryReport`: anchors and outer states under `optimizer`, and what narrow wires need."""
+        lines: Counter[str] = Counter()
         for part in self.parts:
-            for tensor in self.arrays(part).values():
-                add("optimizer", part.payload, tensor)
+            kept = [("optimizer", tensor, part.own) for tensor in self.arrays(part).values()]
             if part.differences is not None:
-                add("optimizer", part.region_payload, part.differences.known)
-                add("residual", part.region_payload, part.differences.lost)
+                region = slice(0, part.numel)
+                kept.append(("optimizer", part.differences.known, region))
+                kept.append(("residual", part.differences.lost, region))
+            for line, tensor, place in kept:
+                payload = part.payload(place)
+                lines[line] += payload * tensor.element_size()
+                lines["padding"] += (tensor.numel() - payload) * tensor.element_size()
             for value in self.scalars(part).values():
                 lines["scalars"] += value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
-        return MemoryReport(**lines)
-
-    def predicted_memory(self, buckets: int) -> MemoryReport:
-        """What `memory()` must be after the first round, and so many bytes in flight."""
-        kept = [part for part in self.parts if part.anchor is not None]
-        states = self._states
-        element = FP32 + (0 if states is None else states.element_bytes)
-        payload = sum(part.payload for part in kept)
-        padded = sum(part.region.piece_numel for part in kept)
-        narrow = kept if self.form is not None else []
-        known = FP32 * sum(part.region_payload for part in narrow)
-        return MemoryReport(
-            optimizer=payload * element + known,
-            residual=known,
-            padding=(padded - payload) * element + 2 * (FP32 * sum(p.region.numel for p in narrow) - known),
-            scalars=0 if states is None else len(kept) * states.scalar_bytes,
-            buckets=buckets,
-        )
+        return lines
 
     # ---- the state
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The names of the outer optimizer's states of a piece's shape."""
-        return frozenset() if self._states is None else self._states.kinds
 
     def _state(self, part: Part) -> dict[str, Any]:
         if self.optimizer is None or part.anchor is None:
@@ -228,7 +153,9 @@ class Outer:
             part.differences.lost.zero_()
             if LOST in regions:
                 part.differences.lost[part.island] = regions[LOST][part.own]
-        states = {name: r[part.own].clone() for name, r in regions.items() if name not in KEPT_APART}
+        self._set_states(part, {n: r[part.own].clone() for n, r in regions.items() if n not in KEPT_APART})
+
+    def _set_states(self, part: Part, states: dict[str, Tensor]) -> None:
         if self.optimizer is not None and part.anchor is not None and states:
             self.optimizer.state[part.anchor] = states
 
@@ -252,18 +179,16 @@ class Outer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything: only the same rank of an equal run can load it."""
         return {
-            "parts": [[tensor.detach() for tensor in _tensors(part)] for part in self.parts],
+            "pieces": [self.arrays(part) | _of_wire(part) for part in self.parts],
             "class": type(self.optimizer).__name__,
-            "outer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "narrow": self.narrow,
+            **self.plain_state(),
         }
 
     def require_alike(self, state: Mapping[str, Any]) -> None:
         """Raise `LayoutMismatch` where this is not the state of an equal run."""
-        saved, own = (
-            [[tensor.shape for tensor in part] for part in parts]
-            for parts in (state["parts"], map(_tensors, self.parts))
-        )
-        if saved != own or state["class"] != type(self.optimizer).__name__:
+        own = self.state_dict()
+        if any(state[key] != own[key] for key in ("fragments", "class", "narrow")):
             raise LayoutMismatch(
                 "this state has other fragments, another wire or another outer optimizer than LocalSteps here: create "
                 "it with the arguments that were saved, or use a zerokit checkpoint"
@@ -279,7 +204,7 @@ class Outer:
                 f"of other units than the {len(self.parts)} here: build LocalSteps and ZeroOptimizer with the "
                 "fragments, units and bucket_mb that were saved, or save after synchronize()"
             )
-        if self.form is None and any(shard.any() for shard in streams.get(LOST, {}).values()):
+        if not self.narrow and any(shard.any() for shard in streams.get(LOST, {}).values()):
             raise UsageError(
                 "the checkpoint holds what a narrow wire between islands has rounded away, which would be lost here: "
                 "build LocalSteps with wire='int8' or 'int4', or save without it"
@@ -288,11 +213,13 @@ class Outer:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
-        for part, saved in zip(self.parts, state["parts"], strict=True):
-            for tensor, values in zip(_tensors(part), saved, strict=True):
-                tensor.copy_(values)
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["outer"])
+        for part, pieces in zip(self.parts, state["pieces"], strict=True):
+            if part.anchor is not None:
+                part.anchor.copy_(pieces[ANCHOR])
+            for name, tensor in _of_wire(part).items():
+                tensor.copy_(pieces[name])
+            self._set_states(part, {n: value.clone() for n, value in pieces.items() if n not in KEPT_APART})
+        self.restore_plain(state)
 
     def forget(self) -> None:
         """Drop the outer optimizer's states."""
@@ -304,16 +231,9 @@ def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
 
 
-KEPT_APART = {ANCHOR, KNOWN, LOST}
-"""Streams that are no states of the outer optimizer."""
-
-
-def _tensors(part: Part) -> Iterator[Tensor]:
-    if part.anchor is not None:
-        yield part.anchor
-    if part.differences is not None:
-        yield part.differences.known
-        yield part.differences.lost
+def _of_wire(part: Part) -> dict[str, Tensor]:
+    narrow = part.differences
+    return {} if narrow is None else {KNOWN: narrow.known, LOST: narrow.lost}
 
 
 def _build(make: OuterOptimizer, anchors: list[nn.Parameter]) -> Optimizer:
@@ -325,9 +245,9 @@ def _build(make: OuterOptimizer, anchors: list[nn.Parameter]) -> Optimizer:
     return outer
 
 
-def _states_of(make: OuterOptimizer, outer: Optimizer) -> OptimizerStates:
+def _kinds_of(make: OuterOptimizer, outer: Optimizer) -> frozenset[str]:
     def named(parameters: list[nn.Parameter]) -> Optimizer:
         return make(parameters)
 
     named.__name__ = type(outer).__name__
-    return probe(named, {}, torch.float32)  # type: ignore[arg-type]  # called like a class
+    return probe(named, {}, torch.float32).kinds  # type: ignore[arg-type]  # called like a class

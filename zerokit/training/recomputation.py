@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -11,22 +11,18 @@ from torch.utils.checkpoint import checkpoint
 from zerokit.errors import UsageError
 
 
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The blocks that are recomputed as a whole: the children of every outermost `ModuleList`."""
+def blocks_of(model: nn.Module, *, listed: bool = False) -> Iterator[nn.Module]:
+    """The blocks that are recomputed as a whole: the children of every outermost `ModuleList`.
+
+    A list in a list is no block, as nobody calls it. `listed` says that `model` is such a list itself.
+    """
     for child in model.children():
         if isinstance(child, nn.ModuleList):
-            yield from _blocks_in(child)
+            yield from blocks_of(child, listed=True)
+        elif listed:
+            yield child
         else:
             yield from blocks_of(child)
-
-
-def _blocks_in(blocks: nn.ModuleList) -> Iterator[nn.Module]:
-    """The blocks of a list; a list in it is no block, as nobody calls it."""
-    for block in blocks:
-        if isinstance(block, nn.ModuleList):
-            yield from _blocks_in(block)
-        else:
-            yield block
 
 
 def recompute_blocks(model: nn.Module) -> None:
@@ -39,14 +35,5 @@ def recompute_blocks(model: nn.Module) -> None:
         raise UsageError(
             "the model has no nn.ModuleList, whose children are what is recomputed: omit --recompute"
         )
-    for block in blocks:
-        _recompute(block)
-
-
-def _recompute(block: nn.Module) -> None:
-    inner = block.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
-
-    block.forward = forward  # hooks of the block stay outside, as ZeroOptimizer's must
+    for block in blocks:  # hooks of a block stay outside, as ZeroOptimizer's must
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -4,70 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from zerokit.formulas import BlockFormat, Operation, TrafficReport
-from zerokit.training.exchange import Exchange
+from zerokit.formulas import Operation, TrafficReport
+from zerokit.training.exchange import FP32, Exchange
+from zerokit.training.fragments import Part
 from zerokit.training.masters import Masters
-from zerokit.training.outer import FP32, Part
 
 
-class RoundTraffic:
-    """The last synchronisation of each fragment, summed over all ranks of all islands."""
-
-    def __init__(self, masters: Masters, exchange: Exchange, form: BlockFormat | None) -> None:
-        self._masters, self._exchange, self._form = masters, exchange, form
-        self._last: dict[int, TrafficReport] = {}
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._last.clear()
-
-    def count(self, part: Part) -> None:
-        """The synchronisation of `part` is over: take what it has moved."""
-        inner = self._masters.exchanged()
-        calls, nbytes = self._exchange.take_control()
-        piece = part.region.piece_numel
-        sent = piece * FP32 if self._form is None else self._form.nbytes(piece)
-        self._last[part.fragment.index] = TrafficReport(
-            self._across(part) | self._inside(inner.by_operation),
-            2 * (self._exchange.count - 1) * sent + inner.received_bytes,
-            nbytes + inner.control_bytes,
-            calls + inner.control_calls,
-        )
-
-    def report(self) -> TrafficReport:
-        """All fragments together: a round."""
-        return _total(self._last.values())
-
-    def predict(self, parts: Iterable[Part]) -> TrafficReport:
-        """What a round of these parts must move."""
-        return _total(
-            TrafficReport(
-                self._across(part) | self._inside(self._masters.predicted_exchange(part.fragment.units))
-            )
-            for part in parts
-        )
-
-    def _across(self, part: Part) -> dict[str, Operation]:
-        elements, nbytes = part.fragment.payload_numel, part.fragment.payload_numel * FP32
-        if self._form is not None:  # with the scales of each rank's blocks
-            piece, ranks = part.region.piece_numel, self._exchange.count * self._masters.layout.world
-            scales = self._form.nbytes(piece) - piece * self._form.bits // 8
-            nbytes = -(-elements * self._form.bits // 8) + ranks * scales
-        others = self._exchange.count - 1
-        one = Operation(1, others * elements, others * nbytes)
-        return {"reduce_scatter/outer": one, "all_gather/outer": one}
-
-    def _inside(self, operations: Mapping[str, Operation]) -> dict[str, Operation]:
-        """What every island does inside itself, summed over them; what moves nothing is left out."""
-        islands = self._exchange.count
-        return {
-            f"{name}/inner": Operation(one.calls, one.elements * islands, one.bytes * islands)
-            for name, one in operations.items()
-            if one.elements
-        }
+def take_traffic(part: Part, masters: Masters, exchange: Exchange) -> TrafficReport:
+    """What the synchronisation of `part`, which is over, has moved, summed over all ranks of all islands."""
+    inner = masters.exchanged()
+    calls, control_bytes = exchange.take_control()
+    form = None if part.differences is None else part.differences.form
+    sent = part.piece_numel * FP32 if form is None else form.nbytes(part.piece_numel)
+    return TrafficReport(
+        _operations(part, inner.by_operation, masters, exchange),
+        2 * (exchange.count - 1) * sent + inner.received_bytes,
+        control_bytes + inner.control_bytes,
+        calls + inner.control_calls,
+    )
 
 
-def _total(reports: Iterable[TrafficReport]) -> TrafficReport:
+def predict_traffic(part: Part, masters: Masters, exchange: Exchange) -> TrafficReport:
+    """What a synchronisation of `part` must move, from the layout alone."""
+    inner = masters.predicted_exchange(part.fragment.units)
+    return TrafficReport(_operations(part, inner, masters, exchange))
+
+
+def _operations(
+    part: Part, inner: Mapping[str, Operation], masters: Masters, exchange: Exchange
+) -> dict[str, Operation]:
+    """Means and new values across islands, and what every island does inside itself."""
+    islands, elements = exchange.count, part.fragment.payload_numel
+    nbytes = elements * FP32
+    if part.differences is not None:  # with the scales of each rank's blocks
+        form = part.differences.form
+        scales = form.nbytes(part.piece_numel) - part.piece_numel * form.bits // 8
+        nbytes = -(-elements * form.bits // 8) + islands * masters.layout.world * scales
+    outer = Operation(1, (islands - 1) * elements, (islands - 1) * nbytes)
+    return {"reduce_scatter/outer": outer, "all_gather/outer": outer} | {
+        f"{name}/inner": Operation(one.calls, one.elements * islands, one.bytes * islands)
+        for name, one in inner.items()
+        if one.elements
+    }
+
+
+def total(reports: Iterable[TrafficReport]) -> TrafficReport:
+    """All of them together."""
     operations: dict[str, Operation] = {}
     received = control = calls = 0
     for report in reports:

@@ -13,7 +13,7 @@ from zerokit.bench.record.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.planning.cells import Plan, PlannedCell, Question, best_of_each, exposed_ms
+from zerokit.planning.cells import Plan, PlannedCell, Question, best_of_each
 from zerokit.planning.efficiency import Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network, read_cluster
 from zerokit.planning.planner import plan_cells
@@ -314,7 +314,9 @@ def plain_cell(one: PlannedCell) -> dict[str, Any]:
         "step_ms": None if time is None else time.total_s * 1e3,
         "compute_ms": None if time is None else time.compute_s * 1e3,
         "optimizer_ms": None if time is None else time.optimizer_s * 1e3,
-        "exposed_ms": None if time is None else exposed_ms(time),
+        "exposed_ms": None
+        if time is None
+        else {axis.name.lower(): seconds * 1e3 for axis, seconds in time.exposed_s.items()},
         "limit": None if time is None else time.limit,
         "units_per_s_per_device": one.units_per_s,
         "mfu": one.mfu,

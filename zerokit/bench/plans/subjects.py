@@ -232,9 +232,8 @@ class PlanBeside:
             self.planned = Planned({}, {}, reason=str(error))
             return
         mesh = placement.mesh
-        sockets = 0 if on_cuda or settings.nodes == 1 else mesh.outer if mesh.outer > 1 else mesh.inner
         sizes = element_sizes(precision)
-        step = Step(trace.layout.for_world(mesh.world), placement, sizes, on_cuda, sockets)
+        step = Step(trace.layout.for_world(mesh.world), placement, sizes, on_cuda, settings.nodes)
         memory = StepMemory(trace, step, accumulate=settings.accumulate).of(trace)
         self._timed = Timed(trace.work, step.layout, placement, sizes, micro_batches=settings.accumulate)
         step_ms: float | None = None
