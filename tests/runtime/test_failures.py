@@ -153,6 +153,28 @@ def test_deleting_model_and_optimizer_frees_their_memory(stage: int) -> None:
             assert found["bytes"] <= 1024, f"{what}: {found['bytes']} bytes are still held"
 
 
+def _call_parts_and_delete() -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, stage=3, precision="fp32", bucket_mb=0.01, lr=0.1
+    )
+    x = torch.ones(2, 64)
+    optimizer.backward(model(x).sum())
+    optimizer.step()
+    if dist.get_rank() == 1:
+        model[0].register_forward_hook(lambda *_: time.sleep(0.5))
+    with torch.no_grad():
+        for part in model:
+            x = part(x)
+    return x.sum().item()
+
+
+def test_a_model_may_be_deleted_while_others_still_call_its_parts() -> None:
+    first, second = run_ranks(2, _call_parts_and_delete)
+    assert first == second
+
+
 def _many_steps(stage: int) -> tuple[int, int, int]:
     """Bytes held after few steps and after many, and threads left over once everything is deleted."""
     run = Run(stage=stage, clip=1.0)
