@@ -38,7 +38,7 @@ def main() -> None:
 
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["shm_comm"] = False  # it would be compiled, for minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
     deepspeed.init_distributed("gloo")
     model = nn.Sequential(*(Block() for _ in range(options.blocks)))
     config = {

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/sft_lora.py [DIRECTORY]
 
-Nothing is downloaded: model and tokenizer are made here. The adapter goes to DIRECTORY, by default sft-output. Needs
+Nothing is downloaded: model and tokenizer are made here. The adapter goes to DIRECTORY, by default runs/sft_lora. Needs
 `pip install 'zerokit[hf]' trl peft`.
 """
 
@@ -93,4 +93,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "sft-output")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/sft_lora")

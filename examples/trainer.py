@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/trainer.py [DIRECTORY]
 
 Nothing is downloaded: the model is built from a configuration, the text is this file. Checkpoints and the model go to
-DIRECTORY, by default trainer-output. Needs `pip install 'zerokit[hf]'`.
+DIRECTORY, by default runs/trainer. Needs `pip install 'zerokit[hf]'`.
 """
 
 import sys
@@ -88,4 +88,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "trainer-output")
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/trainer")

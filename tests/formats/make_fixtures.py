@@ -97,7 +97,7 @@ def deepspeed_engine(stage: int, precision: str, accumulated: int = 1) -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["shm_comm"] = False  # it would be compiled, for minutes
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
     deepspeed.init_distributed("gloo")
     # A CPU's fp16 is slow, but there.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True

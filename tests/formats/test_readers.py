@@ -245,6 +245,15 @@ def test_groups_in_one_value_are_those_of_an_optimizer(tmp_path: Path) -> None:
     assert source.extra()["groups"] == [{"lr": 0.1}]
 
 
+def test_states_by_number_say_what_to_save_instead(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    save_dcp(
+        tmp_path, {"model": model.state_dict(), "optim": torch.optim.AdamW(model.parameters()).state_dict()}
+    )
+    with pytest.raises(CheckpointError, match=r"numbers instead of names: save what get_state_dict"):
+        open_source(tmp_path)
+
+
 ODD = {
     "float64": torch.arange(3, dtype=torch.float64),
     "half": torch.arange(3).half(),

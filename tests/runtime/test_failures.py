@@ -146,6 +146,27 @@ def test_deleting_model_and_optimizer_frees_their_memory(given: tuple[int, str, 
     assert left <= 1024, f"{left} bytes are still held"
 
 
+@on_ranks(2)
+def test_a_model_may_be_deleted_while_others_still_call_its_parts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, stage=3, precision="fp32", bucket_mb=0.01, lr=0.1
+    )
+    x = torch.ones(2, 64)
+    optimizer.backward(model(x).sum())
+    optimizer.step()
+    if dist.get_rank() == 1:
+        model[0].register_forward_hook(lambda *_: time.sleep(0.5))
+    with torch.no_grad():
+        for part in model:
+            x = part(x)
+    del model, optimizer, part
+    sums: list[Any] = [None, None]
+    dist.all_gather_object(sums, x.sum().item())
+    assert sums[0] == sums[1]
+
+
 @on_ranks(2, STAGES)
 def test_nothing_grows_with_the_number_of_steps(stage: int) -> None:
     """Not the bytes that are held, and no thread is left over once everything is deleted."""

@@ -127,6 +127,10 @@ class Gathering:
             unit.guard()  # reads of its weights from here on are noticed, though they may still be there
         return unit.comes_and_goes and not unit.active
 
+    def leave_aside(self) -> None:
+        """Note the end of a call outside the model's forward, after which the model may be deleted."""
+        self._collectives.wait_for_readers()
+
     def hold(self, unit: UnitState) -> None:
         """Keep `unit` gathered until backward ends, because no hook will show when it is read."""
         self.passes.unwatched.add(unit.index)

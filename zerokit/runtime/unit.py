@@ -295,7 +295,7 @@ class UnitState(OwnedUnit):
         elif any(trained):
             raise UsageError(
                 f"parameter {self.unit.parameters[trained.index(True)].name} was frozen when ZeroOptimizer was built, "
-                "so nothing would update it: call requires_grad_(True) before, or build a new model and optimizer"
+                "so nothing would update it: freeze it after that, or build a new model and optimizer"
             )
 
     def _note_addresses(self) -> None:

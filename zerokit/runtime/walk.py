@@ -208,6 +208,8 @@ class ModelWalk:
             return
         outermost = [unit for unit in units if self._gathering.leave(unit)]
         given = self._given.pop(module, set())
+        if outermost and not self._in_forward:
+            self._gathering.leave_aside()
         if not outermost or not torch.is_grad_enabled():
             return
         tensors = list(tensors_in(output))

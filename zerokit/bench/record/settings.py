@@ -280,7 +280,7 @@ class Settings:
         if self.outer_stage is not None:
             raise UsageError("--every synchronises over the outer axis itself: omit --outer-stage")
         if self.world == 1:
-            raise UsageError("--every needs islands to synchronise: give at least 2 ranks, or --mesh")
+            raise UsageError("--every needs islands to synchronise: give at least 2 ranks")
         if self.delay >= self.every:
             raise UsageError(f"--delay {self.delay} must be under --every {self.every}")
         if self.fragments > self.every:

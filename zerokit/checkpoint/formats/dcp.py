@@ -151,6 +151,11 @@ class _Reader:
                     break
             else:
                 groups.append((options, [name]))
+        if not all(isinstance(name, str) for _, names in groups for name in names):
+            raise CheckpointError(
+                f"{self.path}: the optimizer's parameters have numbers instead of names: save what "
+                "get_state_dict(model, optimizer) gives, not optimizer.state_dict()"
+            )
         for options, _ in groups:
             options.pop("param_names", None)
         return [
@@ -168,10 +173,7 @@ class _Reader:
             if len(item.path) > 2 and item.path[-2] in trained:  # a kind may have a point in it
                 name, kind = item.path[-2:]
             if name not in trained:
-                hint = (
-                    ": save what get_state_dict() gives, not optimizer.state_dict()" if name.isdigit() else ""
-                )
-                raise CheckpointError(f"{self.path}: {key} is of a parameter that is in no group{hint}")
+                raise CheckpointError(f"{self.path}: {key} is of a parameter that is in no group")
             streams, scalars = states.setdefault(name, ({}, {}))
             if item.shape == weights[name].shape and kind != "step":
                 streams[kind] = item.stream

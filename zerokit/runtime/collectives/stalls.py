@@ -15,9 +15,9 @@ OTHERS_S = 2.0
 
 _SAME_CALLS = (
     "Ranks must make the same calls in the same order: between two steps as many backward passes, at stage 3 also as "
-    "many forwards, and of the model itself, not of its blocks. A rank with less data runs another batch with its "
-    "loss times 0. Ranks may leave units out, but must otherwise follow rank 0's first forward pass or all leave it "
-    "together. Otherwise look for the first error of the rank named last."
+    "many forwards, and of the model itself, not of its blocks, and all of them state_dict() and gathered(). A rank "
+    "with less data runs another batch with its loss times 0. Ranks may leave units out, but must otherwise follow "
+    "rank 0's first forward pass or all leave it together. Otherwise look for the first error of the rank named last."
 )
 
 
