@@ -252,6 +252,8 @@ class _Reader:
             step = max(
                 (int(struct.unpack("<f", s.content)[0]) for s in counts if s.dtype == "float32"), default=0
             )
+        if carried.keys() == {"extra", "step"}:  # zerokit wrote it, for what a run calls its extra
+            carried = carried["extra"]
         return carried, step
 
 
