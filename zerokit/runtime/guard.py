@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 TICKET = "_zerokit"  # the attribute of a managed parameter that leads to its unit
 
+SCALES_ITSELF = (
+    "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
+)
+
 _GRADIENT_ADVICE = (
     "zerokit holds the gradient in flat buckets, summed and divided over ranks: call optimizer.clip_grad_norm_() "
     "to clip and optimizer.zero_grad() to clear, or read and change whole gradients inside "
@@ -183,9 +187,7 @@ class HeldGradient(Tensor):
             held.ticket.clear_gradient()
             return held
         if name.startswith("_amp_"):
-            raise UsageError(
-                "zerokit scales the loss itself: use precision='fp16' and optimizer.backward(loss), without GradScaler"
-            )
+            raise UsageError(SCALES_ITSELF)
         raise UsageError(f"{name}() of {held.ticket.name}.grad: {_GRADIENT_ADVICE}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.guard import ticket_of
+from zerokit.runtime.guard import SCALES_ITSELF, ticket_of
 from zerokit.runtime.rounding import RESIDUAL
 
 EMA = "ema"
@@ -118,6 +118,11 @@ class ForwardingOptimizer(Optimizer):
         raise UsageError(
             "the layout is fixed when ZeroOptimizer is built: pass all groups as params=[...], and freeze before"
         )
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # torch.amp.GradScaler asks for this before it steps, also on ranks whose gradients it has found nothing in.
+        raise UsageError(SCALES_ITSELF)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
