@@ -53,6 +53,7 @@ def conduct(agents: Sequence[Agent], logs: Path, interrupts: Interrupts, poll: C
     try:
         _attend(agents, interrupts, poll)
         if failed := [agent for agent in agents if agent.poll() != 0]:
+            interrupts.check()  # a batch system ends ranks and launcher alike
             raise _explain(failed, logs)
     except Interrupted as error:
         for agent in agents:
