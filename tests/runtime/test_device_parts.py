@@ -1,35 +1,30 @@
-"""The parts of the device's way by themselves, without a GPU: fakes in place of CUDA, tensors without values."""
+"""The parts of the device's way by themselves, without a GPU: fakes in place of CUDA."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.on_ranks import on_ranks
-from tests.support.recording import Group, RecordingRoute
+from tests.support.recording import Group
 from tests.support.streams import PromptStream
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Interval
 from zerokit.placement import Mesh
 from zerokit.runtime import collectives
 from zerokit.runtime.collectives import groups, make_collectives, nccl, stalls
-from zerokit.runtime.collectives.nccl import Communicators, NcclCollectives, NcclRoute, make_nccl
+from zerokit.runtime.collectives.nccl import Communicators, make_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
-from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.memory import ResizedMemory
-from zerokit.runtime.step import StepControl, all_finite, clip_coefficient, global_norm
 
 GPU = torch.device("cuda", 0)
 
@@ -245,77 +240,6 @@ def test_a_side_stream_names_its_first_unfinished_work(told: list[str]) -> None:
     assert side.unfinished() is None
     side.launch(nccl.Operation("third", lambda: None))
     assert len(side._launched) == 1, "what has ended is forgotten"
-
-
-# --- fake tensors: whoever looks at a value on the host, or mixes devices, raises ----------------------------
-
-
-SIZES = (1, 100, 1 << 17, 0)
-NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
-
-
-@pytest.fixture
-def route() -> RecordingRoute:
-    route = RecordingRoute(runs_ahead=True)
-    route.device = torch.device("cuda")
-    return route
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gradients_are_measured_and_scaled_on_the_device(
-    route: RecordingRoute, dtype: torch.dtype, norm_type: float
-) -> None:
-    with FakeTensorMode():
-        shards = [torch.empty(size, device="cuda", dtype=dtype) for size in SIZES]
-        norm = global_norm(shards, norm_type, route)
-        coefficient = clip_coefficient(norm, 1.0)
-        for value in (norm, coefficient):
-            assert (value.device.type, value.dtype, value.shape) == ("cuda", torch.float64, ())
-        with pytest.raises(RuntimeError):
-            float(norm)
-        for own in (shards, shards[-1:], []):
-            finite = all_finite(own, route.device)
-            assert (finite.device.type, finite.dtype, finite.shape) == ("cuda", torch.bool, ())
-        units = {
-            number: SimpleNamespace(of=lambda _, own=own: own, state=SimpleNamespace(updated=None))
-            for number, own in enumerate(shards)
-        }
-        factor = torch.where(norm.isfinite(), coefficient / 1024.0, 1.0)
-        Gradients.scale(SimpleNamespace(units=units, _collectives=route), factor)  # type: ignore[arg-type]
-        assert {(shard.device.type, shard.dtype) for shard in shards} == {("cuda", dtype)}
-
-
-class _Route(NcclCollectives):
-    """One rank of two, whose control values go nowhere."""
-
-    def __init__(self) -> None:
-        group, device, reporter = Group(0, 2), torch.device("cuda"), StallReporter(Group(0, 1))
-        streams = [PromptStream(device) for _ in range(3)]
-        routes = [NcclRoute((group, group), (streams[0], streams[1]), reporter)]
-        super().__init__(
-            group, Mesh(1, 2), routes, device, reporter, datetime.timedelta(seconds=1), streams=streams
-        )
-        self.reduced: list[Tensor] = []
-
-    def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        self.reduced.append(values)
-
-    def _on_host(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)  # without a driver no memory can be pinned
-
-
-def test_control_values_are_not_read_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    # `copy_` looks for a driver even where tensors are fake.
-    monkeypatch.setattr(Tensor, "copy_", lambda to, values, **_: torch._foreach_copy_([to], [values]))
-    route = _Route()
-    gradients = SimpleNamespace(received=True, units={})
-    inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    control = StepControl(route, gradients, inner)  # type: ignore[arg-type]
-    with FakeTensorMode():
-        assert control.agree(None)
-    (values,) = route.reduced
-    assert (values.device.type, values.dtype, values.shape) == ("cuda", torch.float64, (4,))
 
 
 class _NamedStream(PromptStream):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import platform
 import re
@@ -83,35 +82,12 @@ def test_another_c_library_is_left_alone() -> None:
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only its heap is told what to keep")
 
 _KERNEL = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-_BLOCKS, _BYTES = 256, 2**20
 _SHORT, _LONG = 300_000, 3_000_000
 """Elements whose memory outside the shard is too short for huge pages, and long enough for them."""
 
 
 def _faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-
-def _faults_of_a_step() -> int:
-    """Page faults where much is allocated and all of it freed, as gradients are, the third time."""
-    library = ctypes.CDLL(None)
-    library.malloc.restype = ctypes.c_void_p
-    for _ in range(3):
-        start = _faults()
-        blocks = [ctypes.c_void_p(library.malloc(_BYTES)) for _ in range(_BLOCKS)]
-        for block in blocks:
-            ctypes.memset(block, 1, _BYTES)
-        faults = _faults() - start
-        for block in blocks:
-            library.free(block)
-        keep_freed_memory()
-    return faults
-
-
-@on_glibc
-def test_freed_memory_is_used_again_without_page_faults() -> None:
-    # The first round's blocks had pages of their own; what the second round left on the heap serves the third.
-    assert run_alone(_faults_of_a_step) < _BLOCKS * _BYTES // resource.getpagesize() // 20
 
 
 def _units(numel: int, count: int, dtype: torch.dtype = torch.float32) -> list[MappedMemory]:

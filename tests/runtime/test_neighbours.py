@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import datetime
 import errno
 import gc
 import os
 import re
 import time
-from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -20,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.distributed import AT_ONCE, run_each, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import run_each, run_ranks
 from tests.support.on_ranks import on_ranks
-from tests.support.recording import plain_unit
 from tests.support.training import Run, Trajectory, one_step, require_memory_route, trained
 from zerokit.errors import UsageError
 from zerokit.placement import Axis
@@ -123,63 +118,6 @@ def test_a_rank_that_leaves_has_been_read() -> None:
         assert first == second
 
 
-@contextlib.contextmanager
-def _stays_until_the_first_is_done() -> Iterator[None]:
-    """Rank 1 lives on until rank 0 is through with what it does here, or has failed in it."""
-    store = dist.distributed_c10d._get_default_store()
-    try:
-        yield
-    finally:
-        if dist.get_rank() == 0:
-            store.set("rank 0 is done", "")
-        else:
-            store.wait(["rank 0 is done"], datetime.timedelta(seconds=100))
-
-
-def _stays_away() -> None:
-    collectives = _collectives()
-    whole = torch.zeros(4)
-    collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
-    collectives.wait_for_readers()
-    with _stays_until_the_first_is_done():
-        if dist.get_rank() == 0:
-            collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
-
-
-_PR_SET_DUMPABLE = 4
-
-
-def _closes_its_memory() -> None:
-    """Rank 1 may be read when the ranks meet, and not afterwards: the kernel refuses, as for another user's process."""
-    collectives = _collectives()
-    whole = torch.zeros(4)
-    collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
-    collectives.wait_for_readers()
-    if dist.get_rank() == 1:
-        assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
-    else:
-        _drop_capabilities()
-    dist.barrier()
-    with _stays_until_the_first_is_done():
-        collectives.all_gather(plain_unit(0, 4, 2), whole).wait()
-
-
-def _drop_capabilities() -> None:
-    """Give up CAP_SYS_PTRACE, with which root reads everybody."""
-    library = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # linux/capability.h: version 3, this thread
-    assert library.capset(header, (ctypes.c_uint32 * 6)()) == 0
-
-
-def test_a_read_that_is_refused_later_names_the_remedy() -> None:
-    reader, _ = run_ranks_expecting_errors(2, _closes_its_memory, **AT_ONCE)
-    assert reader.raised("ScheduleError"), reader.describe()
-    assert "rank 1 (process" in reader.error
-    assert "cannot be read: Operation not permitted" in reader.error
-    assert "ZEROKIT_CMA=0" in reader.error
-    assert "has ended" not in reader.error
-
-
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -199,13 +137,6 @@ def test_a_read_that_fails_says_what_it_means(code: int, said: str, monkeypatch:
     assert said in str(caught.value)
 
 
-def test_a_rank_that_does_not_come_ends_in_a_time_out() -> None:
-    waiting, _ = run_ranks_expecting_errors(2, _stays_away, timeout=2.0)
-    assert waiting.raised("ScheduleError"), waiting.describe()
-    assert "all-gather of unit 0" in waiting.error
-    assert "timed out after 2 s" in waiting.error
-
-
 @on_ranks(2, (0, 1, 2, 3))
 def test_a_step_leaves_nothing_unread(stage: int) -> None:
     """On the books, and in the window, after a backward pass."""
@@ -220,12 +151,7 @@ def test_a_step_leaves_nothing_unread(stage: int) -> None:
 def test_all_that_have_ended_are_named() -> None:
     """Those that failed for want of the first are gone as well, perhaps before this rank looks."""
     alive = [False, False, True, True]
-    mine = SimpleNamespace(
-        rank=2,
-        peers=[0, 1, 3],
-        _pids=[10, 11, 12, 13],
-        _is_alive=alive.__getitem__,
-    )
+    mine = SimpleNamespace(rank=2, peers=[0, 1, 3], _pids=[10, 11, 12, 13], _is_alive=alive.__getitem__)
     both = re.escape("rank 0 (process 10) and rank 1 (process 11) have ended, or dropped their models")
     with pytest.raises(RuntimeError, match=both):
         Neighbours.require_alive(cast(Neighbours, mine))

@@ -107,11 +107,6 @@ SCENES: dict[str, tuple[dict[str, Any], Way, list[str]]] = {
         collectives,
         ["r1 r0 r2 step g2 g0 g1"],
     ),
-    "stage 2 in the order of forward": (
-        {"stage": 2, "uses": [2, 0, 1]},
-        collectives,
-        ["r1 r0 r2 step g2 g0 g1"],
-    ),
     "the second step at stage 3: the last unit stays for backward": (
         {},
         steps(),
