@@ -209,9 +209,6 @@ def test_memory_is_what_the_interpreter_holds(given: tuple[str, str, float, tupl
         del case, model, optimizer
 
 
-# --- what really arrives -----------------------------------------------------------------------------------
-
-
 def _count_reads(total: list[int]) -> None:
     """Add to `total[0]` what this process reads from others from now on."""
     original = Neighbours.read

@@ -41,8 +41,6 @@ on_both = pytest.mark.parametrize("device", DEVICES)
 RANKS = {"cpu": 2, "cuda": 1}
 STACK = SCENES["units used again"]
 
-# --- a step synchronises nothing ---------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def _no_synchronisation() -> Iterator[None]:
@@ -70,8 +68,6 @@ def test_no_step_synchronises(precision: str) -> None:
                     training.step(step)
             training.bits()
 
-
-# --- the user's side ---------------------------------------------------------------------------------------
 
 KERNELS: list[tuple[str, dict[str, Any]]] = [
     *[(name, {}) for name in OPTIMIZERS],

@@ -24,8 +24,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.streams import LaggingStream, PromptStream
 from zerokit.errors import LayoutMismatch, UsageError
 
-# --- what is read ------------------------------------------------------------------------------------------
-
 
 class CountedReads(TorchDispatchMode):
     """Counts what the host takes out of tensors: `float()`, `bool()` and the like, and methods of `Tensor`."""
@@ -120,9 +118,6 @@ def test_the_count_sees_reads() -> None:
     assert (by_dispatch.counts, by_method.counts) == ({"_local_scalar_dense": 1}, {"tolist": 1, "cpu": 1})
 
 
-# --- steps without gradients -------------------------------------------------------------------------------
-
-
 @on_ranks(2, [(precision, stage) for number, precision in enumerate(PRECISIONS) for stage in (number, 3)])
 def test_step_without_any_backward_is_refused_before_anything_changes(given: tuple[str, int]) -> None:
     """At stage 3 and another by turns: `step()` first of all, and between others."""
@@ -157,9 +152,6 @@ def test_a_step_in_which_one_rank_has_no_gradients_goes_on(precision: str) -> No
     dist.all_gather_object(digests, found)
     assert len(found) == 1
     assert digests[0] == digests[1]
-
-
-# --- ranks on different paths ------------------------------------------------------------------------------
 
 
 def _freeze_another(training: Training) -> None:
@@ -222,9 +214,6 @@ def test_what_shows_the_state_looks_at_the_last_step_first(given: Any, tmp_path:
             training.step(3)
 
 
-# --- a device that does not get on -------------------------------------------------------------------------
-
-
 class SilentStream(PromptStream):
     """From the second step on nothing that was fetched arrives."""
 
@@ -255,9 +244,6 @@ def test_a_device_that_hangs_is_an_error_within_the_time_out(precision: str) -> 
         assert f"rank {1 - rank} waits for the all-gather of unit 3" in outcome.error or (
             f"rank {1 - rank} gave up waiting for the all-gather of unit 3" in outcome.error
         )
-
-
-# --- a state that is loaded while gathers are in flight ----------------------------------------------------
 
 
 @on_ranks(2, [("fp32", 0), ("bf16", 1), ("fp32", 2), ("bf16", 3), ("fp32", 3)])

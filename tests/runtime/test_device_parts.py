@@ -28,8 +28,6 @@ from zerokit.runtime.memory import ResizedMemory
 
 GPU = torch.device("cuda", 0)
 
-# --- one GPU a rank ----------------------------------------------------------------------------------------
-
 
 class NcclGroup:
     """A group whose only backend is NCCL's, on CUDA."""
@@ -74,9 +72,6 @@ def test_a_model_on_the_cpu_is_refused_under_nccl_where_there_are_gpus(
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UsageError, match=rf"the model lies on cpu.*model\.to\('cuda'\){said}"):
         make_collectives(group, torch.device("cpu"), None, units=1)
-
-
-# --- communicators -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -159,9 +154,6 @@ def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
             group = dist.distributed_c10d._get_default_group()
             nccl.communicators_of(group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group))
         assert len(made) == 6
-
-
-# --- streams -----------------------------------------------------------------------------------------------
 
 
 class FakeStream:

@@ -153,9 +153,6 @@ def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) 
     assert found == dict.fromkeys(stages, (True, "other bits"))
 
 
-# --- and none too many -------------------------------------------------------------------------------------
-
-
 def _route(training: Training) -> NcclRoute:
     collectives = training.optimizer.runtime.collectives
     assert isinstance(collectives, NcclCollectives)

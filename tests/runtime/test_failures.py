@@ -91,9 +91,6 @@ def test_a_rank_that_ends_is_named_by_others_which_end_too(
     assert any("rank 1" in outcome.error for outcome in (first, *others))
 
 
-# --- memory that must be free again ------------------------------------------------------------------------
-
-
 @on_ranks(
     2,
     [
@@ -152,8 +149,7 @@ def test_a_model_may_be_deleted_while_others_still_call_its_parts() -> None:
 
 
 @on_ranks(2, STAGES)
-def test_nothing_grows_with_the_number_of_steps(stage: int) -> None:
-    """Of the bytes that are held."""
+def test_held_bytes_do_not_grow_with_the_number_of_steps(stage: int) -> None:
     run = Run(stage=stage, clip=1.0)
     before = set(live_storages())
     case, model, optimizer = trained("gpt_checkpoint_each", run)
@@ -183,8 +179,6 @@ def test_a_time_out_of_its_own() -> None:
     assert second.raised("Blown")
     assert first.raised("ScheduleError"), first.describe()
 
-
-# --- the user's own script ---------------------------------------------------------------------------------
 
 SCRIPT = """
     import torch, zerokit
@@ -224,9 +218,6 @@ def test_a_script_ends_cleanly_with_warnings_as_errors(tmp_path: Path) -> None:
             assert process.returncode == 0, err
             assert out.startswith("done")
             assert "Traceback" not in err
-
-
-# --- the garbage collector comes when it will ----------------------------------------------------------------
 
 
 @on_ranks(2, (1, 2), timeout=60.0)

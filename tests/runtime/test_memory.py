@@ -17,8 +17,6 @@ from zerokit.layout import Interval
 from zerokit.runtime import memory
 from zerokit.runtime.memory import Heap, MappedMemory, _spare_pages, keep_freed_memory
 
-# --- what is asked of the C library ------------------------------------------------------------------------
-
 TRIM, KEEP = ("malloc_trim", 0), ("mallopt", -1, -1)
 
 
@@ -76,8 +74,6 @@ def test_what_the_environment_says_stands(
 def test_another_c_library_is_left_alone() -> None:
     memory._call("a_function_that_no_library_has", 1)
 
-
-# --- what that does ----------------------------------------------------------------------------------------
 
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only its heap is told what to keep")
 

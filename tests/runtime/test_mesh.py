@@ -32,8 +32,6 @@ SQUARE = (2, 2)
 WIRE = zerokit.Precision(wire=torch.bfloat16)
 INT8 = zerokit.Precision(wire="int8")
 
-# --- bits --------------------------------------------------------------------------------------------------
-
 
 def _train(name: str, runs: dict[str, Run], switch: str) -> dict[str, Trajectory]:
     os.environ[SWITCH] = switch
@@ -79,9 +77,6 @@ def test_a_device_waits_for_both_hops() -> None:
         assert_equal_bits(other, first, "late results")
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------
-
-
 def _continue(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> list[str]:
     """Steps whose batches are the same on all ranks, so that the number of ranks does not matter to the data."""
     case, losses = CASES["gpt"], []
@@ -121,9 +116,6 @@ def test_a_save_of_a_loaded_state_is_that_of_as_many_ranks_on_one_axis(tmp_path:
             if name.startswith("rank-") or name == "extra.json":
                 assert (first / name).read_bytes() == (second / name).read_bytes(), (pair, name)
         assert Checkpoint(second).manifest.layout == Checkpoint(first).manifest.layout
-
-
-# --- nodes -------------------------------------------------------------------------------------------------
 
 
 def _on_nodes(nodes: list[int], stages: Sequence[Any]) -> tuple[str, list[Trajectory], list[tuple[int, int]]]:
@@ -192,9 +184,6 @@ def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
     for outcome in outcomes[:3]:
         assert outcome.raised("ScheduleError"), outcome.describe()
         assert "rank 3 " in outcome.error
-
-
-# --- construction ------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)

@@ -129,11 +129,9 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 ]
 """Options of the constructor that are refused, and words of the error."""
 CLASSES: list[tuple[Any, dict[str, Any], str]] = [
-    *[
-        (torch.optim.LBFGS, {}, "AdamW"),
-        (torch.optim.Adafactor, {}, "AdamW"),
-        (torch.optim.SparseAdam, {}, ""),
-    ],
+    (torch.optim.LBFGS, {}, "AdamW"),
+    (torch.optim.Adafactor, {}, "AdamW"),
+    (torch.optim.SparseAdam, {}, ""),
     *[(Odd, {"change": change}, "norm") for change in (_whole_norms, _row_means, _falling_norms)],
     (Odd, {"change": lambda _, params: nn.utils.clip_grad_norm_(params, 0.5)}, "norm"),
     (Odd, {"change": partial(_row_means, after=10)}, "shape of its matrix"),

@@ -93,12 +93,6 @@ def test_its_surface_is_that_of_torchs_optimizers() -> None:
     assert {kind for state in optimizer.state.values() for kind in state} == {"exp_avg", "exp_avg_sq", "step"}
 
 
-@on_ranks(1, (False, True))
-def test_the_users_own_choice_of_fused_wins(fused: bool) -> None:
-    _, _, optimizer = trained("mlp_10_64_2", Run(), fused=fused)
-    assert [group["fused"] for group in optimizer.param_groups] == [fused]
-
-
 @on_ranks(2, itertools.product(range(4), ("adamw", "lion")))
 def test_state_dicts_resume_a_run_bit_for_bit(given: tuple[int, str]) -> None:
     """Model and optimizer state dicts carry a run into new objects on the same ranks, scheduler included."""

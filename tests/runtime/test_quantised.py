@@ -39,9 +39,6 @@ def _unpacked(wire: QuantisedWire, packed: Tensor, numel: int) -> Tensor:
     return out.view(-1)
 
 
-# --- packing -----------------------------------------------------------------------------------------------
-
-
 @given(
     st.sampled_from(NAMES),
     st.integers(1, 5),
@@ -135,9 +132,6 @@ def test_keys_differ_and_positions_do_too() -> None:
     assert len({tuple(row.tolist()) for row in rows}) == 64
 
 
-# --- training ----------------------------------------------------------------------------------------------
-
-
 def _precision(name: Any, **options: Any) -> zerokit.Precision:
     return zerokit.Precision(wire=name, **options)
 
@@ -227,9 +221,6 @@ def test_loaded_values_stay_exact_in_masters_where_rounded_updates_travel() -> N
         found.append([master.clone() for master in optimizer.state_dict()["masters"]])
         one_step(model, optimizer, case, run, step, Trajectory())
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
-
-
-# --- checkpoints -------------------------------------------------------------------------------------------
 
 
 def _residual_sum(optimizer: zerokit.ZeroOptimizer) -> list[Tensor]:

@@ -247,9 +247,5 @@ def test_the_dtype_of_reduction_is_no_wire_of_its_own(dtype: Any) -> None:
     same = zerokit.Precision(reduce=dtype, wire=dtype)
     assert same == zerokit.Precision(reduce=dtype)
     assert "wire" not in same.as_dict()
-
-
-def test_a_precision_says_its_wire() -> None:
-    assert zerokit.Precision(wire="bf16") == WIRE
     plain = dict.fromkeys(("compute", "reduce", "master"), "float32")
     assert WIRE.as_dict() == plain | {"wire": "bfloat16"}

@@ -38,8 +38,6 @@ def _step(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
     optimizer.zero_grad()
 
 
-# --- signals -----------------------------------------------------------------------------------------------
-
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
 
 CASES: dict[str, tuple[list[tuple[int, int, int]], int, int, str]] = {
@@ -161,9 +159,6 @@ def test_another_thread_has_the_deadline_alone() -> None:
         assert pool.submit(enter).result()
 
 
-# --- deadlines ---------------------------------------------------------------------------------------------
-
-
 DEADLINES: list[tuple[list[float | None], str | None, float, int | None]] = [
     ([None, None], None, 5.0, None),
     ([FAR, FAR], None, 5.0, None),
@@ -203,9 +198,6 @@ def test_a_deadline_comes() -> None:
         while not stop.requested():
             time.sleep(0.01)
         assert time.time() >= moments[0].timestamp() - 60
-
-
-# --- arguments ---------------------------------------------------------------------------------------------
 
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
