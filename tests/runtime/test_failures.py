@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -91,23 +92,19 @@ def test_a_rank_that_ends_is_named_by_others_which_end_too(
     assert any("rank 1" in outcome.error for outcome in (first, *others))
 
 
-@on_ranks(
-    2,
-    [
-        (stage, *case)
-        for stage in STAGES
-        for case in (
-            ("gpt", False, False),
-            ("gpt", True, False),
-            ("gpt", False, True),
-            ("gpt_checkpoint_each", False, False),
-            ("lora", True, False),
-        )
-    ],
-)
-def test_deleting_model_and_optimizer_frees_their_memory(given: tuple[int, str, bool, bool]) -> None:
+DELETED = [
+    ("gpt", False, False),
+    ("gpt", True, False),
+    ("gpt", False, True),
+    ("gpt_checkpoint_each", False, False),
+    ("lora", True, False),
+]
+
+
+@on_ranks(2, itertools.product(STAGES, DELETED))
+def test_deleting_model_and_optimizer_frees_their_memory(given: tuple[int, tuple[str, bool, bool]]) -> None:
     """In either order, also after an error."""
-    stage, name, optimizer_first, fail = given
+    stage, (name, optimizer_first, fail) = given
     before = set(live_storages())
     case, model, optimizer = trained(name, Run(stage=stage, clip=1.0), 3)
     if fail:

@@ -194,6 +194,10 @@ def _step(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
+def _clip(model: nn.Module, optimizer: Any, norm_type: float = 2.0) -> None:
+    optimizer.clip_grad_norm_(1.0, norm_type)
+
+
 def _forward_without_gradients(model: nn.Module, optimizer: Any) -> None:
     with torch.no_grad():
         model(torch.ones(2, 4))
@@ -222,18 +226,9 @@ MISUSES: dict[str, tuple[Misuse, tuple[str, ...]]] = {
     "a second step without a backward": (_then(_train, _step), ("backward",)),
     "step after a forward alone": (_then(lambda model, _: model(torch.ones(2, 4)), _step), ("backward",)),
     "step after a forward without gradients": (_then(_forward_without_gradients, _step), ("backward",)),
-    "clipping before any backward": (
-        _then(lambda _, optimizer: optimizer.clip_grad_norm_(1.0), _step),
-        ("backward",),
-    ),
-    "a norm of kind 0": (
-        _then(_backward, lambda _, optimizer: optimizer.clip_grad_norm_(1.0, 0.0)),
-        ("0.0",),
-    ),
-    "a norm of kind -1": (
-        _then(_backward, lambda _, optimizer: optimizer.clip_grad_norm_(1.0, -1.0)),
-        ("-1.0",),
-    ),
+    "clipping before any backward": (_then(_clip, _step), ("backward",)),
+    "a norm of kind 0": (_then(_backward, partial(_clip, norm_type=0.0)), ("0.0",)),
+    "a norm of kind -1": (_then(_backward, partial(_clip, norm_type=-1.0)), ("-1.0",)),
     "a closure without backward": (lambda _, optimizer: optimizer.step(lambda: 0.0), ("backward",)),
     "add_param_group": (lambda _, optimizer: optimizer.add_param_group({"params": []}), ("params=",)),
     "GradScaler.step": (partial(_scale, unscale=False), ("GradScaler", "fp16")),

@@ -156,10 +156,6 @@ def _by_every_route(name: str, runs: list[dict[str, Run]]) -> list[dict[str, Tra
         return found + [train_all(name, mine) for mine in runs[2:]]
 
 
-def _narrow(wire: Any, **options: Any) -> zerokit.Precision:
-    return zerokit.Precision(wire=wire, **options)
-
-
 @pytest.mark.parametrize(
     ("turn", "name", "world", "precision", "options"),
     [
@@ -169,14 +165,14 @@ def _narrow(wire: Any, **options: Any) -> zerokit.Precision:
         (3, "bert", 3, "fp32", {}),
         (0, "gpt_checkpoint_each", 2, zerokit.Precision(compute="bf16", reduce="bf16"), {}),
         (1, "lora", 3, zerokit.Precision(reduce="bf16"), {}),
-        (0, "gpt", 2, _narrow("bf16"), {}),
-        (1, "gpt", 3, _narrow("bf16"), {"micro": 2}),
-        (2, "lora", 2, _narrow("bf16", compute="bf16"), {"micro": 2, "accumulate": True}),
-        (3, "unit_unused_on_rank_1", 2, _narrow("bf16", compute="fp16"), {"micro": 2}),
-        (0, "gpt", 2, _narrow("int8"), {}),
-        (1, "gpt", 3, _narrow("int4", compute="bf16"), {"micro": 2}),
-        (2, "lora", 2, _narrow("int8", compute="fp16"), {"micro": 2, "accumulate": True}),
-        (3, "unit_unused_on_rank_1", 2, _narrow("int4", feedback=False), {}),
+        (0, "gpt", 2, zerokit.Precision(wire="bf16"), {}),
+        (1, "gpt", 3, zerokit.Precision(wire="bf16"), {"micro": 2}),
+        (2, "lora", 2, zerokit.Precision(wire="bf16", compute="bf16"), {"micro": 2, "accumulate": True}),
+        (3, "unit_unused_on_rank_1", 2, zerokit.Precision(wire="bf16", compute="fp16"), {"micro": 2}),
+        (0, "gpt", 2, zerokit.Precision(wire="int8"), {}),
+        (1, "gpt", 3, zerokit.Precision(wire="int4", compute="bf16"), {"micro": 2}),
+        (2, "lora", 2, zerokit.Precision(wire="int8", compute="fp16"), {"micro": 2, "accumulate": True}),
+        (3, "unit_unused_on_rank_1", 2, zerokit.Precision(wire="int4", feedback=False), {}),
     ],
 )
 def test_stages_buckets_and_routes_are_identical_bits(
