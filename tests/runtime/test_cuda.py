@@ -1,4 +1,4 @@
-"""What only a GPU shows: NCCL on streams of its own, steps without synchronisation, half precision, compilers.
+"""What only a GPU shows: NCCL on streams of its own, a host that runs ahead, kernels in half precision, compilers.
 
 NCCL for one rank on one GPU. Where a host can run the same function the device's way, it does.
 """
@@ -9,6 +9,8 @@ import contextlib
 import copy
 import importlib.util
 import itertools
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,13 +35,17 @@ from tests.support.devices import (
 )
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizers import FUSED, OPTIMIZERS
+from tests.support.recording import RecordingRoute
 from tests.support.training import whole_weights
 from zerokit.errors import UsageError
+from zerokit.runtime.step import all_finite, global_norm
 
 gpu = pytest.mark.gpu
 on_both = pytest.mark.parametrize("device", DEVICES)
 RANKS = {"cpu": 2, "cuda": 1}
 STACK = SCENES["units used again"]
+
+# --- a step synchronises nothing ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -68,6 +74,57 @@ def test_no_step_synchronises(precision: str) -> None:
                     training.step(step)
             training.bits()
 
+
+@gpu
+@on_ranks(1)
+def test_a_synchronisation_would_be_seen() -> None:
+    with alone_on_gpu("cuda"):
+        value = torch.ones((), device=placed("cuda"))
+        with _no_synchronisation(), pytest.raises(RuntimeError, match="synchroniz"):
+            value.item()
+
+
+# --- the host runs ahead -----------------------------------------------------------------------------------
+
+_SLEEP_CYCLES = 2_000_000_000
+"""About a second."""
+
+
+def _behind_a_busy_device(device: str, precision: str) -> list[tuple[float, bool, float]]:
+    """By stage: seconds of the host for a step, whether the device still slept then, seconds until all was done."""
+    found = []
+    with alone_on_gpu(device):
+        for stage in STAGES:
+            training = Training(at(STACK, stage=stage, precision=precision, steps=6), placed(device))
+            torch.cuda._sleep(1000)
+            for step in range(5):
+                training.step(step)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(_SLEEP_CYCLES)
+            awake = torch.cuda.Event()
+            awake.record()
+            start = time.perf_counter()
+            training.step(5)
+            host_s, asleep = time.perf_counter() - start, not awake.query()
+            torch.cuda.synchronize()
+            found.append((host_s, asleep, time.perf_counter() - start))
+    return found
+
+
+@gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_returns_while_the_device_is_busy(
+    precision: str, record_property: Callable[[str, object], None]
+) -> None:
+    """fp16 must know whether gradients overflowed, and waits."""
+    (found,) = run_on("cuda", _behind_a_busy_device, precision)
+    for stage, (host_s, asleep, device_s) in enumerate(found):
+        record_property(f"stage {stage}", f"host {1e3 * host_s:.1f} ms, device {1e3 * device_s:.0f} ms")
+        assert device_s > 0.3, "the device did not sleep long enough to tell"
+        assert asleep == (precision != "fp16"), f"stage {stage}: the host took {host_s} s of {device_s} s"
+
+
+# --- the user's side ---------------------------------------------------------------------------------------
 
 KERNELS: list[tuple[str, dict[str, Any]]] = [
     *[(name, {}) for name in OPTIMIZERS],
@@ -226,3 +283,20 @@ def test_compiled_blocks_train_alike() -> None:
         pytest.skip(f"no compiler works here: {reason.splitlines()[0]}")
     for stage in (0, 3):
         assert losses[stage] == pytest.approx(losses[-1], rel=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_the_cut_of_the_line_does_not_show_in_norms(norm_type: float) -> None:
+    route = RecordingRoute()
+    route.device = torch.device("cuda")
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    exact = float(torch.linalg.vector_norm(values.double(), norm_type))
+    device = values.cuda()
+    for piece in (100_000, 64_000, 1_000):
+        found = global_norm([*device.split(piece), device[:0]], norm_type, route)
+        assert found.dtype == torch.float64
+        assert float(found) == pytest.approx(exact, rel=1e-12)
+    assert bool(all_finite(list(device.split(999)), route.device))
+    device[77] = math.nan
+    assert not bool(all_finite(list(device.split(999)), route.device))
