@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zerokit
 from tests.integrations.launched import as_launched
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
+from tests.support.on_ranks import on_ranks
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.accelerate import ZeroAccelerator
 from zerokit.placement import stage_of
@@ -115,7 +116,9 @@ def _prepare(
     return prepared
 
 
-def _both() -> None:
+@on_ranks(2)
+def test_the_same_training_as_under_ddp() -> None:
+    """Losses, norms, learning rates and what `gather_for_metrics` gives; an epoch may end within an accumulation."""
     as_launched()
     for steps, schedule, optimizer_class, clip, stages in (
         (1, _one_cycle, torch.optim.AdamW, "clip_grad_norm_", (1, 2, 3)),
@@ -133,11 +136,6 @@ def _both() -> None:
         for other in others:
             for entry, wanted in zip(other, expected, strict=True):
                 assert entry == pytest.approx(wanted, rel=1e-5, abs=1e-7)
-
-
-def test_the_same_training_as_under_ddp() -> None:
-    """Losses, norms, learning rates and what `gather_for_metrics` gives; an epoch may end within an accumulation."""
-    run_ranks(2, _both)
 
 
 # ---- checkpoints
@@ -207,7 +205,8 @@ def _overflow() -> None:
 # ---- what is refused
 
 
-def _refuse(directory: Path) -> None:
+@on_ranks(1)
+def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
     as_launched()
     _overflow()
     model, frozen = _model(), _model().requires_grad_(False)
@@ -219,7 +218,7 @@ def _refuse(directory: Path) -> None:
         (r"prepare\(model, optimizer\)", lambda: accelerator.prepare_model(model)),
         (r"prepare\(model, optimizer\)", lambda: accelerator.prepare_optimizer(optimizer)),
         (r"prepare\(model, optimizer\)", lambda: accelerator.backward(torch.ones((), requires_grad=True))),
-        (r"prepare\(model, optimizer\)", lambda: accelerator.save_state(str(directory))),
+        (r"prepare\(model, optimizer\)", lambda: accelerator.save_state(str(tmp_path))),
         (r"leave it out", lambda: accelerator.join_uneven_inputs([model])),
         (r"mixed_precision='fp8'", lambda: ZeroAccelerator(cpu=True, mixed_precision="fp8")),
         (r"stage", lambda: ZeroAccelerator(cpu=True, stage=4)),  # type: ignore[arg-type]
@@ -249,20 +248,16 @@ def _refuse(directory: Path) -> None:
         (r"step the one that prepare\(\) has returned", optimizer.step),
         ("one model", lambda: accelerator.prepare(_model(), torch.optim.SGD(_model().parameters()))),
         (r"load_state\(directory\)", accelerator.load_state),
-        ("not written by ZeroAccelerator", lambda: accelerator.load_state(str(directory))),
+        ("not written by ZeroAccelerator", lambda: accelerator.load_state(str(tmp_path))),
     ):
         with pytest.raises(UsageError, match=words):
             wrong()
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     with pytest.raises(UsageError, match="save_model"):
-        accelerator.save_state(str(directory))
-    (directory / "zerokit").mkdir()
+        accelerator.save_state(str(tmp_path))
+    (tmp_path / "zerokit").mkdir()
     with pytest.raises(CheckpointError):
-        zerokit.load(directory / "zerokit", accelerator.zero_optimizer)
-
-
-def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
-    run_ranks(1, _refuse, tmp_path)
+        zerokit.load(tmp_path / "zerokit", accelerator.zero_optimizer)
 
 
 def _plain_prepare() -> None:

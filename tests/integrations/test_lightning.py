@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zerokit
 from tests.integrations.launched import as_launched
 from tests.support.distributed import run_ranks
+from tests.support.on_ranks import on_ranks
 
 if find_spec("lightning") is None and find_spec("pytorch_lightning") is None:
     pytest.skip("needs lightning or pytorch-lightning", allow_module_level=True)
@@ -198,14 +199,11 @@ def _half_precision() -> None:
         assert found == pytest.approx(losses["32-true"], rel=0.05), flag
 
 
-def _all_beside_ddp() -> None:
+@on_ranks(2)
+def test_losses_norms_and_steps_are_those_of_ddp() -> None:
     _beside_ddp()  # one after the other: a process imports Lightning for seconds
     _by_hand_beside_ddp()
     _half_precision()
-
-
-def test_losses_norms_and_steps_are_those_of_ddp() -> None:
-    run_ranks(2, _all_beside_ddp)
 
 
 def _checkpointed(directory: str) -> list[float]:
@@ -288,8 +286,10 @@ def test_a_checkpoint_is_resumed_by_other_world_sizes_with_equal_losses(tmp_path
     )
 
 
-def _weights_only(directory: str) -> None:
+@on_ranks(2)
+def test_weights_only_checkpoints_hold_weights_and_are_loaded_as_such(tmp_path: Path) -> None:
     """Weights that a callback and a call have saved: tested, gone on from, and no state to resume."""
+    directory = tmp_path / "run"
     pl, ZeroStrategy = _lightning()
     keep = pl.callbacks.ModelCheckpoint(directory, monitor="validated", save_top_k=1, save_weights_only=True)
     module, trainer = _fit(pl, ZeroStrategy(stage=3), max_epochs=2, callbacks=[keep])
@@ -325,11 +325,9 @@ def _weights_only(directory: str) -> None:
     assert begun.validated[:2] == pytest.approx(module.validated[-2:], rel=1e-5)  # before the first step
 
 
-def test_weights_only_checkpoints_hold_weights_and_are_loaded_as_such(tmp_path: Path) -> None:
-    run_ranks(2, _weights_only, str(tmp_path / "run"))
-
-
-def _refused(directory: str) -> None:
+@on_ranks(2)
+def test_what_does_not_go_together_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
     pl, ZeroStrategy = _lightning()
 
     def refused(
@@ -381,7 +379,3 @@ def _refused(directory: str) -> None:
     )
     dist.barrier()  # rank 0 cleans up
     assert not os.path.exists(f"{directory}/kept") or not os.listdir(f"{directory}/kept")
-
-
-def test_what_does_not_go_together_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
-    run_ranks(2, _refused, str(tmp_path / "run"))

@@ -28,6 +28,7 @@ import zerokit
 from tests.integrations.launched import as_launched
 from tests.integrations.trainers import arguments, build, history, texts, trainer, translate
 from tests.support.distributed import run_ranks
+from tests.support.on_ranks import on_ranks
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.transformers import ZeroTrainer
 
@@ -56,12 +57,14 @@ BESIDE_DDP: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
 """By turns: the stages, micro-batches, and other arguments."""
 
 
-def _train_both(directory: Path) -> None:
+@on_ranks(2)
+def test_the_same_training_as_under_ddp(tmp_path: Path) -> None:
+    """22 samples by 2 ranks and batches of 2: every epoch ends with a step of fewer samples."""
     as_launched()
     for stages, micro, changes in BESIDE_DDP:
         found = []
         for stage in (None, *stages):
-            args = arguments(directory, eval_strategy="epoch", gradient_accumulation_steps=micro, **changes)
+            args = arguments(tmp_path, eval_strategy="epoch", gradient_accumulation_steps=micro, **changes)
             # 7 samples by 2 ranks and batches of 2: the last batch is filled up with samples that must not count.
             made = trainer(stage, args, eval_dataset=texts(7), compute_metrics=_accuracy)
             made.train()
@@ -75,11 +78,6 @@ def _train_both(directory: Path) -> None:
             assert other[1:] == (shape, pytest.approx(loss, rel=1e-5))
 
 
-def test_the_same_training_as_under_ddp(tmp_path: Path) -> None:
-    """22 samples by 2 ranks and batches of 2: every epoch ends with a step of fewer samples."""
-    run_ranks(2, _train_both, tmp_path)
-
-
 class _Stream(IterableDataset[dict[str, Tensor]]):
     def __init__(self, count: int) -> None:
         self.count = count
@@ -88,7 +86,8 @@ class _Stream(IterableDataset[dict[str, Tensor]]):
         return iter(texts(self.count))
 
 
-def _train_variants(directory: Path) -> None:
+@on_ranks(2)
+def test_losses_schedules_and_streams_as_under_ddp(tmp_path: Path) -> None:
     as_launched()
     variants: dict[str, dict[str, Any]] = {
         "plateau": {
@@ -122,7 +121,7 @@ def _train_variants(directory: Path) -> None:
                 optimizer = torch.optim.NAdam(options["model"].parameters(), lr=1e-2)
                 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
                 options["optimizers"] = (optimizer, schedule)
-            made = trainer(stage, arguments(directory, **changed), **options)
+            made = trainer(stage, arguments(tmp_path, **changed), **options)
             made.train()
             metrics = made.evaluate()
             found.append([*history(made)[:-1], {"eval_loss": metrics["eval_loss"]}])
@@ -137,10 +136,6 @@ def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = 
         outputs.logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
     return loss / (num_items_in_batch if num_items_in_batch is not None else labels.numel())
-
-
-def test_losses_schedules_and_streams_as_under_ddp(tmp_path: Path) -> None:
-    run_ranks(2, _train_variants, tmp_path)
 
 
 # ---- checkpoints
@@ -269,14 +264,11 @@ def _load_best(directory: Path, only_model: bool) -> None:
     assert [path.name for path in directory.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def _save_and_load(directory: Path) -> None:
-    _save_models(directory)
-    _load_best(directory / "divided", only_model=False)
-    _load_best(directory / "whole", only_model=True)
-
-
+@on_ranks(2)
 def test_a_saved_model_loads_and_the_best_one_comes_back(tmp_path: Path) -> None:
-    run_ranks(2, _save_and_load, tmp_path)
+    _save_models(tmp_path)
+    _load_best(tmp_path / "divided", only_model=False)
+    _load_best(tmp_path / "whole", only_model=True)
 
 
 # ---- precision, and a second train()
@@ -331,14 +323,11 @@ def _generate(directory: Path) -> None:
     assert np.array_equal(others, tokens)
 
 
-def _half(directory: Path) -> None:
-    _generate(directory)
-    _train_half(directory)
-    _overflow(directory)
-
-
+@on_ranks(2)
 def test_generation_half_precision_skipped_steps_and_a_second_training(tmp_path: Path) -> None:
-    run_ranks(2, _half, tmp_path)
+    _generate(tmp_path)
+    _train_half(tmp_path)
+    _overflow(tmp_path)
 
 
 # ---- what is refused
@@ -362,18 +351,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def _refuse(directory: Path) -> None:
+@on_ranks(1)
+def test_what_does_not_fit_is_refused_at_construction(tmp_path: Path) -> None:
     as_launched()
     for changes, words in REFUSED:
         later = {
             name: changes[name] for name in ("fsdp", "deepspeed", "parallelism_config") if name in changes
         }
-        args = arguments(directory, **{name: value for name, value in changes.items() if name not in later})
+        args = arguments(tmp_path, **{name: value for name, value in changes.items() if name not in later})
         for name, value in later.items():
             setattr(args, name, value)  # their own checks want packages and devices that are not here
         with pytest.raises((UsageError, UnsupportedOptimizer), match=words):
             ZeroTrainer(build(), args, train_dataset=texts(4))
-    args = arguments(directory, bf16=True)
+    args = arguments(tmp_path, bf16=True)
     for options, words in (
         ({"precision": "fp16"}, "leave one of them out"),
         ({"precision": "fp8"}, "fp8"),
@@ -382,15 +372,11 @@ def _refuse(directory: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             ZeroTrainer(build(), args, **options)
-    (directory / "checkpoint-3").mkdir()
-    (directory / "checkpoint-3/trainer_state.json").write_text("{}")
-    made = trainer(3, arguments(directory))
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3/trainer_state.json").write_text("{}")
+    made = trainer(3, arguments(tmp_path))
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         made.train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointError, match="from_pretrained"):
-        made.train(resume_from_checkpoint=str(directory / "checkpoint-3"))
+        made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert math.isfinite(made.evaluate(texts(3))["eval_loss"])  # nothing was divided by all that
-
-
-def test_what_does_not_fit_is_refused_at_construction(tmp_path: Path) -> None:
-    run_ranks(1, _refuse, tmp_path)

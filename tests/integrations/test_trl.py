@@ -17,6 +17,7 @@ from transformers import Trainer
 from tests.integrations.launched import as_launched
 from tests.integrations.trainers import VOCABULARY, arguments, build, texts
 from tests.support.distributed import run_ranks
+from tests.support.on_ranks import on_ranks
 from zerokit.integrations.transformers import ZeroTrainer
 
 
@@ -32,15 +33,12 @@ class _ZeroPreferring(ZeroTrainer, _Preferring):
     pass
 
 
-def _combine(directory: Path) -> None:
+@on_ranks(1)
+def test_a_trainer_whose_second_argument_is_another_gets_args(tmp_path: Path) -> None:
     as_launched()
-    args = arguments(directory)
+    args = arguments(tmp_path)
     made = _ZeroPreferring(build(), args, train_dataset=texts(4), ref_model="reference")
     assert (made.args, made.ref_model) == (args, "reference")
-
-
-def test_a_trainer_whose_second_argument_is_another_gets_args(tmp_path: Path) -> None:
-    run_ranks(1, _combine, tmp_path)
 
 
 def _tokenizer() -> Any:

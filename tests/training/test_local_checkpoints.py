@@ -15,6 +15,7 @@ from torch import Tensor
 import zerokit
 from tests.support.distributed import run_ranks
 from tests.support.islands import model_of, train_step, weights_of, wrap
+from tests.support.on_ranks import on_ranks
 from tests.support.training import digest
 from zerokit.errors import UsageError
 
@@ -142,7 +143,8 @@ def test_nothing_is_lost_on_another_mesh(tmp_path: Path) -> None:
         assert _total(found, mesh[1]) == pytest.approx(saved, rel=1e-12)
 
 
-def _dicts() -> None:
+@on_ranks(2)
+def test_state_dict_in_the_middle_of_a_round() -> None:
     rank, found = dist.get_rank(), []
     state: dict[str, Any] = {}
     for again in range(2):
@@ -165,7 +167,3 @@ def _dicts() -> None:
         zerokit.LocalSteps(optimizer, **kwargs)
         with pytest.raises(zerokit.LayoutMismatch, match="arguments that were saved"):
             optimizer.load_state_dict(state)
-
-
-def test_state_dict_in_the_middle_of_a_round() -> None:
-    run_ranks(2, _dicts)

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 import zerokit
-from tests.support.distributed import AT_ONCE, run_ranks, run_ranks_expecting_errors
+from tests.support.distributed import AT_ONCE, run_ranks_expecting_errors
 from tests.support.islands import SGD, model_of, train_step, wrap
+from tests.support.on_ranks import on_ranks
 from zerokit.errors import UsageError
 
 
-def _misuse() -> None:
+@on_ranks(2)
+def test_misuse_is_refused_at_construction() -> None:
     def refused(words: str, call: Callable[[], object]) -> None:
         with pytest.raises(UsageError, match=re.escape(words)):
             call()
@@ -48,10 +50,6 @@ def _misuse() -> None:
         LocalSteps(optimizer, every=2, outer=torch.optim.LBFGS)
     LocalSteps(optimizer, every=2)
     refused("use optimizer.local_steps", lambda: LocalSteps(optimizer, every=2))
-
-
-def test_misuse_is_refused_at_construction() -> None:
-    run_ranks(2, _misuse)
 
 
 def _apart() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zerokit
 from tests.support.distributed import run_each, run_ranks
 from tests.support.islands import DILOCO, SGD, batch_of, model_of, train_step, weights_of, wrap
+from tests.support.on_ranks import on_ranks
 from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 
@@ -160,7 +161,8 @@ def test_what_zerokit_keeps_does_not_depend_on_the_default_dtype() -> None:
         assert all(torch.equal(value, weights[name]) for name, value in expected.items()), (dtype, wire)
 
 
-def _against_arithmetic() -> None:
+@on_ranks(2)
+def test_fragments_in_flight_are_blended_in_when_they_are_due() -> None:
     """Two islands, fragments in flight and a scheduled outer rate, beside the same on whole tensors."""
     rank, every, delay, blend = dist.get_rank(), 4, 2, 0.25
     model = model_of()
@@ -199,10 +201,6 @@ def _against_arithmetic() -> None:
     for name, value in plain.state_dict().items():
         assert torch.allclose(model.state_dict()[name], value, rtol=0, atol=1e-6), name
     assert local.steps == 19
-
-
-def test_fragments_in_flight_are_blended_in_when_they_are_due() -> None:
-    run_ranks(2, _against_arithmetic)
 
 
 def _narrow(rounds: int) -> list[float]:
@@ -261,7 +259,8 @@ def test_norm_overflow_and_loss_scale_are_each_islands_own() -> None:
     assert len({tuple(rank[3]) for rank in ranks}) == 1  # they have met all the same
 
 
-def _with_the_rest() -> None:
+@on_ranks(4)
+def test_with_schedulers_averages_frozen_parameters_and_buffers() -> None:
     """Schedulers, Ema, gathered(), the model's state_dict, frozen parameters and buffers."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -300,11 +299,8 @@ def _with_the_rest() -> None:
             local.synchronize()
 
 
-def test_with_schedulers_averages_frozen_parameters_and_buffers() -> None:
-    run_ranks(4, _with_the_rest)
-
-
-def _odd() -> None:
+@on_ranks(4)
+def test_buffers_of_any_kind_and_parameters_without_elements() -> None:
     """Buffers of all kinds, and a fragment in flight of a parameter without elements."""
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(16, 16), nn.ParameterList([torch.empty(0)]), nn.Linear(16, 16))
@@ -327,7 +323,3 @@ def _odd() -> None:
         optimizer.step()
         optimizer.zero_grad()
     local.synchronize()
-
-
-def test_buffers_of_any_kind_and_parameters_without_elements() -> None:
-    run_ranks(4, _odd)
