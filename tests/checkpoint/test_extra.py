@@ -6,7 +6,6 @@ import enum
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.optim import lr_scheduler
 
 from tests.support.checkpoints import (
     example_content,
@@ -121,24 +119,6 @@ def test_tensors_and_arrays_are_named_by_their_place_and_come_back() -> None:
     read = {name: torch.as_tensor(array) for name, array in tensors.items()}
     assert same(decode(plain, read), value)
     assert "torch" not in json.dumps(plain).replace('"torch"', "")
-
-
-SCHEDULERS: list[Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]] = [
-    lambda inner: lr_scheduler.MultiStepLR(inner, [2, 4, 4]),
-    lambda inner: lr_scheduler.OneCycleLR(inner, 0.5, total_steps=10),
-    lambda inner: lr_scheduler.CyclicLR(inner, 0.1, 0.5),
-    lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 0.9**step),
-    lambda inner: lr_scheduler.SequentialLR(
-        inner, [lr_scheduler.ConstantLR(inner, 0.5, 3), lr_scheduler.StepLR(inner, 2)], milestones=[3]
-    ),
-]
-
-
-def test_the_state_of_schedulers_comes_back() -> None:
-    for make in SCHEDULERS:
-        scheduler = make(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9))
-        state = scheduler.state_dict()
-        assert same(returned(state), state), type(scheduler)
 
 
 class Colour(enum.IntEnum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -312,20 +311,6 @@ def test_names_cannot_steer_a_terminal(folder: Path, arguments: list[str], code:
     assert r"\x1b]0;title\x07\x1b[2J\u202e\u2028\x9b31m[red]\r\nzerokit: all is well" in told
     assert all(letter == "\n" or letter.isprintable() for letter in told)
     assert "\nzerokit: all is well" not in told
-
-
-def test_names_in_json_are_as_they_are(folder: Path) -> None:
-    for arguments in (["inspect", "a"], ["verify", "c"], ["diff", "a", "b"]):
-        done = zerokit(folder, *arguments, "--json")
-        assert done.stdout.isascii()
-        assert any(EVIL in text for text in _texts(json.loads(done.stdout)))
-
-
-def _texts(plain: Any) -> Iterator[str]:
-    if isinstance(plain, str):
-        yield plain
-    for inner in plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ():
-        yield from _texts(inner)
 
 
 BEYOND = "expected an integer from 1 to 1048576"

@@ -12,33 +12,11 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-from transformers import Trainer
 
 from tests.integrations.launched import as_launched
-from tests.integrations.trainers import VOCABULARY, arguments, build, texts
+from tests.integrations.trainers import VOCABULARY, arguments, build
 from tests.support.distributed import run_ranks
-from tests.support.on_ranks import on_ranks
 from zerokit.integrations.transformers import ZeroTrainer
-
-
-class _Preferring(Trainer):
-    """Takes its arguments in the order of TRL's DPOTrainer."""
-
-    def __init__(self, model: Any = None, ref_model: Any = None, args: Any = None, **options: Any) -> None:
-        self.ref_model = ref_model
-        super().__init__(model, args, **options)
-
-
-class _ZeroPreferring(ZeroTrainer, _Preferring):
-    pass
-
-
-@on_ranks(1)
-def test_a_trainer_whose_second_argument_is_another_gets_args(tmp_path: Path) -> None:
-    as_launched()
-    args = arguments(tmp_path)
-    made = _ZeroPreferring(build(), args, train_dataset=texts(4), ref_model="reference")
-    assert (made.args, made.ref_model) == (args, "reference")
 
 
 def _tokenizer() -> Any:

@@ -49,13 +49,6 @@ def test_objects_survive_kubeflows_and_jobsets_models(form: str) -> None:
         require_known(made)
 
 
-def test_a_runtime_is_made_before_the_train_job_that_names_it() -> None:
-    """Kubeflow's webhook refuses a TrainJob whose runtime is not there."""
-    made = by_kind(PODS, "trainjob")
-    assert list(made) == ["TrainingRuntime", "TrainJob"]
-    assert made["TrainJob"]["spec"]["runtimeRef"]["name"] == made["TrainingRuntime"]["metadata"]["name"]
-
-
 def pod_of(pods: Pods, form: str) -> dict[str, Any]:
     made = by_kind(pods, form)
     spec = made["JobSet"]["spec"] if form == "jobset" else made["TrainingRuntime"]["spec"]["template"]["spec"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -57,24 +55,6 @@ def test_a_job_and_srun_give_the_losses_of_two_nodes_here(slurm: Cluster, tmp_pa
     assert slurm.run("squeue", "--noheader").stdout == ""
 
 
-def test_the_printed_script_succeeds_as_a_file(slurm: Cluster, tmp_path: Path) -> None:
-    words = [*ZEROKIT, *SHORT, "--launcher", "slurm", "--nodes", "2", "--time", "5"]
-    printed = slurm.run(*words, "--nproc-per-node", "1", "--no-mlflow", "--dry-run")
-    assert printed.returncode == 0, printed.stderr
-    (tmp_path / "job.sbatch").write_text(printed.stdout)
-    done = slurm.run("sbatch", "--wait", "job.sbatch")
-    (log,) = tmp_path.glob("zerokit-*.log")
-    assert done.returncode == 0, log.read_text()
-    (record,) = tmp_path.glob("bench-runs/slurm-*/record.json")
-    assert [rank["node"] for rank in json.loads(record.read_text())["ranks"]] == [0, 1]
-
-
-def test_ranks_in_cyclic_order_join_each_other(slurm: Cluster) -> None:
-    srun = ("srun", "-N2", "--ntasks-per-node=2", "--overcommit", "-m", "cyclic")
-    found = record_of(slurm, *srun, *ZEROKIT, *SHORT, "--no-mlflow")
-    assert [rank["node"] for rank in found["ranks"]] == [0, 0, 1, 1]
-
-
 def test_ranks_share_all_cores_of_their_node(slurm: Cluster, tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     program = "import os; print(len(os.sched_getaffinity(0)), flush=True)"
@@ -89,26 +69,6 @@ def submit_and_wait(slurm: Cluster, script: Path) -> str:
     done = slurm.run("sbatch", "--wait", "--parsable", str(script))
     assert done.returncode == 0, done.stderr + slurm.logs()
     return done.stdout.strip()
-
-
-def _running_job(slurm: Cluster) -> str:
-    deadline = time.monotonic() + 60
-    while True:
-        listed = slurm.run("squeue", "--noheader", "--states=RUNNING", "--format=%i").stdout.split()
-        if listed and _ranks():
-            return listed[0]
-        assert time.monotonic() < deadline, slurm.logs()
-        time.sleep(0.2)
-
-
-def _ranks() -> list[str]:
-    done = subprocess.run(
-        ["pgrep", "-f", "zerokit.launch.rank zerokit.bench.worker"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.split()
 
 
 def _require_no_job(slurm: Cluster) -> None:
@@ -126,14 +86,4 @@ def test_a_job_at_its_time_limit_says_so_and_leaves_its_record(slurm: Cluster, t
     (path,) = tmp_path.glob("bench-runs/slurm-*/record.json")
     record = json.loads(path.read_text())
     assert (record["status"], record["reason"]) == ("killed", "interrupted by SIGTERM")
-    _require_no_job(slurm)
-
-
-def test_an_interrupted_submission_cancels_its_job(slurm: Cluster) -> None:
-    words = [*ZEROKIT, *LONG, "--launcher", "slurm", "--nodes", "2", "--time", "5"]
-    process = start(words, slurm.environment)
-    _running_job(slurm)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=800)
-    assert process.returncode == 128 + signal.SIGINT
     _require_no_job(slurm)

@@ -169,13 +169,6 @@ def test_a_wire_that_is_cut_is_a_lost_node(hosts: Hosts, launcher: subprocess.Po
     assert "node 1 on b" in said
 
 
-def test_a_signal_ends_everything_everywhere(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
-    (pid,) = hosts.processes("a", "tests.launch.over_ssh")
-    os.kill(pid, signal.SIGINT)
-    ended(launcher, 128 + signal.SIGINT)
-    require_nothing_left(hosts)
-
-
 def test_a_killed_launcher_leaves_nothing(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
     for pid in hosts.processes("a", "tests.launch.over_ssh"):
         os.kill(pid, signal.SIGKILL)

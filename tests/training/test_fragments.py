@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerokit.errors import UsageError
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.training.fragments import Part, divide
 
@@ -51,9 +49,3 @@ def test_equal_units_have_turns_of_equal_length(count: int, every: int) -> None:
     segments = [Segment(f"block{n}", (Parameter(f"p{n}", (640,)),)) for n in range(count)]
     fragments = divide(build_layout(segments, world=2, bucket_bytes=1), count, every)
     assert [fragment.offset for fragment in fragments] == [-(-every * (n + 1) // count) for n in range(count)]
-
-
-def test_more_fragments_than_units() -> None:
-    layout = build_layout([Segment(None, (Parameter("p", (3,)),))], world=2, bucket_bytes=1)
-    with pytest.raises(UsageError, match="the model has 1 units"):
-        divide(layout, 2, 4)

@@ -19,35 +19,6 @@ from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 
 
-def _analytic() -> list[float]:
-    layer = nn.Linear(2, 1)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[2.0, 1.0]]))
-        layer.bias.fill_(1.0)
-    model = nn.Sequential(layer)
-    optimizer = wrap(model, (2, 1))
-    outer = functools.partial(SGD, lr=1.0, momentum=0.9, nesterov=True)
-    local = zerokit.LocalSteps(optimizer, every=3, outer=outer)
-    assert (local.islands, local.island) == (2, dist.get_rank())
-    x = torch.eye(2) if dist.get_rank() else torch.eye(2).flip(0)
-    y = torch.tensor([[2.0], [3.0]] if dist.get_rank() else [[1.0], [2.0]])
-    losses = []
-    for _ in range(4):
-        loss = nn.functional.mse_loss(model(x), y)
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / 2)
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def test_the_analytic_case_of_diloco() -> None:
-    for losses in run_ranks(2, _analytic):
-        assert losses == pytest.approx([1.0, 0.65, 0.4481, 0.574244], abs=1e-6)
-
-
 def _beside_ddp(islands: int, inner: int) -> None:
     rank = dist.get_rank()
     found: list[dict[str, Tensor]] = []
