@@ -18,6 +18,7 @@ import zerokit
 from tests.support.crashes import Unsynced, read_tree
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.models import CASES
+from tests.support.on_ranks import on_ranks
 from tests.support.saving import Held, in_turn, newest_step, small_optimizer, train
 from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit import files
@@ -88,9 +89,10 @@ def test_it_holds_the_state_of_the_moment_byte_for_byte(
         assert zerokit.verify(tmp_path / "background" / f"step-{step:08d}").intact
 
 
-def _failing(directory: str) -> None:
-    """A failure on one rank is every rank's: at `wait`, and once at the next save of those that did not wait."""
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_a_failure_surfaces_on_every_rank(tmp_path: Path) -> None:
+    """At `wait`, and once at the next save of those that did not wait."""
+    rank, directory = dist.get_rank(), tmp_path / "run"
     zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=2))
 
     def begin(step: Any, **more: Any) -> Saving:
@@ -119,12 +121,8 @@ def _failing(directory: str) -> None:
     told = save(directory, zero, step=7 + rank, blocking=False).exception()
     assert "step differs between ranks: 7 on rank 0; 8 on rank 1" in str(told)
     save(directory, zero, step=9)
-    assert list_steps(Path(directory)) == [2, 6, 9]
-
-
-def test_a_failure_surfaces_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(2, _failing, str(tmp_path / "run"))
-    assert len(list((tmp_path / "run").iterdir())) == 4  # nothing beside the steps and `latest`
+    assert list_steps(directory) == [2, 6, 9]
+    assert len(list(directory.iterdir())) == 4  # nothing beside the steps and `latest`
 
 
 def _interrupted(directory: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.processes import alive
+from zerokit.launch.ranks import threads_per_rank
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = "tests.launch.workload"
@@ -29,3 +30,15 @@ def wait_for(condition: Callable[[], bool], seconds: float = 800.0) -> None:
 def all_ended(folder: Path) -> bool:
     """Whether no rank that has begun in `folder` is alive."""
     return not any(alive(rank["pid"]) for rank in started(folder).values())
+
+
+def require_two_nodes(folder: Path, *, ranks_of_a_machine: int) -> None:
+    """Two ranks on each have found torchrun's environment, and what was ADDED to it."""
+    ranks = started(folder)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    assert [ranks[rank]["GROUP_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
+    assert [ranks[rank]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
+    assert {rank["WORLD_SIZE"] for rank in ranks.values()} == {"4"}
+    assert len({rank["MASTER_PORT"] for rank in ranks.values()}) == 1
+    assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads_per_rank(ranks_of_a_machine))}
+    assert {rank["ADDED"] for rank in ranks.values()} == {"yes"}

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.launch.ranks import WORKLOAD, all_ended, started, wait_for
+from tests.launch.ranks import WORKLOAD, all_ended, require_two_nodes, started, wait_for
 from zerokit.launch.failures import Failure, WorkerFailed
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import launch
-from zerokit.launch.ranks import threads_per_rank
 
 
 def run(folder: Path, logs: Path, what: str, *, nproc_per_node: int = 1, **more: Any) -> None:
@@ -29,14 +28,7 @@ def run(folder: Path, logs: Path, what: str, *, nproc_per_node: int = 1, **more:
 
 def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: Path) -> None:
     run(tmp_path, logs, "finish", nproc_per_node=2, environment={"ADDED": "yes"})
-    ranks = started(tmp_path)
-    assert sorted(ranks) == [0, 1, 2, 3]
-    assert [ranks[rank]["GROUP_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
-    assert [ranks[rank]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
-    assert {rank["WORLD_SIZE"] for rank in ranks.values()} == {"4"}
-    assert len({rank["MASTER_PORT"] for rank in ranks.values()}) == 1
-    assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads_per_rank(4))}
-    assert {rank["ADDED"] for rank in ranks.values()} == {"yes"}
+    require_two_nodes(tmp_path, ranks_of_a_machine=4)
 
 
 def failure(rank: int, exit_code: int, message: str = "", moment: float = 0.0) -> Failure:

@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.launch.ranks import ROOT, WORKLOAD, all_ended, started, wait_for
+from tests.launch.ranks import ROOT, WORKLOAD, all_ended, require_two_nodes, started, wait_for
 from tests.support.processes import children_of, words_of
 from zerokit.launch import frames
 from zerokit.launch.failures import LaunchError, WorkerFailed
 from zerokit.launch.frames import frame, pack
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.ranks import threads_per_rank
 from zerokit.launch.remote import RemoteHost, launch_on, node_command
 from zerokit.versions import versions
 
@@ -78,14 +77,7 @@ def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: 
     """In a copy of the job's folder, from which their files come home."""
     (logs / "job").write_text("work")
     run(tmp_path, logs, "finish", nproc_per_node=2, environment={"ADDED": "yes"}, copied=str(logs / "job"))
-    ranks = started(tmp_path)
-    assert sorted(ranks) == [0, 1, 2, 3]
-    assert [ranks[rank]["GROUP_RANK"] for rank in range(4)] == ["0", "0", "1", "1"]
-    assert [ranks[rank]["LOCAL_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
-    assert {rank["WORLD_SIZE"] for rank in ranks.values()} == {"4"}
-    assert len({rank["MASTER_PORT"] for rank in ranks.values()}) == 1
-    assert {rank["OMP_NUM_THREADS"] for rank in ranks.values()} == {str(threads_per_rank(2))}
-    assert {rank["ADDED"] for rank in ranks.values()} == {"yes"}
+    require_two_nodes(tmp_path, ranks_of_a_machine=2)
     assert [(logs / f"result-{rank}").read_text() for rank in range(4)] == ["work"] * 4
     assert no_copies(tmp_path)
 
