@@ -156,14 +156,11 @@ def test_what_cannot_come_back_is_refused_by_its_place(value: Any, message: str)
         encode(value)
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_the_deepest_value_comes_back_and_one_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(CheckpointError, match=f"nested more than {MAX_DEPTH} deep, or it contains itself"):
         encode(endless)
-
-
-def test_the_deepest_value_comes_back() -> None:
     deepest: Any = 0
     for number in range(MAX_DEPTH):
         deepest = ({number: deepest},)[0] if number % 2 else [deepest]

@@ -1,4 +1,4 @@
-"""A disk that fails, a process that is killed at a given call, and what a crash after any call leaves behind.
+"""A disk that fails at a given call, and what a crash after any call leaves behind.
 
 `Recording` writes every change of all ranks and threads to one journal, in the order in which they happened. From it
 `crashes` derives the directory tree after each of the calls, in each of the `WAYS` of crashing.
@@ -11,7 +11,6 @@ import fcntl
 import os
 import pickle
 import random
-import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -120,28 +119,6 @@ class Failing(Counting):
         if self.reached and name in self._lasting:
             self.instead()
         return super().around(name, call, *arguments)
-
-
-class Killing(Counting):
-    """The process ends instead of the `number`-th call."""
-
-    def instead(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed_at(number: int, operation: Callable[[], object], *, exchanges: bool = True) -> bool:
-    """Run `operation` in a fork that is killed at its `number`-th call; False where it ended before."""
-    child = os.fork()
-    if child == 0:
-        try:
-            with files.replaced(Killing(number, exchanges=exchanges)):
-                operation()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), code
-    return code != 0
 
 
 # --- the journal -------------------------------------------------------------------------------------------
