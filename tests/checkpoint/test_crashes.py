@@ -31,7 +31,7 @@ from tests.support.crashes import (
     read_tree,
     write_tree,
 )
-from tests.support.distributed import run_alone, run_ranks
+from tests.support.distributed import ROOT, run_alone, run_ranks
 from tests.support.saving import How, newest_step, small_optimizer, train
 from zerokit import files
 from zerokit.checkpoint.prune import Retention, prune_after_save
@@ -317,9 +317,6 @@ def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(case: str, tm
     assert first == second
     assert first[0] > 20
     assert first[1] > 3
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_nothing_is_lost_in_a_round() -> None:

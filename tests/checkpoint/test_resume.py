@@ -194,14 +194,16 @@ def test_counts_that_differ_within_a_unit_continue(tmp_path: Path) -> None:
 CASE = CASES["gpt_groups"]
 
 
-def _refused_saves(directory: str) -> None:
+@on_ranks(2)
+def test_what_cannot_be_saved_is_refused_everywhere_and_leaves_nothing(tmp_path: Path) -> None:
     rank = dist.get_rank()
+    (tmp_path / "file").touch()
     zero = wrap(build_seeded(CASE, 0), CASE, Run(stage=3))
     own = Path(tempfile.mkdtemp())
 
     def refused(expected: str, run: Any = "run", *, step: Any = 1, kind: Any = None, **options: Any) -> None:
         with pytest.raises(kind or zerokit.CheckpointError, match=re.escape(expected)):
-            save(run and f"{directory}/{run}", zero, step=step, **options)
+            save(run and f"{tmp_path}/{run}", zero, step=step, **options)
 
     def full(*arguments: Any) -> None:
         raise zerokit.CheckpointError("the disk is full")
@@ -213,7 +215,7 @@ def _refused_saves(directory: str) -> None:
         refused("step=", step=wrong, kind=zerokit.UsageError)
         refused("rank 1: step=", step=wrong if rank else 3, kind=zerokit.UsageError)
     refused("step differs between ranks: 1 on rank 0; 2 on rank 1", step=1 + rank)
-    runs = f"'{directory}/run0' on rank 0; '{directory}/run1' on rank 1"
+    runs = f"'{tmp_path}/run0' on rank 0; '{tmp_path}/run1' on rank 1"
     refused(f"the run directory differs between ranks: {runs}", f"run{rank}")
     refused("overwrite differs between ranks: False on rank 0; True on rank 1", overwrite=rank == 1)
     zero.param_groups[0]["lr"] = 0.5 + rank  # a scheduler that one rank forgot
@@ -227,18 +229,13 @@ def _refused_saves(directory: str) -> None:
         refused("not shared between the nodes")
     with patch("zerokit.checkpoint.save.write_exactly", full) if rank else contextlib.nullcontext():
         refused("rank 1: the disk is full")
-    assert rank or not [path for path in Path(directory).rglob("*") if path.name not in ("file", "run")]
-    save(f"{directory}/run", zero, step=7)
+    assert rank or not [path for path in tmp_path.rglob("*") if path.name not in ("file", "run")]
+    save(f"{tmp_path}/run", zero, step=7)
     refused("already saved", step=7)
     for place in ("step-00000007", "step-00000007/inner"):
         for overwrite in (False, True):
-            refused(f'zerokit.save("{directory}/run", optimizer', f"run/{place}", overwrite=overwrite)
-    assert zerokit.verify(f"{directory}/run").intact
-
-
-def test_what_cannot_be_saved_is_refused_everywhere_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    run_ranks(2, _refused_saves, str(tmp_path))
+            refused(f'zerokit.save("{tmp_path}/run", optimizer', f"run/{place}", overwrite=overwrite)
+    assert zerokit.verify(f"{tmp_path}/run").intact
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-00000007"]
 

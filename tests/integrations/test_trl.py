@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ import torch
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
-
 from tests.integrations.launched import as_launched
 from tests.integrations.trainers import VOCABULARY, arguments, build
-from tests.support.distributed import run_ranks
+from tests.support.on_ranks import on_ranks
 from zerokit.integrations.transformers import ZeroTrainer
 
 
@@ -31,7 +31,10 @@ def _tokenizer() -> Any:
     )
 
 
-def _losses(kind: str, directory: Path) -> list[list[float]]:
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "DPO with an adapter"])
+@on_ranks(2)
+def test_trainers_of_trl_lose_as_with_ddp(kind: str, tmp_path: Path) -> None:
     as_launched()
     warnings.simplefilter("ignore", FutureWarning)  # TRL's defaults have names that transformers renames
     import trl
@@ -47,7 +50,7 @@ def _losses(kind: str, directory: Path) -> list[list[float]]:
     found = []
     for stage in (None, 0, 3):
         changes: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False, "warmup_steps": 0}
-        args = arguments(directory, kind=getattr(trl, f"{kind}Config"), max_steps=3, **changes)
+        args = arguments(tmp_path, kind=getattr(trl, f"{kind}Config"), max_steps=3, **changes)
         options: dict[str, Any] = {
             "train_dataset": Dataset.from_dict(columns),
             "processing_class": _tokenizer(),
@@ -63,13 +66,7 @@ def _losses(kind: str, directory: Path) -> list[list[float]]:
         made = trainer(build(), args=args, **options, **given)
         made.train()
         found.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
-    return found
-
-
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "DPO with an adapter"])
-def test_trainers_of_trl_lose_as_with_ddp(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    for plain, *divided in run_ranks(2, _losses, kind, tmp_path):
-        assert len(set(plain)) == 3
-        for losses in divided:
-            assert losses == pytest.approx(plain, rel=1e-5)
+    plain_losses, *divided = found
+    assert len(set(plain_losses)) == 3
+    for losses in divided:
+        assert losses == pytest.approx(plain_losses, rel=1e-5)
