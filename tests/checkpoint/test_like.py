@@ -66,6 +66,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return run_of(model, tmp_path_factory.mktemp("trained") / "run"), model
 
 
+LEFT_OUT = {"optimizer.pt", "training_args.bin", "trainer_state.json", "README.md", "tokenizer.bin"}
+
+
 @pytest.fixture
 def like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of the hub, before training: weights, tokenizer, and what is nobody's business."""
@@ -73,7 +76,7 @@ def like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "like"
     gpt2().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
-    for name in ("optimizer.pt", "training_args.bin", "trainer_state.json", "README.md", "tokenizer.bin"):
+    for name in LEFT_OUT:
         (folder / name).write_text("x")
     (folder / "onnx").mkdir()
     return folder
@@ -100,13 +103,7 @@ def test_from_pretrained_takes_the_folder(tmp_path: Path, trained: tuple[Path, A
     assert index["weight_map"].keys() == load_file(like / "model.safetensors").keys()
     copied = {path.name for path in (tmp_path / "out").iterdir() if not path.name.startswith("model")}
     assert copied >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert not copied & {
-        "optimizer.pt",
-        "training_args.bin",
-        "trainer_state.json",
-        "README.md",
-        "tokenizer.bin",
-    }
+    assert not copied & LEFT_OUT
     for name in copied - {"additional_chat_templates"}:
         assert (tmp_path / "out" / name).read_bytes() == (like / name).read_bytes()
     # What it has written itself, it replaces.

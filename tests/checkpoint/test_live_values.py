@@ -191,12 +191,5 @@ def _keeps_what_cannot_go(directory: str) -> None:
 
 
 def test_what_is_taken_refused_and_chosen(tmp_path: Path) -> None:
-    works = [
-        _changing,
-        _unreadable,
-        _pruned_meanwhile,
-        _beside_another_job,
-        _on_two_disks,
-        _keeps_what_cannot_go,
-    ]
-    run_ranks(2, in_turn, works, str(tmp_path))
+    works = [_changing, _unreadable, _pruned_meanwhile, _beside_another_job, _on_two_disks]
+    run_ranks(2, in_turn, [*works, _keeps_what_cannot_go], str(tmp_path))
