@@ -264,6 +264,35 @@ def test_reading_costs_in_proportion_to_the_files(tmp_path: Path, case: str) -> 
         assert memory["many"] - memory["few"] < 32 * grown, name
 
 
+def test_a_folder_of_many_small_tensors_costs_in_proportion(tmp_path: Path) -> None:
+    def convert(number: int) -> int:
+        header, ends = lay_out(((f"layers.{place}.bias", "float32", (3,)) for place in range(number)), {})
+        path = tmp_path / f"{number}.safetensors"
+        path.write_bytes(header + bytes(ends[-1] - len(header)))
+        return _measured(lambda: reshard(path, 2, tmp_path / "folder", jobs=1, force=True))[0]
+
+    assert convert(4 * FEW) < 5 * convert(FEW) + 1000
+
+
+def test_the_files_of_many_ranks_cost_what_they_hold() -> None:
+    """Parameters × ranks would be minutes for a manifest of a few megabytes."""
+
+    def calls_of(parameters: int, world: int) -> int:
+        units = tuple(Unit(place, (), (Parameter(f"p{place}", (1,)),), world) for place in range(parameters))
+        layout = Layout(world, 0, units)
+        streams = example_content(layout).streams
+
+        def files() -> None:
+            fresh = Layout(world, 0, units)
+            for rank in range(1, world):
+                assert not rank_file(fresh, streams, 1, rank).extents
+
+        return _measured(files)[0]
+
+    few = calls_of(100, 100)
+    assert calls_of(800, 100) < few + 50 * 800
+
+
 def test_inspect_shows_so_many_lines_and_says_that_there_are_more(tmp_path: Path) -> None:
     layout = example_layout(1)
     content = example_content(layout)

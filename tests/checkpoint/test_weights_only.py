@@ -323,3 +323,31 @@ def test_what_is_saved_is_what_was_changed(case: tuple[int, str, bool, str, bool
             zero.load_state_dict(own)
             trained = {name: value for name, value in expected.items() if not name.startswith("1.")}
             assert _equal(whole_weights(model), trained)
+
+
+def _go_on_inside(stage: int, precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A change, an average and a step, all inside `gathered()`; returns the weights, and the average of them."""
+    model, zero, _ = _trained(stage, precision)
+    ema = zerokit.Ema(zero, decay=0.5)
+    with zero.gathered():
+        with torch.no_grad():
+            HALVE["mul_"](model.parameters())
+        ema.update()
+        zero.backward(model(torch.ones(2, 10)).float().sum())
+        with torch.no_grad():
+            HALVE["mul_"](model.parameters())
+        zero.step()
+    after = {name: value.clone() for name, value in whole_weights(model).items()}
+    with ema.applied():
+        return after, {name: value.clone() for name, value in whole_weights(model).items()}
+
+
+@on_ranks(2, ["fp32", "bf16"])
+def test_a_step_and_an_average_begin_with_what_was_changed(precision: str) -> None:
+    weights, averages = _go_on_inside(0, precision)
+    _, _, halves = _trained(0, precision)
+    assert _equal(averages, {name: value for name, value in halves.items() if not name.startswith("1.")})
+    for stage in (1, 2, 3):
+        found = _go_on_inside(stage, precision)
+        assert _equal(found[0], weights), stage
+        assert _equal(found[1], averages), stage
