@@ -320,7 +320,7 @@ def test_a_fault_of_the_disk_is_everybodys_and_the_next_save_works(case: str, tm
 
 
 def test_nothing_is_lost_in_a_round() -> None:
-    """Of real kills, by scripts/crash-rounds."""
+    """A round of scripts/crash-rounds, which kills real processes."""
     words = ["--kind", "background", "--rounds", "1", "--seed", "5", "--json"]
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "crash_rounds.py", *words],

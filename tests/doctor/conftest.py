@@ -12,7 +12,7 @@ from zerokit.doctor.examine import Plan
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Of two nodes with a rank each."""
+    """A plan for two nodes with one rank each."""
     server_context()  # its files lie elsewhere
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

@@ -157,7 +157,7 @@ def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
 
 
 class FakeStream:
-    """Notes what it is told, with what runs on it, in one record of all streams."""
+    """A stream that appends its calls, and the work that runs on it, to a list shared by all streams."""
 
     def __init__(self, name: str, told: list[str]) -> None:
         self.name, self.told = name, told

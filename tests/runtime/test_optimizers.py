@@ -125,7 +125,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Picky(torch.optim.SGD):
-    """Takes `fused` and refuses it in its first step, in the way that it is told to."""
+    """An optimizer that accepts `fused=True` and raises `error` in its first step with it."""
 
     error: type[Exception] = RuntimeError
     tried: list[torch.Tensor]

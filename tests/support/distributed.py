@@ -229,7 +229,7 @@ def _server_environment() -> dict[str, str]:
 
 
 def _answers(pipes: Sequence[Connection]) -> dict[int, Outcome]:
-    """Of each rank that answers before it dies, and before the deadline, at which it ends by itself."""
+    """The outcomes by rank. A rank that dies first has none; at the deadline each rank ends by itself."""
     end = time.monotonic() + DEADLINE + 15.0
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
     answers = {}

@@ -28,7 +28,7 @@ class Agent(Protocol):
     """Some ranks of a launch. Their output is in the launch's folder once they have ended."""
 
     failures: list[Failure]
-    """Of its ranks, once it has ended."""
+    """How its ranks failed; filled once it has ended."""
 
     def poll(self) -> int | None:
         """0 when all its ranks have ended well, another number when one has failed; None while they run."""

@@ -66,7 +66,7 @@ class Engine:
     every: int | None = None
     """Ranks are islands, which average their weights once in so many steps; None for gradients averaged in each."""
     number = 0
-    """Of the step, where a pattern is written by steps."""
+    """The current step, in patterns that are written step by step."""
 
     def __init__(
         self,
