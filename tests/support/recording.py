@@ -30,11 +30,10 @@ class Group(dist.ProcessGroup):
 class RecordingRoute(Collectives):
     """One rank of two, which counts its control values and sends none."""
 
-    def __init__(self, *, runs_ahead: bool = False) -> None:
+    def __init__(self) -> None:
         reporter, place = StallReporter(Group(0, 1)), Group(0, 2)
         patience = datetime.timedelta(seconds=1)
         super().__init__(place, Mesh(1, 2), [Route(place, reporter)], torch.device("cpu"), reporter, patience)
-        self.runs_ahead = runs_ahead
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         self.counters.control_calls += 1
