@@ -131,7 +131,7 @@ def test_a_rank_that_fails_is_named(members: Members, tmp_path: Path) -> None:
         members.start(torchrun(rank, members.port), "raise")
     (code, text), (followers_code, _) = members.ends()
     assert (code, followers_code) == (1, 1)
-    said = r"(?s)rank 1 \(node 0, pid \d+\) failed: ValueError: a fault.*stderr:.*\| a last word"
+    said = r"(?s)rank 1 \(node 0, pid \d+\) failed: ValueError: a fault.*stderr:.*0 a last word"
     assert re.match(said, text.rpartition("WorkerFailed: ")[2]), text
     assert all_ended(tmp_path)
     assert list(members.copies.glob("zerokit-*")) == []

@@ -28,7 +28,7 @@ PODS = Pods(
     nproc_per_node=8,
     arguments=["--stage", "3", "--model", "$(x):y"],
     gpus_per_node=8,
-    environment={"NCCL_DEBUG": "INFO"},
+    environment={"NCCL_DEBUG": "$(x)$$"},
     secrets=["tracker"],
     claim="runs",
     node_selector={"gpu": "h100"},
@@ -101,7 +101,7 @@ def test_pods_have_what_was_asked_for(form: str) -> None:
     assert pod["serviceAccountName"] == "bench"
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
     *_, job = render(PODS, form)
-    assert '{"name": "NCCL_DEBUG", "value": "INFO"}' in json.dumps(job)
+    assert '{"name": "NCCL_DEBUG", "value": "$$(x)$$$$"}' in json.dumps(job)
     assert '"--json", "--stage", "3", "--model", "$$(x):y"]' in json.dumps(job)
     bare = pod_of(Pods("a", "default", "image", 1, 1, []), form)
     assert {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"} & bare.keys() == set()

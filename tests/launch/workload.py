@@ -34,6 +34,8 @@ def main(folder: str, what: str, copied: str | None = None) -> None:
         print("a first word", flush=True)
         while not Path(folder, "heard").exists():
             time.sleep(0.05)
+        print("0123456789" * (1 << 17), "a last word")
+        sys.stdout.close()
     if what in ("finish", "talk", "noise", "speak"):
         return
     if rank == "1":
@@ -42,7 +44,7 @@ def main(folder: str, what: str, copied: str | None = None) -> None:
         if what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "raise":
-            print("a last word", file=sys.stderr)
+            print("0" * (1 << 20), "a last word", file=sys.stderr)
             raise ValueError("a fault of the program")
         if what == "refuse":
             raise UsageError("plain words")

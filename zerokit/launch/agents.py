@@ -29,15 +29,14 @@ class Agent(Protocol):
 
     failures: list[Failure]
     """How its ranks failed; filled once it has ended."""
+    trouble: str | None
+    """Why it failed, if no rank was the cause."""
 
     def poll(self) -> int | None:
         """0 when all its ranks have ended well, another number when one has failed; None while they run."""
 
     def send_signal(self, number: int) -> None:
         """Send the ranks this signal."""
-
-    def trouble(self) -> str | None:
-        """Why it failed, if no rank was the cause."""
 
     def end(self) -> None:
         """End what is left."""
@@ -100,16 +99,9 @@ def end_all(agents: Sequence[Agent]) -> None:
 
 def _explain(failed: Sequence[Agent], logs: Path) -> WorkerFailed:
     """The error for a launch in which these agents failed."""
-    failures = [one for agent in failed for one in agent.failures]
-    trouble = next(filter(None, (agent.trouble() for agent in failed)), None)
-    if trouble is None:
-        return explain_failures(failures, logs, _full_disk(logs))
-    return WorkerFailed("\n".join(filter(None, [trouble, _full_disk(logs), f"logs: {logs}"])), failures)
-
-
-def _full_disk(logs: Path) -> str:
-    """What a rank cannot write where it writes its log; empty where there is room."""
-    free = shutil.disk_usage(logs).free
-    return (
-        "" if free >= _LEAST_FREE else f"its disk has {free} bytes left: make room, or set TMPDIR to another"
-    )
+    failures = sorted((one for agent in failed for one in agent.failures), key=lambda one: one.cause_order)
+    trouble = next(filter(None, (agent.trouble for agent in failed)), None)
+    lines = explain_failures(failures, logs) if trouble is None else [trouble]
+    if (free := shutil.disk_usage(logs).free) < _LEAST_FREE:
+        lines.append(f"its disk has {free} bytes left: make room, or set TMPDIR to another")
+    return WorkerFailed("\n".join([*lines, f"logs: {logs}"]), failures)

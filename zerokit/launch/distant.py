@@ -39,7 +39,7 @@ class DistantAgent:
         self.where = name_node(node, host)
         self.failures: list[Failure] = []
         self.code: int | None = None
-        self._trouble: str | None = None
+        self.trouble: str | None = None
 
     def poll(self) -> int | None:
         try:
@@ -68,7 +68,7 @@ class DistantAgent:
 
     def fail(self, trouble: str) -> None:
         """End with the reason."""
-        self.code, self._trouble = 1, trouble
+        self.code, self.trouble = 1, trouble
 
     def lost(self) -> str:
         """The reason of a connection that has ended."""
@@ -76,9 +76,6 @@ class DistantAgent:
 
     def send_signal(self, number: int) -> None:
         self.peer.say("signal", number=number)
-
-    def trouble(self) -> str | None:
-        return self._trouble
 
     def end(self) -> None:
         if self.poll() is None:
@@ -120,7 +117,7 @@ def serve(
     """
     for name, content in start["files"].items():
         put_file(folder, {"name": name, "content": content})
-    files = _Files(folder, start["files"])
+    files = _Files(folder)
     shape = {name: start[name] for name in ("nodes", "nproc_per_node", "address", "port", "environment")}
     threads = start["threads"] or threads_per_rank(start["nproc_per_node"])
     command = relocate(start["command"], start["folder"], folder)
@@ -142,26 +139,32 @@ def serve(
 
 
 class _Files:
-    """The files in this machine's copy of the launch's folder, and those that have been sent back."""
+    """The files in this machine's copy of the launch's folder, and the state in which each is at the launcher."""
 
-    def __init__(self, folder: Path, inputs: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._sent: dict[Path, tuple[int, int]] = {}
-        for name in inputs:
-            self._is_new(folder / name)
-
-    def _is_new(self, path: Path) -> bool:
-        seen = path.stat()
-        state = seen.st_mtime_ns, seen.st_size
-        before, self._sent[path] = self._sent.get(path), state
-        return state != before
+        self._sent = {path: _state(path) for path in folder.iterdir()}
 
     def send(self, peer: Peer, *, logs: bool) -> None:
-        """Send new files that the ranks wrote next to their job, and the ends of their logs if requested."""
+        """Send new files that the ranks wrote next to their job, and what their logs have grown by if requested."""
         for path in list(self._folder.rglob("*") if logs else self._folder.glob("*")):
             with contextlib.suppress(FileNotFoundError):  # a file that was renamed meanwhile
-                if path.is_file() and not path.name.startswith(".") and self._is_new(path):
-                    content = path.read_bytes()
-                    content = content if path.parent == self._folder else content[-MOST_LOG_BYTES:]
-                    name = path.relative_to(self._folder).as_posix()
-                    peer.say("file", name=name, content=pack(content))
+                if not path.is_file() or path.name.startswith("."):
+                    continue
+                size, _ = state = _state(path)
+                before, self._sent[path] = self._sent.get(path, (0, 0)), state
+                if state == before:
+                    continue
+                more = path.parent != self._folder
+                with path.open("rb") as file:
+                    if more:
+                        file.seek(max(before[0], size - MOST_LOG_BYTES))
+                    content = file.read(size - file.tell())
+                peer.say(
+                    "file", name=path.relative_to(self._folder).as_posix(), content=pack(content), more=more
+                )
+
+
+def _state(path: Path) -> tuple[int, int]:
+    seen = path.stat()
+    return seen.st_size, seen.st_mtime_ns

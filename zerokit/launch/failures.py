@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerokit.errors import ZerokitError
 
-TAIL_LINES = 20
+_TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
 
 
 class LaunchError(ZerokitError):
@@ -66,9 +66,7 @@ class Failure:
         if self.message:
             return f"{where} {self.message}"
         name = signal_name(-self.exit_code)
-        hint = ""
-        if name == "SIGKILL":
-            hint = " (perhaps by the kernel, as when memory runs out: see dmesg)"
+        hint = " (perhaps by the kernel, as when memory runs out: see dmesg)" * (name == "SIGKILL")
         return f"{where} was killed by {name}{hint}"
 
 
@@ -88,21 +86,20 @@ def signal_name(number: int) -> str:
 def tail(path: Path) -> str:
     """The last lines of a log, indented; empty if there is none."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return quote_tail(file.read().decode(errors="replace"))
     except OSError:
         return ""
-    return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
 
-def explain_failures(failures: Sequence[Failure], logs: Path, note: str = "") -> WorkerFailed:
-    """The message: the cause with the end of its stderr, and the ranks that failed after it.
+def quote_tail(text: str) -> str:
+    """The last lines of a text, indented."""
+    return "\n".join(f"  | {line}" for line in text.splitlines()[-_TAIL_LINES:])
 
-    Args:
-        failures: at least one.
-        logs: the folder with the ranks' output, which the message names.
-        note: another line.
-    """
-    failures = sorted(failures, key=lambda one: one.cause_order)
+
+def explain_failures(failures: Sequence[Failure], logs: Path) -> list[str]:
+    """Lines that name the first of these, the cause, with the end of its stderr, and the ranks that failed after it."""
     cause = failures[0]
     lines = [cause.describe()]
     if not cause.expected and (end := tail(logs / f"rank-{cause.rank}" / "stderr.log")):
@@ -112,4 +109,4 @@ def explain_failures(failures: Sequence[Failure], logs: Path, note: str = "") ->
         ranks = ", ".join(str(one.rank) for one in sorted(others, key=lambda one: one.rank))
         consequence = textwrap.shorten(others[0].message, 120, placeholder=" …") or "without a message"
         lines.append(f"after it failed: rank {ranks} ({consequence})")
-    return WorkerFailed("\n".join(filter(None, [*lines, note, f"logs: {logs}"])), failures)
+    return lines

@@ -1,6 +1,6 @@
 """Messages between a launcher and others' machines: one JSON document per line, over a pipe or a socket.
 
-    there -> launcher    hello, file (name, content), exit (code, failures), alive
+    there -> launcher    hello, file (name, content, more: whether to append it), exit (code, failures), alive
     launcher -> there    start, signal (number), end (code), alive
 
 Who is not heard for `SILENCE_SECONDS` is given up, and so is one whose connection closes: no rank outlives its launcher
@@ -27,7 +27,7 @@ from zerokit.errors import ZerokitError
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
 MOST_LOG_BYTES = 1 << 20
-"""Only the end of each log is sent back."""
+"""Of what a log has grown by, only the end is sent."""
 
 
 class FrameError(ZerokitError):
@@ -143,14 +143,6 @@ def unpack(text: str) -> bytes:
         raise FrameError(f"a file arrived damaged: {error}") from error
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file `name` below `folder`; raises `FrameError` if it lies outside."""
-    path = folder.joinpath(name)
-    if name.startswith("/") or folder.resolve() not in path.resolve().parents:
-        raise FrameError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
-    return path
-
-
 def relocate(arguments: Sequence[str], folder: str, here: Path) -> list[str]:
     """A command line with paths in `folder` replaced by those in its copy `here`, also in `--out=PATH`."""
     path = re.compile(rf"(?P<option>(?:-[^=]*=)?){re.escape(folder)}(?P<rest>(?:/.*)?)", re.DOTALL)
@@ -161,8 +153,18 @@ def relocate(arguments: Sequence[str], folder: str, here: Path) -> list[str]:
     ]
 
 
-def put_file(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the file of a `file` frame, whole or not at all."""
-    path = inside(folder, str(content["name"]))
+def put_file(folder: Path, frame: Mapping[str, Any]) -> None:
+    """Write the file of a `file` frame, whole or not at all, or append to a log.
+
+    Raises `FrameError` if it lies outside of `folder`.
+    """
+    name, data = str(frame["name"]), unpack(str(frame["content"]))
+    path = folder.joinpath(name)
+    if name.startswith("/") or folder.resolve() not in path.resolve().parents:
+        raise FrameError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_aside(path, unpack(str(content["content"])), durable=False)
+    if frame.get("more"):
+        with path.open("ab") as log:
+            log.write(data)
+    else:
+        files.write_aside(path, data, durable=False)

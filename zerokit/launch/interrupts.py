@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
+
+_LOOK_SECONDS = 0.05
 
 
 class Interrupted(Exception):
@@ -51,3 +54,10 @@ class Interrupts:
         """Raise `Interrupted` if a signal has arrived."""
         if self.received is not None:
             raise Interrupted(self.received)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, and raise `Interrupted` as soon as a signal arrives."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_LOOK_SECONDS)

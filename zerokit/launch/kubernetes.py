@@ -9,10 +9,10 @@ memory nor a volume, so a TrainJob comes with one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from zerokit.errors import UsageError
-from zerokit.launch.failures import LaunchError
+from zerokit.launch.failures import LaunchError, quote_tail
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.membership import DEFAULT_PORT
 
@@ -96,13 +96,17 @@ def _metadata(pods: Pods) -> dict[str, Any]:
     return {"name": pods.name, "namespace": pods.namespace, "labels": {"app.kubernetes.io/name": _LABEL}}
 
 
+def _verbatim(text: str) -> str:
+    """The text as written where Kubernetes would replace $(NAME) and $$."""
+    return text.replace("$", "$$")
+
+
 def _variables(pods: Pods) -> list[dict[str, Any]]:
-    return [{"name": name, "value": value} for name, value in pods.environment.items()]
+    return [{"name": name, "value": _verbatim(value)} for name, value in pods.environment.items()]
 
 
 def _program(pods: Pods) -> dict[str, Any]:
-    """The command, in which Kubernetes would replace $(NAME)."""
-    arguments = [word.replace("$", "$$") for word in pods.arguments]
+    arguments = map(_verbatim, pods.arguments)
     return {"command": ["zerokit"], "args": ["bench", "--launcher", "env", "--json", *arguments]}
 
 
@@ -264,17 +268,15 @@ def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], 
             if state != shown:
                 show(f"{form} {pods.name}: {state.lower()}")
                 shown = state
-            deadline = time.monotonic() + _FOLLOW_SECONDS
-            while time.monotonic() < deadline:
-                interrupts.check()
-                time.sleep(0.05)
+            interrupts.wait(_FOLLOW_SECONDS)
     except Interrupted:
         delete(pods, form)
         raise
-    log = _log(pods)
+    # The pod with index 0: a JobSet of that name runs it in either form.
+    label = f"jobset.sigs.k8s.io/jobset-name={pods.name},batch.kubernetes.io/job-completion-index=0"
+    log = _kubectl(["logs", "-n", pods.namespace, "-l", label, "--tail=-1", "--prefix=false"])
     if state == "Failed":
-        end = "\n".join(f"  | {line}" for line in log.splitlines()[-20:])
-        raise LaunchError(f"{form} {pods.name} failed; the end of node 0's log:\n{end}")
+        raise LaunchError(f"{form} {pods.name} failed; the end of node 0's log:\n{quote_tail(log)}")
     return log
 
 
@@ -287,23 +289,12 @@ def delete(pods: Pods, form: str) -> None:
 
 
 def find_json(log: str) -> str:
-    """The last JSON document in the log that starts and ends on line boundaries.
-
-    Raises `LaunchError` if there is none.
-    """
-    lines = log.splitlines()
-    for end in range(len(lines) - 1, -1, -1):
-        if lines[end] != "}":
-            continue
-        for begin in range(end - 1, -1, -1):
-            if lines[begin] == "{":
-                text = "\n".join(lines[begin : end + 1])
-                try:
-                    json.loads(text)
-                except ValueError:
-                    continue
-                return text
-    raise LaunchError("node 0's log has no record; it ends with\n" + "\n".join(lines[-20:]))
+    """The last JSON document in the log that starts with a line of its own; raises `LaunchError` if there is none."""
+    for begin in reversed([match.start() for match in re.finditer("^{$", log, re.MULTILINE)]):
+        with contextlib.suppress(ValueError):
+            _, end = json.JSONDecoder().raw_decode(log, begin)
+            return log[begin:end]
+    raise LaunchError(f"node 0's log has no record; it ends with\n{quote_tail(log)}")
 
 
 def _state(pods: Pods, form: str) -> str:
@@ -314,12 +305,6 @@ def _state(pods: Pods, form: str) -> str:
         (kind for kind in ("Failed", "Complete", "Completed") if kind in true),
         true[-1] if true else "Waiting",
     )
-
-
-def _log(pods: Pods) -> str:
-    """The log of the pod with index 0: a JobSet of that name runs it in either form."""
-    label = f"jobset.sigs.k8s.io/jobset-name={pods.name},batch.kubernetes.io/job-completion-index=0"
-    return _kubectl(["logs", "-n", pods.namespace, "-l", label, "--tail=-1", "--prefix=false"])
 
 
 def _kubectl(words: Sequence[str], given: str | None = None) -> str:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from zerokit.errors import UsageError
 from zerokit.launch.hosts import expand_hostlist
@@ -37,7 +36,6 @@ class Membership:
         nodes: how many nodes there are.
         nproc_per_node: ranks of each; None where that is left open.
         whole_node: whether it stands for a whole node, whose ranks it starts; else it is one rank.
-        local_rank: its number on its node, where it is one rank.
         master_addr: where the others reach number 0.
         master_port: where they meet.
         has_store: whether a store of torchrun's listens there already.
@@ -50,7 +48,6 @@ class Membership:
     nodes: int
     nproc_per_node: int | None
     whole_node: bool
-    local_rank: int
     master_addr: str
     master_port: int
     has_store: bool = False
@@ -74,44 +71,49 @@ class Membership:
         return f"{what} {self.index} of {self.count} that {self.scheme} started"
 
 
-def find_membership(
-    environment: Mapping[str, str], slurm_address: Callable[[str], str] = node_address
-) -> Membership | None:
+def find_membership(environment: Mapping[str, str]) -> Membership | None:
     """The membership from the environment; None if this process was started alone.
-
-    `slurm_address` gives the address of a node of Slurm's.
 
     Raises `UsageError` where the environment contradicts itself, or lacks something that cannot be guessed.
     """
-    for find in (_torchrun, _pod, partial(_srun, address=slurm_address), _open_mpi, _pmi):
+    for find in (_torchrun, _pod, _srun, _open_mpi, _pmi):
         if (member := find(environment)) is not None:
             return member
     return None
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    value = environment.get(name, "")
-    if not value.isdecimal():
-        raise UsageError(
-            f"{name} is {value or 'not set'!r}, expected a number: the launcher's environment is incomplete"
-        )
-    return int(value)
+def _numbers(environment: Mapping[str, str], names: str) -> list[int]:
+    """The values of variables whose names are separated by blanks."""
+    values = [(name, environment.get(name, "")) for name in names.split()]
+    for name, value in values:
+        if not value.isdecimal():
+            raise UsageError(
+                f"{name} is {value or 'not set'!r}, expected a number: the launcher's environment is incomplete"
+            )
+    return [int(value) for _, value in values]
 
 
-def _ranks(
+def _one_rank(
     environment: Mapping[str, str],
     scheme: str,
-    rank: int,
-    world: int,
-    local_rank: int,
-    local_world: int,
+    numbers: Sequence[int],
     job: str,
     *,
     first: str | None = None,
     remedy: str = "",
 ) -> Membership:
-    """One rank of `world`, of which each node has `local_world`."""
-    if local_world < 1 or world % local_world or not 0 <= local_rank < local_world or not 0 <= rank < world:
+    """One rank.
+
+    Args:
+        environment: may have MASTER_ADDR and MASTER_PORT.
+        scheme: the launcher's name.
+        numbers: the rank, the world size, the rank on its node, the ranks of each node.
+        job: has the same value on all ranks, and on no others on their machines.
+        first: the address of rank 0, where it is known.
+        remedy: how to set MASTER_ADDR.
+    """
+    rank, world, local_rank, local_world = numbers
+    if local_world < 1 or world % local_world or local_rank >= local_world or rank >= world:
         raise UsageError(
             f"{scheme} started rank {rank} of {world}, number {local_rank} of {local_world} on its node: zerokit needs "
             "the same number of ranks on every node"
@@ -131,7 +133,7 @@ def _ranks(
     # Two jobs on a machine should not meet at one port.
     port = 20000 + zlib.crc32(job.encode()) % 20000
     if environment.get("MASTER_PORT"):
-        port = _number(environment, "MASTER_PORT")
+        (port,) = _numbers(environment, "MASTER_PORT")
     return Membership(
         scheme=scheme,
         index=rank,
@@ -140,69 +142,60 @@ def _ranks(
         nodes=nodes,
         nproc_per_node=local_world,
         whole_node=False,
-        local_rank=local_rank,
         master_addr=address,
         master_port=port,
+        has_store=scheme == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
 def _torchrun(environment: Mapping[str, str]) -> Membership | None:
-    if "RANK" not in environment or "WORLD_SIZE" not in environment or "MASTER_ADDR" not in environment:
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
         return None
-    world = _number(environment, "WORLD_SIZE")
-    member = _ranks(
-        environment,
-        "torchrun",
-        _number(environment, "RANK"),
-        world,
-        _number(environment, "LOCAL_RANK"),
-        _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world,
-        "",
-    )
-    port = _number(environment, "MASTER_PORT")
-    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return replace(member, master_port=port, has_store=has_store)
+    environment = {"LOCAL_WORLD_SIZE": environment["WORLD_SIZE"], **environment}
+    numbers = _numbers(environment, "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_PORT")
+    return _one_rank(environment, "torchrun", numbers[:4], "")
 
 
 def _pod(environment: Mapping[str, str]) -> Membership | None:
     if "PET_NODE_RANK" not in environment or "PET_NNODES" not in environment:
         return None
     least, _, most = environment["PET_NNODES"].partition(":")
-    ranks = environment.get("PET_NPROC_PER_NODE", "auto")
-    node = _number(environment, "PET_NODE_RANK")
+    environment = {"PET_MASTER_PORT": str(DEFAULT_PORT), **environment}
+    node, port = _numbers(environment, "PET_NODE_RANK PET_MASTER_PORT")
     if not least.isdecimal() or most not in ("", least) or node >= int(least):
         raise UsageError(
             f"PET_NNODES is {environment['PET_NNODES']!r} and PET_NODE_RANK {node}: expected a fixed number of nodes, "
             "and ranks from 0 below it"
         )
-    nodes = int(least)
+    ranks = environment.get("PET_NPROC_PER_NODE", "auto")
     return Membership(
         scheme="a TrainJob (or torchrun's PET_ variables)",
         index=node,
-        count=nodes,
+        count=int(least),
         node=node,
-        nodes=nodes,
+        nodes=int(least),
         nproc_per_node=int(ranks) if ranks.isdecimal() else None,  # "auto", "gpu" and "cpu" leave it open
         whole_node=True,
-        local_rank=0,
         master_addr=environment.get("PET_MASTER_ADDR") or "127.0.0.1",
-        master_port=_number(environment, "PET_MASTER_PORT")
-        if "PET_MASTER_PORT" in environment
-        else DEFAULT_PORT,
+        master_port=port,
     )
 
 
-def _first_set(environment: Mapping[str, str], name: str, other: str) -> str:
-    return name if environment.get(name) else other
-
-
-def _srun(environment: Mapping[str, str], address: Callable[[str], str]) -> Membership | None:
+def _srun(environment: Mapping[str, str]) -> Membership | None:
     # The batch script has SLURM_PROCID as well, but no step of its own that srun numbered.
     if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdecimal():
         return None
-    world = _number(environment, _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
-    nodes = _number(environment, _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
-    names = expand_hostlist(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", ""))
+    step = {name: value for name, value in environment.items() if value}
+    for of_step, of_job in (
+        ("STEP_NUM_TASKS", "NTASKS"),
+        ("STEP_NUM_NODES", "NNODES"),
+        ("STEP_NODELIST", "NODELIST"),
+    ):
+        step.setdefault(f"SLURM_{of_step}", environment.get(f"SLURM_{of_job}", ""))
+    world, nodes, node, local_rank = _numbers(
+        step, "SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_NODEID SLURM_LOCALID"
+    )
+    names = expand_hostlist(step["SLURM_STEP_NODELIST"])
     # "2(x3)"; with other numbers on other nodes "2(x2),1".
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if nodes == 0 or world % nodes or "," in tasks:
@@ -210,36 +203,27 @@ def _srun(environment: Mapping[str, str], address: Callable[[str], str]) -> Memb
             f"srun started {world} ranks on {nodes} nodes{tasks and f' ({tasks})'}: zerokit needs the same number "
             "on every node"
         )
-    job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
-    local_rank, local_world = _number(environment, "SLURM_LOCALID"), world // nodes
-    return _ranks(
+    each = world // nodes
+    return _one_rank(
         environment,
         "srun",
         # Not SLURM_PROCID: srun may number ranks in another order (-m cyclic), but neighbours are on one node.
-        _number(environment, "SLURM_NODEID") * local_world + local_rank,
-        world,
-        local_rank,
-        local_world,
-        job,
-        first=address(names[0]) if names and nodes > 1 and "MASTER_ADDR" not in environment else None,
+        (node * each + local_rank, world, local_rank, each),
+        f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}",
+        first=node_address(names[0]) if names and nodes > 1 and "MASTER_ADDR" not in environment else None,
     )
 
 
 def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
     if "OMPI_COMM_WORLD_RANK" not in environment:
         return None
-    rank, world, local_rank, local_world = (
-        _number(environment, f"OMPI_COMM_WORLD_{name}")
-        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    )
-    asks = world > local_world and not environment.get("MASTER_ADDR")
-    return _ranks(
+    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    rank, world, _, each = numbers = _numbers(environment, " ".join(names))
+    asks = world > each and not environment.get("MASTER_ADDR")
+    return _one_rank(
         environment,
         "mpirun",
-        rank,
-        world,
-        local_rank,
-        local_world,
+        numbers,
         environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", ""),
         first=_mpirun_address(environment, rank) if asks else None,
         remedy=" (mpirun -x MASTER_ADDR=HOST), or start mpirun there",
@@ -266,13 +250,10 @@ def _mpirun_address(environment: Mapping[str, str], rank: int) -> str | None:
 def _pmi(environment: Mapping[str, str]) -> Membership | None:
     if "PMI_RANK" not in environment or "MPI_LOCALRANKID" not in environment:
         return None
-    return _ranks(
+    return _one_rank(
         environment,
         "mpirun (PMI)",
-        _number(environment, "PMI_RANK"),
-        _number(environment, "PMI_SIZE"),
-        _number(environment, "MPI_LOCALRANKID"),
-        _number(environment, "MPI_LOCALNRANKS"),
+        _numbers(environment, "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),
         environment.get("PMI_PORT", ""),
         remedy=" (mpirun -genv MASTER_ADDR HOST)",
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-import struct
-import sys
 from collections.abc import Sequence
 
-_SIOCGIFADDR = 0x8915
+import psutil
+
 _CONNECT_SECONDS = 5.0
 
 # Systems give ports from 32768 (Linux) or 49152 on to outgoing connections and to whoever binds port 0. A port from
@@ -31,12 +30,13 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def address_towards(other: str) -> str:
-    """This machine's IPv4 address on the route to `other`, a name or an address.
+    """This machine's address on the route to `other`, a name or an address.
 
     Raises `OSError` where it cannot be resolved or no route leads there. Nothing is sent.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))
+    family, _, _, _, target = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
         address: str = probe.getsockname()[0]
         return address
 
@@ -50,18 +50,12 @@ def first_reached(addresses: Sequence[str], port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this IPv4 address; None if there is none or it cannot be determined."""
-    if sys.platform != "linux":
-        return None
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # an interface without an IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+    """The network interface with this address, if any."""
+    return next(
+        (
+            name
+            for name, found in psutil.net_if_addrs().items()
+            if any(one.address.partition("%")[0] == address for one in found)
+        ),
+        None,
+    )

@@ -22,10 +22,12 @@ from zerokit.launch.frames import Peer
 from zerokit.launch.network import free_port
 from zerokit.versions import versions
 
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
 
 def main() -> int:
     """Serve one launch; returns 0 if it was served to its end, even if ranks failed."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, _leave)
     outgoing = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other prints must not get between the frames
@@ -44,14 +46,16 @@ def main() -> int:
             hear(peer)
             time.sleep(POLL_SECONDS)
     except EOFError:
-        return 1  # the launcher is gone
+        return 1  # the launcher is gone, or wants no more
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-def _leave(number: int, _: object) -> None:
-    raise SystemExit(128 + number)
+def _leave(*_: object) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise EOFError
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Reliable ends of processes: with their parent, and of a whole launch.
 
-Every process of a launch inherits `MARK` in its environment. It can therefore be found in /proc whatever became
-of its parent, its process group and its session.
+Every process of a launch inherits `MARK` in its environment. It can therefore be found whatever became of its parent,
+its process group and its session.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
+
+import psutil
 
 MARK = "ZEROKIT_LAUNCH"
 STOPPED_SECONDS = 12.0
@@ -50,25 +51,19 @@ class StoppedProcesses:
     def look(self, pids: Iterable[int]) -> None:
         """Check which of these are stopped, and kill those stopped for `STOPPED_SECONDS`."""
         for pid in pids:
-            if not _is_stopped(pid):
-                self._since.pop(pid, None)
-            elif time.monotonic() - self._since.setdefault(pid, time.monotonic()) > STOPPED_SECONDS:
-                self._killed.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_STOPPED:  # a debugger's stop is another
+                    self._since.pop(pid, None)
+                elif time.monotonic() - self._since.setdefault(pid, time.monotonic()) > STOPPED_SECONDS:
+                    self._killed.add(pid)
+                    process.kill()
 
     def explain(self, pid: int) -> str:
         """The reason if this watch killed the process; else empty."""
         return (
             f"was stopped (SIGSTOP) for {STOPPED_SECONDS:g} s, and killed then" if pid in self._killed else ""
         )
-
-
-def _is_stopped(pid: int) -> bool:
-    try:  # a debugger's stop is another state, "t"
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 def end_with_parent() -> None:
@@ -97,24 +92,20 @@ def import_torch() -> None:
         gc.enable()
 
 
-def marked(launch_id: str) -> list[int]:
-    """The ids of the launch's living processes except this one; empty if there is no /proc."""
-    wanted = f"{MARK}={launch_id}".encode()
-    pids = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        pid = int(directory.name)
-        # A process may end while it is looked at, and other users' are not readable. A zombie's is empty.
-        with contextlib.suppress(OSError):
-            if pid != os.getpid() and wanted in (directory / "environ").read_bytes().split(b"\0"):
-                pids.append(pid)
-    return sorted(pids)
+def marked(launch_id: str) -> list[psutil.Process]:
+    """The launch's living processes except this one. Other users' cannot be seen; a zombie has no environment."""
+    return [
+        one
+        for one in psutil.process_iter(["environ"])
+        if (one.info["environ"] or {}).get(MARK) == launch_id and one.pid != os.getpid()
+    ]
 
 
 def kill_marked(launch_id: str) -> None:
     """Send SIGKILL to every process of the launch until none is left, or ten seconds are over."""
     deadline = time.monotonic() + 10.0
     while (left := marked(launch_id)) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        for one in left:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
         time.sleep(0.02)

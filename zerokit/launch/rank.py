@@ -8,6 +8,7 @@ The reason goes to the file that ZEROKIT_ERROR_FILE names.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import runpy
@@ -54,8 +55,11 @@ def main(module: str, arguments: list[str]) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(
+            AttributeError, ValueError
+        ):  # the program may have closed it, or set it to None
+            stream.flush()
     os._exit(code)
 
 

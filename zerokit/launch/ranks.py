@@ -52,6 +52,7 @@ class Ranks:
             environment: variables beside those of this process.
         """
         self.failures: list[Failure] = []
+        self.trouble = None
         self._each, self._logs = nproc_per_node, log_dir
         self._launch_id = uuid.uuid4().hex
         self._stopped = StoppedProcesses()
@@ -114,9 +115,6 @@ class Ranks:
     def send_signal(self, number: int) -> None:
         for process in self._processes.values():
             process.send_signal(number)
-
-    def trouble(self) -> None:
-        """There is none beyond the ranks' failures."""
 
     def end(self) -> None:
         """Kill what is left of them, and of what they have started."""

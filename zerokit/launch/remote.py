@@ -65,14 +65,17 @@ class RemoteAgent(DistantAgent):
     def __init__(self, node: int, host: RemoteHost, log_dir: Path) -> None:
         (folder := log_dir / f"node-{node}").mkdir()
         self._log, self._advise = folder / "connection.log", host.advise
-        with self._log.open("ab") as log:  # as `_keep` does, so that neither writes over the other
-            self._process = subprocess.Popen(
-                host.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,  # a Ctrl-C at the terminal reaches us alone, and we pass it on
-            )
+        try:
+            with self._log.open("ab") as log:  # as `_keep` does, so that neither writes over the other
+                self._process = subprocess.Popen(
+                    host.command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,  # a Ctrl-C at the terminal reaches us alone, and we pass it on
+                )
+        except OSError as error:
+            raise LaunchError(f"{host.command[0]} cannot be run ({error.strerror}): install it") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         super().__init__(
@@ -170,7 +173,7 @@ def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds
         interrupts.check()
         if any(_never_answered(agent) for agent in missing):
             await_end(missing, 1.0)  # others that fail by the same cause are named too
-            raise LaunchError("\n".join(agent.trouble() or "" for agent in missing if _never_answered(agent)))
+            raise LaunchError("\n".join(agent.trouble or "" for agent in missing if _never_answered(agent)))
         if time.monotonic() > deadline:
             names = ", ".join(agent.where for agent in missing)
             raise LaunchError(

@@ -282,7 +282,7 @@ def follow(
             if state != shown:
                 show(f"job {job}: {state}")
                 shown = state
-            _wait(interrupts, seconds)
+            interrupts.wait(seconds)
     except Interrupted:
         subprocess.run(["scancel", job], check=False)
         with contextlib.suppress(Interrupted, LaunchError):
@@ -309,13 +309,6 @@ _ENDED = (
     *("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"),
     "PREEMPTED",
 )
-
-
-def _wait(interrupts: Interrupts, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        interrupts.check()
-        time.sleep(0.05)
 
 
 def _await_file(path: Path, seconds: float) -> bool:
@@ -345,7 +338,7 @@ def _ask(job: str, interrupts: Interrupts) -> dict[str, str]:
                 f"scontrol has not answered for {_QUEUE_SECONDS:g} s: {done.stderr.strip()}; Slurm's job {job} "
                 f"continues: watch it with squeue --jobs={job} and end it with scancel {job}"
             )
-        _wait(interrupts, _FOLLOW_SECONDS)
+        interrupts.wait(_FOLLOW_SECONDS)
 
 
 def _at_time_limit(told: Mapping[str, str]) -> bool:
