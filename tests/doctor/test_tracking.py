@@ -171,7 +171,7 @@ def test_a_server_that_says_nothing_drips_or_speaks_another_language_does_not_ho
     assert said in findings[0].found
 
 
-def test_nobody_there() -> None:
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as gone:
         port = gone.getsockname()[1]
     database = "postgresql+psycopg2://me:s3cret/@127.0.0.1"
@@ -180,6 +180,9 @@ def test_nobody_there() -> None:
         assert bad(findings) == {"ZD801": Severity.FAULT}
         assert "Connection refused" in findings[0].found
         assert "s3cret" not in texts(findings)
+    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{port}")
+    found = looked("http://mlflow.invalid")[0].found
+    assert found == "http://mlflow.invalid: the proxy (HTTP_PROXY, NO_PROXY): Connection refused"
     assert "Port could not be cast" in looked(f"{database}:5O00/runs")[0].found
 
 
@@ -188,11 +191,12 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad(looked("sqlite:///new.db")) == {}
     assert bad(looked(f"file://{tmp_path}/runs")) == {}
     assert bad(looked(str(tmp_path / "runs"))) == {}
+    assert bad(looked("sqlite:///new/folder/new.db")) == {}
     assert list(tmp_path.iterdir()) == []  # nothing was left
-    assert bad(looked("sqlite:///no/such/folder/new.db")) == {"ZD801": Severity.FAULT}
     (tmp_path / "text.db").write_text("no database, but long enough to be looked at" * 20)
     assert bad(looked("sqlite:///text.db")) == {"ZD801": Severity.FAULT}
-    assert bad(looked(str(tmp_path / "text.db"))) == {"ZD801": Severity.FAULT}
+    for uri in (str(tmp_path / "text.db"), "sqlite:///text.db/new.db"):
+        assert bad(looked(uri)) == {"ZD801": Severity.FAULT}
     assert looked("databricks")[0].severity in (Severity.OK, Severity.SKIPPED)
 
 

@@ -30,6 +30,11 @@ class Answer:
     text: str
     error: str | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether there was none, or a refusal."""
+        return self.status is None or self.status >= 400
+
     def json(self) -> dict[str, Any]:
         """The text's JSON object; empty if it is not one."""
         try:
@@ -83,10 +88,7 @@ class Server:
         except TimeoutError:
             return Answer(None, "", f"no whole answer within {2 * self._timeout_s:g} s")
         except (OSError, ValueError) as error:
-            cause: Any = error.args[0] if error.args else error
-            if isinstance(cause, urllib3.exceptions.ProtocolError):
-                return Answer(None, "", f"no HTTP: {str(cause)[:80]}")
-            return Answer(None, "", str(getattr(cause, "reason", cause)).rpartition("] ")[2])
+            return Answer(None, "", _describe(error))
         return Answer(answer.status_code, answer.text)
 
     def read(self) -> Answer:
@@ -107,6 +109,22 @@ class Server:
         if written.status == 200:
             self.post(f"{_API}/experiments/delete-experiment-tag", tag)
         return written
+
+
+def _describe(error: Exception) -> str:
+    """What went wrong at the root, which requests and urllib3 wrap."""
+    wrapped: Any = error.args[0] if error.args else error
+    if isinstance(wrapped, urllib3.exceptions.ProtocolError):
+        return f"no HTTP: {str(wrapped)[:80]}"
+    root: BaseException = error
+    while (below := root.__cause__ or root.__context__) is not None:
+        root = below
+    what = str(getattr(root, "strerror", None) or root).rpartition("] ")[2]
+    return (
+        f"the proxy (HTTP_PROXY, NO_PROXY): {what}"
+        if isinstance(error, requests.exceptions.ProxyError)
+        else what
+    )
 
 
 def excerpt(text: str) -> str:

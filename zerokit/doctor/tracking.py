@@ -12,7 +12,7 @@ import sqlite3
 import tempfile
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerokit.doctor.findings import Finding, Verdict, finding
@@ -54,6 +54,7 @@ class Tracking:
 def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
     """Contact the store; `quick` waits less and writes nothing."""
     shown = without_secrets(uri).replace("***@", "")
+    seconds = QUICK_SECONDS if quick else PATIENT_SECONDS
     try:
         parts = urllib.parse.urlsplit(shown)  # of a password, no part is a port
         port = parts.port
@@ -61,103 +62,85 @@ def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
         return Tracking(shown, "address", False, error=str(error))
     scheme = parts.scheme.partition("+")[0]
     if scheme in ("http", "https"):
-        return _server(uri, shown, parts.netloc.rpartition("@")[2], quick)
+        server = Tracking(shown, "server", True, host=parts.netloc.rpartition("@")[2])
+        try:
+            return _server(server, Server(uri, seconds), quick)
+        except (OSError, ValueError) as error:
+            return replace(server, reached=False, error=str(error))
     if scheme == "sqlite":
         # sqlite:///relative and sqlite:////absolute, as SQLAlchemy reads them.
-        return _sqlite(shown, Path(urllib.parse.unquote(uri.partition("///")[2].partition("?")[0])))
+        path = Path(urllib.parse.unquote(uri.partition("///")[2].partition("?")[0])).absolute()
+        database = Tracking(shown, "SQLite", True)
+        return _sqlite(database, path) if path.exists() else _folder(database, path.parent)
     if scheme in ("", "file"):
         folder = Path(urllib.request.url2pathname(parts.path)) if scheme else Path(uri)
-        return _folder(shown, folder)
+        return _folder(Tracking(shown, "folder", True), folder.absolute())
     if scheme in _PORTS and parts.hostname:
-        return _database(shown, parts.hostname, port or _PORTS[scheme], quick)
+        database = Tracking(shown, "database", True, host=parts.hostname)
+        try:
+            socket.create_connection((parts.hostname, port or _PORTS[scheme]), seconds).close()
+        except OSError as error:
+            return replace(database, reached=False, error=error.strerror or str(error))
+        return database
     return Tracking(shown, "other", None)
 
 
-def _server(uri: str, shown: str, host: str, quick: bool) -> Tracking:
-    try:
-        server = Server(uri, QUICK_SECONDS if quick else PATIENT_SECONDS)
-    except (OSError, ValueError) as error:
-        return Tracking(shown, "server", False, error=str(error), host=host)
+def _server(found: Tracking, server: Server, quick: bool) -> Tracking:
     version = server.get("version")
-    if version.status is None:
-        return Tracking(shown, "server", False, error=version.error, host=host)
-    if version.status >= 400 and version.status != 404:  # a gateway need not have this address
-        return _refused(shown, host, version)
-    answers = excerpt(version.text)[:40] if version.status == 200 else None
+    if version.failed and version.status != 404:  # a gateway need not have this address
+        return _refused(found, version)
+    found = replace(found, version=excerpt(version.text)[:40] if version.status == 200 else None)
     read = server.read()
-    if read.status is None:
-        return Tracking(shown, "server", False, answers, error=read.error, host=host)
     if read.status != 200:
-        return _refused(shown, host, read, answers)
+        return _refused(found, read)
     written = None if quick else server.write(read)
     if written is None:
-        return Tracking(shown, "server", True, answers, host=host)
-    if written.status == 200:
-        return Tracking(shown, "server", True, answers, host=host, writable=True)
-    if written.status is None:
-        return Tracking(shown, "server", False, answers, error=written.error, host=host)
-    if written.status in (401, 403) or written.status >= 500:
-        return _refused(shown, host, written, answers)
-    why = f"HTTP {written.status}: {excerpt(written.text)}"
-    return Tracking(shown, "server", True, answers, host=host, writable=False, write_error=why)
+        return found
+    if written.status in (None, 401, 403) or written.status >= 500:
+        return _refused(found, written)
+    why = None if written.status == 200 else f"HTTP {written.status}: {excerpt(written.text)}"
+    return replace(found, writable=why is None, write_error=why)
 
 
-def _refused(shown: str, host: str, answer: Answer, version: str | None = None) -> Tracking:
-    error = answer.error or excerpt(answer.text)
-    return Tracking(shown, "server", True, version, status=answer.status, error=error, host=host)
+def _refused(found: Tracking, answer: Answer) -> Tracking:
+    return replace(
+        found,
+        reached=answer.status is not None,
+        status=answer.status,
+        error=answer.error or excerpt(answer.text),
+    )
 
 
-def _sqlite(shown: str, path: Path) -> Tracking:
-    if not path.exists():
-        parent = path.absolute().parent
-        if not parent.is_dir():
-            return Tracking(shown, "SQLite", False, error=f"{parent} does not exist")
-        error = _cannot_make_files(parent)
-        return Tracking(shown, "SQLite", True, None, writable=error is None, write_error=error)
-    version: str | None = None
+def _sqlite(found: Tracking, path: Path) -> Tracking:
     try:
-        address = f"file:{urllib.parse.quote(str(path.absolute()))}?mode=rw"
+        address = f"file:{urllib.parse.quote(str(path))}?mode=rw"
         with contextlib.closing(sqlite3.connect(address, uri=True, timeout=QUICK_SECONDS)) as database:
             database.execute("PRAGMA schema_version").fetchone()
             with contextlib.suppress(sqlite3.OperationalError):  # a database that is not MLflow's yet
                 row = database.execute("SELECT version_num FROM alembic_version").fetchone()
-                version = None if row is None else f"schema {row[0]}"
+                found = replace(found, version=None if row is None else f"schema {row[0]}")
             # Takes the lock that a write takes, and changes nothing.
             database.execute("BEGIN IMMEDIATE")
             database.rollback()
     except sqlite3.OperationalError as error:
-        return Tracking(shown, "SQLite", True, version, writable=False, write_error=str(error))
+        return replace(found, writable=False, write_error=str(error))
     except sqlite3.DatabaseError as error:
-        return Tracking(shown, "SQLite", False, error=str(error))
+        return replace(found, reached=False, error=str(error))
     if not os.access(path, os.W_OK):
-        return Tracking(shown, "SQLite", True, version, writable=False, write_error="Permission denied")
-    error_there = _cannot_make_files(path.absolute().parent)  # for the journal
-    return Tracking(shown, "SQLite", True, version, writable=error_there is None, write_error=error_there)
+        return replace(found, writable=False, write_error="Permission denied")
+    return _folder(found, path.parent)  # for the journal
 
 
-def _folder(shown: str, folder: Path) -> Tracking:
-    folder = folder.absolute()
+def _folder(found: Tracking, folder: Path) -> Tracking:
+    """Whether files can be made there, or where the folder would be made."""
     existing = next(one for one in (folder, *folder.parents) if os.path.exists(one))
     if not existing.is_dir():
-        return Tracking(shown, "folder", False, error=f"{existing} is not a directory")
-    error = _cannot_make_files(existing)
-    return Tracking(shown, "folder", True, writable=error is None, write_error=error)
-
-
-def _cannot_make_files(folder: Path) -> str | None:
+        return replace(found, reached=False, error=f"{existing} is not a directory")
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            return None
+        with tempfile.TemporaryFile(dir=existing):
+            return replace(found, writable=True)
     except OSError as error:
-        return f"{folder}: {error.strerror}"
-
-
-def _database(shown: str, host: str, port: int, quick: bool) -> Tracking:
-    try:
-        with socket.create_connection((host, port), QUICK_SECONDS if quick else PATIENT_SECONDS):
-            return Tracking(shown, "database", True, host=host)
-    except OSError as error:
-        return Tracking(shown, "database", False, error=error.strerror or str(error), host=host)
+        return replace(found, writable=False, write_error=f"{existing}: {error.strerror}")
 
 
 def judge_tracking(tracking: Tracking) -> list[Finding]:
