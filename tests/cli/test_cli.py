@@ -45,6 +45,22 @@ def test_a_full_standard_output_is_an_error(unbuffered: str, tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (1, "zerokit: No space left on device\n")
 
 
+def test_a_working_directory_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    line = f"mkdir gone; cd gone; rmdir ../gone; exec {shlex.quote(sys.executable)} -m zerokit.cli doctor --quick"
+    done = subprocess.run(
+        ["sh", "-c", line],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "zerokit: No such file or directory: the working directory\n",
+    )
+
+
 def test_a_closed_standard_error_is_no_damage(tmp_path: Path) -> None:
     layout = example_layout(1)
     write_checkpoint(tmp_path / "step", layout, example_content(layout))

@@ -154,9 +154,12 @@ def main() -> None:
         click.echo(f"zerokit: {text}", err=True)
         sys.exit(1)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        # A file that does not exist has a name; the working directory and a folder for temporary files have none.
+        missing = error.errno == errno.ENOENT and error.filename is None
+        if not missing and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        where = "" if error.filename is None else f": {printable(str(error.filename))}"
+        gone = "the working directory" if error.strerror == os.strerror(errno.ENOENT) else ""
+        where = f": {printable(str(error.filename or gone))}" if error.filename or gone else ""
         click.echo(f"zerokit: {error.strerror}{where}", err=True)
         with suppress(OSError):  # Python would try again at its end, and leave with 120
             sys.stdout.close()
