@@ -72,8 +72,8 @@ class Torchrun(ForkedProcess):
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str], **more: str) -> None:
-        self._outputs = Path(tempfile.mkdtemp(dir=folder, prefix="torchrun-"))
-        super().__init__(self._outputs, environment(folder, **more), _torchrun, str(folder), list(arguments))
+        outputs = Path(tempfile.mkdtemp(dir=folder, prefix="torchrun-"))
+        super().__init__(outputs, environment(folder, **more), _torchrun, list(arguments), folder=folder)
 
     def __enter__(self) -> Torchrun:
         return self
@@ -81,18 +81,8 @@ class Torchrun(ForkedProcess):
     def __exit__(self, *error: object) -> None:
         self.kill()
 
-    def poll(self) -> int | None:
-        """As a `Popen`'s."""
-        return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """As a `Popen`'s, but for the error: `TimeoutError`."""
-        _, errors = super().communicate(timeout)
-        return (self._outputs / "stdout.log").read_text(), errors
-
-
-def _torchrun(folder: str, arguments: list[str]) -> None:
-    os.chdir(folder)
+def _torchrun(arguments: list[str]) -> None:
     import torch
     from torch.distributed.run import main
 

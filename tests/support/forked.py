@@ -37,36 +37,38 @@ def run_forked(
         seconds: after which it is killed, and `TimeoutError` raised.
     """
     with tempfile.TemporaryDirectory(prefix="zerokit-forked-") as outputs:
-        process = server_context().Process(
-            target=_command, args=(str(folder), list(arguments), dict(variables), outputs)
-        )
-        process.start()
+        process = ForkedProcess(Path(outputs), variables, _command, list(arguments), folder=folder)
         try:
-            process.join(seconds)
-            if process.exitcode is None:
-                raise TimeoutError(f"zerokit {' '.join(arguments)}: not at its end after {seconds:g} s")
+            said, errors = process.communicate(seconds)
         finally:
             process.kill()
-            process.join()
-        said, errors = (Path(outputs, f"{name}.log").read_text() for name in ("stdout", "stderr"))
-        return subprocess.CompletedProcess(list(arguments), process.exitcode, said, errors)
+            process.wait()
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(list(arguments), process.returncode, said, errors)
 
 
 class ForkedProcess:
-    """A function in a process that is forked from the tests' server, as a `Popen` whose stderr is a pipe.
+    """A function in a process that is forked from the tests' server, as a `Popen` whose outputs are pipes.
 
     Args:
         outputs: an existing folder of its own, for what it prints.
         variables: the whole environment.
         function: at module level; what it raises is its end, as in any program.
+        folder: the working directory; by default this process's.
     """
 
     def __init__(
-        self, outputs: Path, variables: Mapping[str, str], function: Callable[..., None], *args: Any
+        self,
+        outputs: Path,
+        variables: Mapping[str, str],
+        function: Callable[..., None],
+        *args: Any,
+        folder: Path | None = None,
     ) -> None:
-        self._stderr = outputs / "stderr.log"
+        self._outputs = outputs.absolute()
         self._process = server_context().Process(
-            target=_program, args=(str(outputs), dict(variables), function, args)
+            target=_program,
+            args=(str(folder or Path.cwd()), dict(variables), self._outputs, function, args),
         )
         self._process.start()
         self.pid: int = self._process.pid
@@ -75,6 +77,14 @@ class ForkedProcess:
     def returncode(self) -> int | None:
         """As a `Popen`'s."""
         return self._process.exitcode  # type: ignore[no-any-return]
+
+    def poll(self) -> int | None:
+        """As a `Popen`'s."""
+        return self.returncode
+
+    def wait(self) -> None:
+        """As a `Popen`'s."""
+        self._process.join()
 
     def send_signal(self, number: int) -> None:
         """As a `Popen`'s."""
@@ -86,25 +96,27 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Nothing, and its stderr, once it has ended; `TimeoutError` if it has not by then."""
+        """Its stdout and stderr, once it has ended; `TimeoutError` if it has not by then."""
         self._process.join(timeout)
         if self.returncode is None:
             raise TimeoutError(f"process {self.pid} has not ended after {timeout:g} s")
-        return "", self._stderr.read_text()
+        said, errors = ((self._outputs / f"{name}.log").read_text() for name in ("stdout", "stderr"))
+        return said, errors
 
 
 def _program(
-    outputs: str, variables: dict[str, str], function: Callable[..., None], args: tuple[Any, ...]
+    folder: str,
+    variables: dict[str, str],
+    outputs: Path,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
-    gc.freeze()
-    _move_into(os.getcwd(), variables, Path(outputs))
+    gc.freeze()  # as ranks do, see `distributed`
+    _move_into(folder, variables, outputs)
     function(*args)
 
 
-def _command(folder: str, arguments: list[str], variables: dict[str, str], outputs: str) -> None:
-    """The body of the command's process."""
-    gc.freeze()  # as ranks do, see `distributed`
-    _move_into(folder, variables, Path(outputs))
+def _command(arguments: list[str]) -> None:
     from zerokit.cli import main
 
     ranks.start_rank = ForkedRank  # type: ignore[assignment]
@@ -135,21 +147,11 @@ class ForkedRank(ForkedProcess):
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str], folder: Path) -> None:
         variables = {**variables, "ZEROKIT_ERROR_FILE": str((folder / "error.json").absolute())}
-        super().__init__(folder.absolute(), variables, _be_rank, os.getcwd(), list(command))
-
-    def poll(self) -> int | None:
-        """As a `Popen`'s."""
-        return self.returncode
-
-    def wait(self) -> None:
-        """As a `Popen`'s."""
-        self._process.join()
+        super().__init__(folder, variables, _be_rank, list(command))
 
 
-def _be_rank(folder: str, command: list[str]) -> None:
+def _be_rank(command: list[str]) -> None:
     """The body of a rank, which leaves by itself, or with who has asked for it."""
-    os.chdir(folder)
-    sys.path.insert(0, folder)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     import torch
 
