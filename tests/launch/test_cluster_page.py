@@ -5,19 +5,23 @@ Only what stands for something of the reader's is replaced: IMAGE, R, the number
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import yaml
 
 from tests.launch.clusters import ROOT, finish, logged_runs, start
 from tests.launch.manifests import require_known
+from tests.support.forked import run_forked
 from tests.support.namespaces import Hosts, wired_hosts
 from tests.support.slurm import Cluster, cluster
 from zerokit.bench.record.record import read_record
@@ -79,6 +83,17 @@ def begin(command: str, variables: Mapping[str, str], inside: Sequence[str] = ()
     return start([*inside, "bash", "-euo", "pipefail", "-c", command], {**variables, **SMALL, **INSTALLED})
 
 
+@cache
+def loss_here(ranks_a_node: int) -> Sequence[float]:
+    """The losses of two nodes simulated on this machine."""
+    with TemporaryDirectory() as folder:
+        words = ["bench", "--stage", "2", "--nodes", "2", "--nproc-per-node", str(ranks_a_node), "--json"]
+        done = run_forked(Path(folder), words, {**UNTRACKED, **SMALL})
+    assert done.returncode == 0, done.stderr
+    losses: Sequence[float] = json.loads(done.stdout)["loss"]
+    return losses
+
+
 def judge(command: str, printed: str, folder: Path, *, tracked: bool = True) -> None:
     """Whether the command has done what it says."""
     if "zerokit doctor " in command:
@@ -89,6 +104,7 @@ def judge(command: str, printed: str, folder: Path, *, tracked: bool = True) -> 
     record = read_record(path)
     assert (record.status, record.settings.stage) == ("ok", 2)
     assert [rank.node for rank in record.ranks] == [0] * each + [1] * each
+    assert record.loss == loss_here(each)
     if tracked:
         assert [run.info.status for run in logged_runs(folder)] == ["FINISHED"]
 

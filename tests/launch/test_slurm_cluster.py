@@ -1,4 +1,4 @@
-"""`zerokit bench` under a real Slurm of two nodes: sbatch, srun inside the job, and as srun's own ranks."""
+"""Jobs under a real Slurm of two nodes: their cores and their time limit. `test_cluster_page` runs whole benches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.launch.clusters import LONG, ROOT, SHORT, ZEROKIT, finish, logged_runs, start
-from tests.support.forked import run_forked
+from tests.launch.clusters import LONG, ROOT, ZEROKIT, start
 from tests.support.slurm import Cluster, cluster
 from zerokit.launch.slurm import Request, log_of, render_script
 
@@ -30,29 +28,6 @@ def slurm() -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def _folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def record_of(slurm: Cluster, *words: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(finish(start(words, slurm.environment)))
-    return record
-
-
-def test_a_job_and_srun_give_the_losses_of_two_nodes_here(slurm: Cluster, tmp_path: Path) -> None:
-    # A node of a cluster has its cores to itself, nodes simulated here share them; the bits depend on a rank's threads.
-    slurm.environment["OMP_NUM_THREADS"] = "1"
-    submitted = record_of(slurm, *ZEROKIT, *SHORT, "--launcher", "slurm", "--nodes", "2", "--time", "5")
-    stepped = record_of(slurm, "srun", "-N2", "--ntasks-per-node=1", *ZEROKIT, *SHORT, "--no-mlflow")
-    words = [*SHORT, "--nodes", "2", "--no-mlflow", "--output", "here"]
-    done = run_forked(tmp_path, words, slurm.environment)
-    assert done.returncode == 0, done.stderr
-    here = json.loads(done.stdout)
-    assert submitted["loss"] == stepped["loss"] == here["loss"]
-    assert [rank["node"] for rank in submitted["ranks"]] == [0, 1]
-    assert [rank["node"] for rank in stepped["ranks"]] == [0, 1]
-    written = [path for path in tmp_path.rglob("*.json") if path.name != "arguments.json"]
-    assert len([path for path in written if "mlruns" not in path.parts]) == 3
-    assert [run.info.status for run in logged_runs(tmp_path)] == ["FINISHED"]
-    assert slurm.run("squeue", "--noheader").stdout == ""
 
 
 def test_ranks_share_all_cores_of_their_node(slurm: Cluster, tmp_path: Path) -> None:

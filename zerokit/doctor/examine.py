@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,14 +25,14 @@ from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, finding, machines
 from zerokit.doctor.interfaces import judge_network
 from zerokit.doctor.limits import judge_limits
-from zerokit.doctor.names import Neighbourhood, judge_lookups, judge_own_names, within
+from zerokit.doctor.names import judge_lookups, judge_own_names, within
 from zerokit.doctor.processor import judge_processors
 from zerokit.doctor.software import judge_software
 from zerokit.doctor.tracking import Tracking, judge_tracking, look_at_tracking
 from zerokit.doctor.wire import judge_all_reduce, judge_pairs
 from zerokit.doctor.worker import STAGES, Job
 from zerokit.errors import ZerokitError
-from zerokit.launch.failures import Failure, WorkerFailed
+from zerokit.launch.failures import Failure
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
@@ -224,20 +224,17 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
         *judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None),
     ]
     if several:
-        truth = {one.seat.host: _addresses(one) for one in ranks}
-        neighbourhoods = [
-            (seat, Neighbourhood(lookups, truth))
-            for seat, lookups in zip(seats, group.lookups, strict=True)
-            if seat.local_rank == 0
-        ]
-        findings += judge_lookups(neighbourhoods)
+        truth = {
+            one.seat.host: [
+                address for interface in one.network.interfaces for address in interface.addresses
+            ]
+            for one in ranks
+        }
+        lookups = zip(seats, group.lookups, strict=True)
+        findings += judge_lookups([(seat, found) for seat, found in lookups if seat.local_rank == 0], truth)
     if group.pairs:
         findings += judge_pairs(group.pairs, seats)
     return findings
-
-
-def _addresses(one: RankFacts) -> list[str]:
-    return [address for interface in one.network.interfaces for address in interface.addresses]
 
 
 def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
@@ -251,88 +248,79 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
         if time.monotonic() > deadline:
             raise TimedOut(f"the ranks did not end within {plan.timeout_s:g} s")
 
+    progress = _Progress(plan, work)
+    reason, failures = "the ranks ended, but rank 0 left no result", tuple[Failure, ...]()
     try:
         launch(
             WORKER, [str(job)], nodes=plan.nodes, nproc_per_node=plan.nproc_per_node, log_dir=work, poll=poll
         )
     except TimedOut as error:
-        return _hung(plan, work, str(error))
+        verdict = Verdict.fault(
+            f"{error}; last seen {progress}",
+            "A rank hangs, was never started, or cannot reach the others: training would wait in the same way.",
+            "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
+            f"--timeout gives more time; logs: {work}",
+        )
+        return finding("ZD901", verdict, progress.behind())
     except ZerokitError as error:
-        return _failed(plan, work, str(error), error.failures if isinstance(error, WorkerFailed) else ())
-    if not (work / "group.json").is_file():
-        return _failed(plan, work, "the ranks ended, but rank 0 left no result")
-    return None
-
-
-def _failed(plan: Plan, work: Path, reason: str, failures: Sequence[Failure] = ()) -> Finding:
+        reason, failures = str(error), getattr(error, "failures", ())
+    else:
+        if (work / "group.json").is_file():
+            return None
     lines = reason.strip().splitlines()
     # The end of a rank's stderr follows in lines of their own; often they repeat the first line.
     stderr = [line[4:].strip() for line in lines[1:] if line.startswith("  | ")]
     last = f" ({stderr[-1][:200]})" if stderr and stderr[-1] not in lines[0] else ""
-    where = ""
-    if failures:
-        cause = failures[0]
-        host = _stages(plan, work)[cause.rank][1]
-        where = f"node {cause.node}{f' ({host})' if host else ''}, rank {cause.rank}"
-    return finding(
-        "ZD901",
-        Verdict.fault(
-            lines[0][:400] + last,
-            f"Training would fail in the same way. Ranks were last seen {_progress(plan, work)}.",
-            f"look at the faults above, if any, and at the logs in {work}",
-        ),
-        where,
+    verdict = Verdict.fault(
+        lines[0][:400] + last,
+        f"Training would fail in the same way. Ranks were last seen {progress}.",
+        f"look at the faults above, if any, and at the logs in {work}",
     )
+    return finding("ZD901", verdict, progress.where([failures[0].rank]) if failures else "")
 
 
-def _hung(plan: Plan, work: Path, reason: str) -> Finding:
-    return finding(
-        "ZD901",
-        Verdict.fault(
-            f"{reason}; last seen {_progress(plan, work)}",
-            "A rank hangs, was never started, or cannot reach the others: training would wait in the same way.",
-            "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
-            f"--timeout gives more time; logs: {work}",
-        ),
-        _behind(plan, work),
-    )
+class _Progress:
+    """How far each rank has come, by the files that it leaves; as text, the ranks at each stage."""
+
+    def __init__(self, plan: Plan, work: Path) -> None:
+        self._plan, self._work = plan, work
+
+    def _read(self) -> list[tuple[int, str]]:
+        """An index of `STAGES`, -1 for one that never ran, and the host."""
+        found = []
+        for rank in range(self._plan.world):
+            try:
+                stage, host = (self._work / f"stage-{rank}").read_text().split("\n")
+                found.append((STAGES.index(stage), host))
+            except (OSError, ValueError):
+                found.append((-1, ""))
+        return found
+
+    def __str__(self) -> str:
+        stages = [stage for stage, _ in self._read()]
+        return "; ".join(
+            f"{_ranks([rank for rank, one in enumerate(stages) if one == stage])} "
+            f"{'not running' if stage < 0 else STAGES[stage]}"
+            for stage in sorted(set(stages))
+        )
+
+    def behind(self) -> str:
+        """The ranks that have come least far, for which the others wait; empty if all are equally far."""
+        stages = [stage for stage, _ in self._read()]
+        late = [rank for rank, stage in enumerate(stages) if stage == min(stages)]
+        return self.where(late) if len(late) < len(stages) else ""
+
+    def where(self, ranks: Sequence[int]) -> str:
+        """These ranks and their nodes, with hosts as far as they are known."""
+        each = self._plan.nproc_per_node
+        hosts = {rank // each: host for rank, (_, host) in enumerate(self._read()) if host}
+        nodes = dict.fromkeys(rank // each for rank in ranks)
+        named = [f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes]
+        return f"{', '.join(named)}, {_ranks(ranks)}"
 
 
-def _stages(plan: Plan, work: Path) -> Mapping[int, tuple[int, str]]:
-    """How far each rank has come, and its host: an index of `STAGES`, -1 for one that never ran."""
-    progress = {}
-    for rank in range(plan.world):
-        try:
-            stage, host = (work / f"stage-{rank}").read_text().split("\n")
-            progress[rank] = (STAGES.index(stage), host)
-        except (OSError, ValueError):
-            progress[rank] = (-1, "")
-    return progress
-
-
-def _progress(plan: Plan, work: Path) -> str:
-    groups: dict[int, list[int]] = {}
-    for rank, (stage, _) in _stages(plan, work).items():
-        groups.setdefault(stage, []).append(rank)
-    return "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} "
-        f"{'not running' if stage < 0 else STAGES[stage]}"
-        for stage, ranks in sorted(groups.items())
-    )
-
-
-def _behind(plan: Plan, work: Path) -> str:
-    """The nodes of the ranks that have come least far: the others wait for them."""
-    progress = _stages(plan, work)
-    stages = {rank: stage for rank, (stage, _) in progress.items()}
-    least = min(stages.values())
-    if least == max(stages.values()):
-        return ""
-    late = [rank for rank, stage in stages.items() if stage == least]
-    hosts = {rank // plan.nproc_per_node: host for rank, (_, host) in progress.items() if host}
-    nodes = sorted({rank // plan.nproc_per_node for rank in late})
-    named = [f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes]
-    return f"{', '.join(named)}, rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:

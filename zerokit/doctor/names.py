@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -115,34 +115,26 @@ def _judge_own(own: OwnName, several: bool) -> Verdict:
     return Verdict.ok(f"{listed} → {own.back}")
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbourhood:
-    """The names that a node resolved, with the others' real addresses by name."""
-
-    lookups: Lookups
-    truth: dict[str, list[str]]
+def judge_lookups(answers: Answers[Lookups], truth: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """ZD304, from the names that the first rank of each node resolved, and the nodes' real addresses by name."""
+    return by_rank("ZD304", answers, lambda lookups: _judge_lookups(lookups, truth))
 
 
-def judge_lookups(answers: Answers[Neighbourhood]) -> list[Finding]:
-    """ZD304."""
-    return by_rank("ZD304", answers, _judge_lookups)
-
-
-def _judge_lookups(one: Neighbourhood) -> Verdict:
+def _judge_lookups(lookups: Lookups, truth: Mapping[str, Sequence[str]]) -> Verdict:
     remedy = "add the nodes to /etc/hosts on every node, or to the name server"
-    if one.lookups.errors:
-        name, error = next(iter(one.lookups.errors.items()))
-        more = len(one.lookups.errors) - 1
+    if lookups.errors:
+        name, error = next(iter(lookups.errors.items()))
+        more = len(lookups.errors) - 1
         return Verdict.warning(
             f"{name} cannot be looked up: {error}" + (f", nor {more} more" if more else ""),
             "torchrun and ssh fail where nodes are given by name; addresses work.",
             remedy,
         )
-    for name, addresses in one.lookups.found.items():
-        if not set(addresses) & set(one.truth.get(name, addresses)):
+    for name, addresses in lookups.found.items():
+        if not set(addresses) & set(truth.get(name, addresses)):
             return Verdict.warning(
-                f"{name} → {', '.join(addresses)}, but it has {', '.join(one.truth[name])}",
+                f"{name} → {', '.join(addresses)}, but it has {', '.join(truth[name])}",
                 "Connections by this name reach another machine, or none.",
                 remedy,
             )
-    return Verdict.ok(", ".join(f"{name} → {addresses[0]}" for name, addresses in one.lookups.found.items()))
+    return Verdict.ok(", ".join(f"{name} → {addresses[0]}" for name, addresses in lookups.found.items()))

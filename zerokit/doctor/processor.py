@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine
+from zerokit.launch.ranks import cores
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -31,15 +33,11 @@ class Processor:
 
 def look_at_processor(quota: Path = _QUOTA) -> Processor:
     """Read the cores that this process may use."""
-    return Processor(os.cpu_count() or 1, sorted(os.sched_getaffinity(0)), _quota(quota), os.getloadavg()[0])
-
-
-def _quota(path: Path) -> float | None:
-    try:
-        limit, period = path.read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
+    limit: float | None = None
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+        share, period = map(int, quota.read_text().split())
+        limit = share / period
+    return Processor(os.cpu_count() or 1, cores(), limit, os.getloadavg()[0])
 
 
 def judge_processors(answers: Answers[Processor]) -> list[Finding]:
@@ -55,7 +53,7 @@ def _judge_cores(ranks: Sequence[Processor]) -> Verdict:
     one = ranks[0]
     shared = sorted({core for rank in ranks for core in rank.allowed})
     quota = "" if one.quota is None else f", a quota of {one.quota:g}"
-    listed = f"{len(shared)} of {one.cores} for {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}{quota}"
+    listed = f"{len(shared)} of {one.cores} for {len(ranks)} rank{'s' * (len(ranks) > 1)}{quota}"
     if len(shared) < len(ranks):
         pinned = len(shared) < one.cores
         return Verdict.warning(

@@ -14,7 +14,7 @@ from zerokit.launch import frames
 from zerokit.launch.agents import POLL_SECONDS, await_end
 from zerokit.launch.failures import Failure, name_node
 from zerokit.launch.frames import MOST_LOG_BYTES, Peer, pack, put_file, relocate
-from zerokit.launch.ranks import Ranks, threads_per_rank
+from zerokit.launch.ranks import Ranks, World
 
 _FILES_SECONDS = 0.5
 _END_SECONDS = 10.0
@@ -83,14 +83,17 @@ class DistantAgent:
             await_end([self], _END_SECONDS)
 
 
-def launch_frame(log_dir: Path, module: str, arguments: Sequence[str], **more: Any) -> dict[str, Any]:
+def launch_frame(
+    world: World, log_dir: Path, command: Sequence[str], *, follow: bool = False
+) -> dict[str, Any]:
     """The content of `start`: what to run, with the files of the launch's folder."""
     files = {
         path.name: pack(path.read_bytes())
         for path in log_dir.iterdir()
         if path.is_file() and not path.name.startswith(".")
     }
-    return {"command": [module, *arguments], "folder": str(log_dir), "files": files, **more}
+    about = {"command": list(command), "folder": str(log_dir), "files": files, "follow": follow}
+    return {"world": asdict(world), **about}
 
 
 def hear(peer: Peer) -> tuple[str, dict[str, Any]] | None:
@@ -118,10 +121,8 @@ def serve(
     for name, content in start["files"].items():
         put_file(folder, {"name": name, "content": content})
     files = _Files(folder)
-    shape = {name: start[name] for name in ("nodes", "nproc_per_node", "address", "port", "environment")}
-    threads = start["threads"] or threads_per_rank(start["nproc_per_node"])
     command = relocate(start["command"], start["folder"], folder)
-    agent = Ranks(ranks, command, log_dir=folder, threads=threads, **shape)
+    agent = Ranks(World(**start["world"]), ranks, command, folder)
     try:
         looked = time.monotonic()
         while (code := agent.poll()) is None:

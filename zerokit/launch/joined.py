@@ -29,7 +29,7 @@ from zerokit.launch.frames import SILENCE_SECONDS, Peer
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.membership import Membership
 from zerokit.launch.network import free_port
-from zerokit.launch.ranks import Ranks, cores
+from zerokit.launch.ranks import Ranks, World, cores
 from zerokit.text import without_secrets
 from zerokit.versions import describe_difference, versions
 
@@ -110,25 +110,18 @@ class Leader:
         threads = share_cores([here, *(hello for _, (_, hello) in sorted(self._members.items()))])
         if member.whole_node:
             threads = [max(1, one // nproc_per_node) for one in threads]
-        shape: dict[str, Any] = {
-            "nodes": nodes,
-            "nproc_per_node": nproc_per_node,
-            "address": member.master_addr,
-            "port": free_port(""),
-            "environment": {},
-        }
-        start = launch_frame(log_dir, module, arguments, follow=False, **shape)
+        world = World(nodes, nproc_per_node, member.master_addr, free_port(""), threads=threads[0])
+        start = launch_frame(world, log_dir, [module, *arguments])
         agents: list[Agent] = []
         for index, (peer, hello) in self._members.items():
-            peer.say("start", threads=threads[index], **start)
+            peer.say("start", **start | {"world": start["world"] | {"threads": threads[index]}})
             node = index if member.whole_node else index // nproc_per_node
             host = hello["host"] if hello["host"] != here["host"] else None
             agent = DistantAgent(peer, node, host, log_dir, hello)
             if not member.whole_node:
                 agent.where = f"rank {index} of {member.count}, {agent.where}"
             agents.append(agent)
-        ranks = ranks_of(member, nproc_per_node)
-        agents.insert(0, Ranks(ranks, start["command"], log_dir=log_dir, threads=threads[0], **shape))
+        agents.insert(0, Ranks(world, ranks_of(member, nproc_per_node), start["command"], log_dir))
         conduct(agents, log_dir, interrupts, poll)
 
     def dismiss(self, code: int) -> None:
@@ -187,7 +180,13 @@ def follow(member: Membership, command_line: Sequence[str], interrupts: Interrup
                 continue
             folder = Path(tempfile.mkdtemp(prefix="zerokit-member-"))
             try:
-                serve(peer, content, ranks_of(member, content["nproc_per_node"]), folder, interrupts.check)
+                serve(
+                    peer,
+                    content,
+                    ranks_of(member, content["world"]["nproc_per_node"]),
+                    folder,
+                    interrupts.check,
+                )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
     except EOFError:

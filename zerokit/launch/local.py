@@ -8,7 +8,7 @@ from pathlib import Path
 from zerokit.launch.agents import conduct
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.network import free_port
-from zerokit.launch.ranks import Ranks, threads_per_rank
+from zerokit.launch.ranks import Ranks, World
 
 
 def launch(
@@ -39,17 +39,8 @@ def launch(
         Interrupted: SIGINT or SIGTERM came; it was passed on.
     """
     interrupts.check()
-    world = nodes * nproc_per_node
-    ranks = Ranks(
-        range(world),
-        [module, *arguments],
-        nodes=nodes,
-        nproc_per_node=nproc_per_node,
-        log_dir=log_dir,
-        address="127.0.0.1",
-        port=free_port(),
-        threads=threads_per_rank(world),
-        # All nodes are this machine, so ranks count its devices together (see `bench.worker`).
-        environment={"ZEROKIT_NODES_ON_MACHINE": str(nodes), **(environment or {})},
-    )
+    # All nodes are this machine, so ranks count its devices together (see `bench.worker`).
+    variables = {"ZEROKIT_NODES_ON_MACHINE": str(nodes), **(environment or {})}
+    world = World(nodes, nproc_per_node, "127.0.0.1", free_port(), variables)
+    ranks = Ranks(world, range(nodes * nproc_per_node), [module, *arguments], log_dir)
     conduct([ranks], log_dir, interrupts, poll)

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,61 +23,58 @@ _AROUND = ("TORCHELASTIC_", "PET_")
 """Variables of a launch around this one."""
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks of a launch.
+
+    Attributes:
+        nodes: how many there are.
+        nproc_per_node: ranks of each.
+        address: where all ranks meet rank 0.
+        port: of this address.
+        environment: variables beside those of the process that starts a rank.
+        threads: of each rank, where OMP_NUM_THREADS is not set; by default the cores of its starter are shared.
+    """
+
+    nodes: int
+    nproc_per_node: int
+    address: str
+    port: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    threads: int | None = None
+
+
 class Ranks:
     """An `Agent` on this machine. Rank R's output is in `rank-R` of the folder of logs."""
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        command: Sequence[str],
-        *,
-        nodes: int,
-        nproc_per_node: int,
-        log_dir: Path,
-        address: str,
-        port: int,
-        threads: int,
-        environment: Mapping[str, str],
-    ) -> None:
-        """Start them.
-
-        Args:
-            ranks: their numbers.
-            command: the module that each runs, and its arguments.
-            nodes: of the whole launch.
-            nproc_per_node: ranks of each node.
-            log_dir: for their output.
-            address: where all ranks meet rank 0.
-            port: of this address.
-            threads: of each, where OMP_NUM_THREADS is not set.
-            environment: variables beside those of this process.
-        """
+    def __init__(self, world: World, ranks: Sequence[int], command: Sequence[str], log_dir: Path) -> None:
+        """Start these ranks; `command` is the module that each runs, and its arguments."""
         self.failures: list[Failure] = []
         self.trouble = None
-        self._each, self._logs = nproc_per_node, log_dir
+        self._each, self._logs = world.nproc_per_node, log_dir
         self._launch_id = uuid.uuid4().hex
         self._stopped = StoppedProcesses()
         self._ended: dict[int, float] = {}
         self._failed_at: float | None = None
         self._code: int | None = None
         variables = {name: value for name, value in os.environ.items() if not name.startswith(_AROUND)}
-        variables |= environment
-        variables.setdefault("OMP_NUM_THREADS", str(threads))
+        variables |= world.environment
+        variables.setdefault("OMP_NUM_THREADS", str(world.threads or threads_per_rank(len(ranks))))
         with contextlib.suppress(OSError):
             # gloo otherwise looks the host's own name up, which on many machines leads to loopback or nowhere.
-            if (interface := interface_of(address_towards(address))) is not None:
+            if (interface := interface_of(address_towards(world.address))) is not None:
                 variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         variables |= {
             MARK: self._launch_id,
             "ZEROKIT_STARTER": str(os.getpid()),
-            "WORLD_SIZE": str(nodes * nproc_per_node),
-            "LOCAL_WORLD_SIZE": str(nproc_per_node),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world.nodes * world.nproc_per_node),
+            "LOCAL_WORLD_SIZE": str(world.nproc_per_node),
+            "MASTER_ADDR": world.address,
+            "MASTER_PORT": str(world.port),
         }
         self._processes = {}
         for rank in ranks:
-            node, local_rank = divmod(rank, nproc_per_node)
+            node, local_rank = divmod(rank, self._each)
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
             (folder := log_dir / f"rank-{rank}").mkdir()
             self._processes[rank] = start_rank(command, variables | own, folder)

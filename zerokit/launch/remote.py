@@ -26,6 +26,7 @@ from zerokit.launch.distant import DistantAgent, launch_frame
 from zerokit.launch.failures import LaunchError, tail
 from zerokit.launch.frames import Peer
 from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.ranks import World
 from zerokit.versions import describe_difference
 
 FORWARDED = re.compile(
@@ -145,18 +146,11 @@ def launch_on(
     try:
         agents.extend(RemoteAgent(node, host, log_dir) for node, host in enumerate(hosts))
         first = _await_hellos(agents, interrupts, connect_seconds)
-        start = launch_frame(
-            log_dir,
-            module,
-            arguments,
-            follow=follow,
-            nodes=len(hosts),
-            nproc_per_node=nproc_per_node,
-            address=master_addr or hosts[0].name.rpartition("@")[2],
-            port=first["port"],
-            threads=None,
-            environment={**forwarded, **(environment or {})},
+        address = master_addr or hosts[0].name.rpartition("@")[2]
+        world = World(
+            len(hosts), nproc_per_node, address, first["port"], {**forwarded, **(environment or {})}
         )
+        start = launch_frame(world, log_dir, [module, *arguments], follow=follow)
         for agent in agents:
             ranks = [agent.node * nproc_per_node, (agent.node + 1) * nproc_per_node]
             agent.peer.say("start", ranks=ranks, **start)
