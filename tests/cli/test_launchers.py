@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -85,10 +86,18 @@ def test_variables_are_given_or_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _BENCH = cli.get_command(click.Context(cli), "bench")
 assert _BENCH is not None
-OPTIONS = _BENCH.make_context("bench", []).params
+CONTEXT = _BENCH.make_context("bench", [])
+OPTIONS = CONTEXT.params
 """Those of a bench without arguments."""
 
 
+@pytest.fixture
+def _bench() -> Iterator[None]:
+    with CONTEXT.scope(cleanup=False):
+        yield
+
+
+@pytest.mark.usefixtures("_bench")
 def test_ranks_that_were_started_are_joined_unless_told_otherwise() -> None:
     joined = choose_launcher(OPTIONS, TORCHRUN)
     assert (joined.name, joined.nodes, joined.nproc_per_node, joined.here) == ("env", 1, 2, True)
@@ -104,6 +113,7 @@ def test_ranks_that_were_started_are_joined_unless_told_otherwise() -> None:
     assert choose_launcher(OPTIONS, elastic).name == "local"
 
 
+@pytest.mark.usefixtures("_bench")
 def test_unequal_slots_are_asked_about_where_the_user_chooses_no_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,20 +14,12 @@ _TITLES = {"ssh": "ssh", "slurm": "Slurm", "kubernetes": "Kubernetes"}
 _OPTIONS: list[Callable[..., Any]] = []
 OPTIONS_OF: dict[str, tuple[str, ...]] = {}
 """Every option by its parameter's name, and the launchers that it is for."""
-UNSET: dict[str, object] = {}
-"""The default of those that have one."""
-FLAGS: dict[str, str] = {}
-"""How each is written on the command line."""
 
 
 def _option(launchers: tuple[str, ...], *names: str, help: str = "", **more: Any) -> None:
     """An option for these launchers, which its help begins with."""
-    flag, *own = names
-    name = own[0] if own else flag.removeprefix("--").replace("-", "_")
-    OPTIONS_OF[name], FLAGS[name] = launchers, flag
-    if "default" in more:
-        UNSET[name] = more["default"]
-        more["show_default"] = True
+    OPTIONS_OF[names[-1].removeprefix("--").replace("-", "_")] = launchers
+    more.setdefault("show_default", "default" in more)
     if all(one in _TITLES for one in launchers):
         *others, last = (_TITLES[one] for one in launchers)
         whose = "For " + (f"{', '.join(others)} and {last}" if others else last)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zerokit.cli.launcher_options import FLAGS, OPTIONS_OF, UNSET
+from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.errors import UsageError
 from zerokit.launch.hosts import HostSlots, equal_slots, read_hostfile
 from zerokit.text import printable
@@ -187,12 +187,14 @@ def choose_launcher(
     if name is None and member is not None and member.count == 1 and not one_of_many:
         member = None  # a shell inside srun, say: nothing has been started that could be joined
     name = name or ("env" if member is not None else "local")
-    context = click.get_current_context(silent=True)
-    for option, launchers in OPTIONS_OF.items():
+    context = click.get_current_context()
+    for option in context.command.params:
+        launchers = OPTIONS_OF.get(option.name or "", (name,))
         # A profile's ZEROKIT_BENCH_PARTITION is for whoever launches with Slurm; a job's ranks have it as well.
-        given = context is None or is_given(context, option)
-        if name not in launchers and given and options[option] not in (UNSET.get(option), None, (), False):
-            raise UsageError(f"{FLAGS[option]} is for --launcher {' or '.join(launchers)}, not for {name}")
+        if name in launchers or not is_given(context, option.name or ""):
+            continue
+        if options[option.name or ""] not in (option.default, None, (), False):
+            raise UsageError(f"{option.opts[0]} is for --launcher {' or '.join(launchers)}, not for {name}")
     read_variables(options["variables"])
     if elastic and name not in ("local", "env"):
         raise UsageError(
