@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
 
-from zerokit.doctor.findings import Answers, Finding, Verdict, by_machine, by_rank, finding, machines, where
+from zerokit.doctor.findings import (
+    Answers,
+    Finding,
+    Seat,
+    Verdict,
+    by_machine,
+    by_rank,
+    finding,
+    machines,
+    where,
+)
 
 _CLASS = Path("/sys/class")
 
@@ -29,6 +39,15 @@ class Interface:
     addresses: list[str]
     mtu: int
     speed_mbit: int | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is up and has an address."""
+        return self.running and bool(self.addresses)
+
+    def __str__(self) -> str:
+        speed = "" if self.speed_mbit is None else f", {self.speed_mbit / 1000:g} Gbit/s"
+        return f"{self.name} ({self.addresses[0]}, MTU {self.mtu}{speed})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +69,16 @@ class Network:
     ports: list[Port] = field(default_factory=list)
     own_addresses: list[str] = field(default_factory=list)
     """Addresses of the host's own name: gloo's choice where no interface is given."""
+
+    @property
+    def usable(self) -> list[Interface]:
+        """The interfaces that are up and have an address."""
+        return [one for one in self.interfaces if one.usable]
+
+    @property
+    def candidates(self) -> str:
+        """Interfaces that lead to other nodes, for advice."""
+        return ", ".join(one.name for one in self.usable if not one.loopback) or "there is none but loopback"
 
     def gloo_takes(self) -> Interface | None:
         """The interface on which gloo will listen; None if it is unknown or gloo will fail."""
@@ -138,9 +167,13 @@ def judge_network(answers: Answers[Network]) -> list[Finding]:
     return [
         *by_rank("ZD301", answers, lambda network: _judge_gloo(network, several)),
         *by_rank("ZD302", answers, lambda network: _judge_nccl(network, several)),
-        *_judge_mtu(answers),
+        _judge_mtu(answers),
         *by_machine("ZD306", answers, _judge_ports),
     ]
+
+
+_UNREACHABLE = "gloo would listen where the other nodes cannot reach it."
+_BRING_UP = "bring loopback up: ip link set lo up"
 
 
 def _judge_gloo(network: Network, several: bool) -> Verdict:
@@ -149,131 +182,97 @@ def _judge_gloo(network: Network, several: bool) -> Verdict:
     variable = f"GLOO_SOCKET_IFNAME={network.gloo}"
     by_name = {one.name: one for one in network.interfaces}
     for name in network.gloo.split(","):
-        if (bad := _unusable(variable, name, by_name)) is not None:
-            return bad
-        if several and by_name[name].loopback:
+        one = by_name.get(name)
+        if one is None or not one.usable:
+            what = "no such interface" if one is None else "has no address" if one.running else "is down"
+            others = ", ".join(other.name for other in network.usable) or "there is none"
+            return Verdict.fault(
+                f"{variable}: {name}: {what}", "gloo fails when it starts.", f"name one that is up: {others}"
+            )
+        if several and one.loopback:
             return Verdict.fault(
                 f"{variable}: loopback",
-                "gloo would listen where the other nodes cannot reach it.",
-                f"name the interface between the nodes: {_candidates(network)}",
+                _UNREACHABLE,
+                f"name the interface between the nodes: {network.candidates}",
             )
-    return Verdict.ok(f"{variable}: {_described(by_name[network.gloo.split(',')[0]])}")
-
-
-_BRING_UP = "bring loopback up: ip link set lo up"
+    return Verdict.ok(f"{variable}: {by_name[network.gloo.split(',')[0]]}")
 
 
 def _judge_gloos_lookup(network: Network, several: bool) -> Verdict:
     taken = network.gloo_takes()
-    remedy = f"set GLOO_SOCKET_IFNAME to the interface between the nodes: {_candidates(network)}"
-    if not any(one.running and one.addresses for one in network.interfaces):
+    remedy = f"set GLOO_SOCKET_IFNAME to the interface between the nodes: {network.candidates}"
+    own = ", ".join(network.own_addresses) or "no address"
+    if not network.usable:
         return Verdict.fault("no interface is up", "gloo cannot listen, so that ranks never meet.", _BRING_UP)
     if taken is None:
-        what = ", ".join(network.own_addresses) or "no address"
-        listed = f"the host's own name resolves to {what}, which no interface has"
-        meaning = "gloo falls back to loopback, so that other nodes cannot reach it."
-        return Verdict.fault(listed, meaning, remedy) if several else Verdict.warning(listed, meaning, remedy)
-    if taken.loopback and several:
-        return Verdict.fault(
-            f"the host's own name resolves to loopback ({', '.join(network.own_addresses)})",
-            "gloo would listen where the other nodes cannot reach it.",
+        judge = Verdict.fault if several else Verdict.warning
+        return judge(
+            f"the host's own name resolves to {own}, which no interface has",
+            "gloo falls back to loopback, so that other nodes cannot reach it.",
             remedy,
         )
+    if taken.loopback and several:
+        return Verdict.fault(f"the host's own name resolves to loopback ({own})", _UNREACHABLE, remedy)
     note = ": ranks of this machine only" if taken.loopback else ""
-    return Verdict.ok(f"by the host's name: {_described(taken)}{note}")
+    return Verdict.ok(f"by the host's name: {taken}{note}")
 
 
 def _judge_nccl(network: Network, several: bool) -> Verdict:
     taken = nccl_takes(network.interfaces, network.nccl)
-    if network.nccl is not None:
-        variable = f"NCCL_SOCKET_IFNAME={network.nccl}"
-        if not taken:
-            return Verdict.fault(
-                f"{variable}: no such interface",
-                "NCCL finds no interface and fails when it starts.",
-                f"name one of {_candidates(network)}",
-            )
-        if not any(one.running and one.addresses for one in taken):
-            names = ", ".join(one.name for one in taken)
-            return Verdict.fault(
-                f"{variable}: {names} is down or has no address",
-                "NCCL cannot meet the other ranks over it.",
-                f"bring it up, or name one of {_candidates(network)}",
-            )
-    usable = [one for one in taken if one.running and one.addresses]
+    usable = [one for one in taken if one.usable]
+    variable = "" if network.nccl is None else f"NCCL_SOCKET_IFNAME={network.nccl}: "
+    if variable and not taken:
+        return Verdict.fault(
+            f"{variable}no such interface",
+            "NCCL finds no interface and fails when it starts.",
+            f"name one of {network.candidates}",
+        )
+    if variable and not usable:
+        return Verdict.fault(
+            f"{variable}{', '.join(one.name for one in taken)} is down or has no address",
+            "NCCL cannot meet the other ranks over it.",
+            f"bring it up, or name one of {network.candidates}",
+        )
     if not usable:
         return Verdict.warning("no interface is up", "NCCL cannot start.", _BRING_UP)
     if several and all(one.loopback for one in usable):
         return Verdict.fault(
             f"only {usable[0].name}",
             "Other nodes cannot be reached over loopback.",
-            f"set NCCL_SOCKET_IFNAME to one of {_candidates(network)}",
+            f"set NCCL_SOCKET_IFNAME to one of {network.candidates}",
         )
-    prefix = "" if network.nccl is None else f"NCCL_SOCKET_IFNAME={network.nccl}: "
-    return Verdict.ok(prefix + ", ".join(map(_described, usable)))
+    return Verdict.ok(variable + ", ".join(map(str, usable)))
 
 
-def _unusable(variable: str, name: str, by_name: Mapping[str, Interface]) -> Verdict | None:
-    one = by_name.get(name)
-    if one is not None and one.running and one.addresses:
-        return None
-    what = "no such interface" if one is None else "has no address" if one.running else "is down"
-    others = ", ".join(other.name for other in by_name.values() if other.running and other.addresses)
-    return Verdict.fault(
-        f"{variable}: {name}: {what}",
-        "gloo fails when it starts.",
-        f"name one that is up: {others or 'there is none'}",
-    )
-
-
-def _candidates(network: Network) -> str:
-    usable = [one for one in network.interfaces if one.running and one.addresses]
-    return ", ".join(one.name for one in usable if not one.loopback) or "there is none but loopback"
-
-
-def _described(one: Interface) -> str:
-    speed = "" if one.speed_mbit is None else f", {one.speed_mbit / 1000:g} Gbit/s"
-    return f"{one.name} ({one.addresses[0]}, MTU {one.mtu}{speed})"
-
-
-def _judge_mtu(answers: Answers[Network]) -> list[Finding]:
-    sizes: dict[int, list[str]] = {}
+def _judge_mtu(answers: Answers[Network]) -> Finding:
     seats = [seat for seat, _ in answers]
-    by_size: dict[int, list[int]] = {}
-    for index, (_, network) in enumerate(answers):
+    names: dict[int, str] = {}
+    groups: dict[int, list[Seat]] = {}
+    for seat, network in answers:
         if (taken := _between_nodes(network)) is not None:
-            sizes.setdefault(taken.mtu, []).append(taken.name)
-            by_size.setdefault(taken.mtu, []).append(index)
-    if not sizes:
-        return [finding("ZD305", Verdict.skipped("no interface but loopback"))]
-    if len(sizes) > 1:
-        listed = "; ".join(
-            f"{size} on {names[0]}, {where([seats[index] for index in by_size[size]], seats)}"
-            for size, names in sizes.items()
+            names.setdefault(taken.mtu, taken.name)
+            groups.setdefault(taken.mtu, []).append(seat)
+    listed = "; ".join(
+        f"{size} on {name}" + (f", {where(groups[size], seats)}" if len(names) > 1 else "")
+        for size, name in names.items()
+    )
+    if not names:
+        verdict = Verdict.skipped("no interface but loopback")
+    elif len(names) > 1:
+        verdict = Verdict.warning(
+            listed,
+            "Large packets of one node may be too large for another: connections open and then hang.",
+            f"set one MTU on all nodes: ip link set dev INTERFACE mtu {min(names)}",
         )
-        return [
-            finding(
-                "ZD305",
-                Verdict.warning(
-                    listed,
-                    "Large packets of one node may be too large for another: connections open and then hang.",
-                    f"set one MTU on all nodes: ip link set dev INTERFACE mtu {min(sizes)}",
-                ),
-            )
-        ]
-    size, names = next(iter(sizes.items()))
-    if size < SMALL_MTU:
-        return [
-            finding(
-                "ZD305",
-                Verdict.warning(
-                    f"{size} on {names[0]}",
-                    f"Less than {SMALL_MTU}, which IPv6 needs; more packets take more processor time.",
-                    f"ip link set dev {names[0]} mtu 1500, or 9000 where switches allow it",
-                ),
-            )
-        ]
-    return [finding("ZD305", Verdict.ok(f"{size} on {names[0]}"))]
+    elif min(names) < SMALL_MTU:
+        verdict = Verdict.warning(
+            listed,
+            f"Less than {SMALL_MTU}, which IPv6 needs; more packets take more processor time.",
+            f"ip link set dev {names[min(names)]} mtu 1500, or 9000 where switches allow it",
+        )
+    else:
+        verdict = Verdict.ok(listed)
+    return finding("ZD305", verdict)
 
 
 def _between_nodes(network: Network) -> Interface | None:
