@@ -152,7 +152,7 @@ class Stubs:
     def follow(self) -> tuple[int, list[str]]:
         shown: list[str] = []
         with Interrupts() as interrupts:
-            return follow("7", self.results, interrupts, shown.append, seconds=0.05), shown
+            return follow("7", self.results, interrupts, shown.append), shown
 
 
 PENDING, RUNNING = (
@@ -164,6 +164,7 @@ PENDING, RUNNING = (
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
     found = Stubs(tmp_path)
     monkeypatch.setenv("PATH", f"{found.programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "_FOLLOW_SECONDS", 0.05)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -199,7 +200,6 @@ def test_a_job_is_followed_to_its_end(stubs: Stubs) -> None:
 
 
 def test_a_busy_controller_is_asked_again(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "_FOLLOW_SECONDS", 0.05)
     busy = "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1"
     stubs.tell(RUNNING, busy, busy, stubs.ends("COMPLETED"))
     assert stubs.follow()[0] == 0

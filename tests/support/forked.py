@@ -26,7 +26,7 @@ from zerokit.launch import ranks
 
 
 def run_forked(
-    folder: Path, arguments: Sequence[str], variables: Mapping[str, str], *, seconds: float = 800.0
+    folder: Path, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """`zerokit` with these arguments in `folder`, to its end; its ranks are forks of it.
 
@@ -34,12 +34,11 @@ def run_forked(
         folder: the working directory.
         arguments: the command line.
         variables: the whole environment.
-        seconds: after which it is killed, and `TimeoutError` raised.
     """
     with tempfile.TemporaryDirectory(prefix="zerokit-forked-") as outputs:
         process = ForkedProcess(Path(outputs), variables, _command, list(arguments), folder=folder)
         try:
-            said, errors = process.communicate(seconds)
+            said, errors = process.communicate(800)
         finally:
             process.kill()
             process.wait()

@@ -36,7 +36,7 @@ class Cluster:
     folder: Path
     environment: dict[str, str]
 
-    def run(self, *command: str, **options: object) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """A command with this cluster's configuration."""
         return subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False, timeout=120

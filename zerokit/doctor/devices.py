@@ -12,8 +12,6 @@ from pathlib import Path
 from zerokit.bench.machine.host import find_gpus, torch_uses_cuda, visible
 from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine, by_rank, finding
 
-_DRIVER = Path("/proc/driver/nvidia")
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -44,17 +42,14 @@ class Devices:
     used: Device | None = None
 
 
-def look_at_devices(used: Device | None = None, driver: Path = _DRIVER) -> Devices:
-    """Collect the devices that this process sees; torch is used only if it is already imported.
+def look_at_devices(used: Device | None) -> Devices:
+    """Collect the devices that this process sees, and the one that it uses.
 
-    Args:
-        used: the device that this rank computes on.
-        driver: the folder of the driver in /proc.
+    torch is used only if it is already imported.
     """
-    gpus = find_gpus() if driver.is_dir() else []
-    torch = sys.modules.get("torch")
+    gpus, torch = find_gpus(), sys.modules.get("torch")
     return Devices(
-        driver=_version(driver / "version"),
+        driver=_driver(),
         present=len(gpus),
         visible=len(visible(gpus, os.environ)),
         built_for_cuda=torch_uses_cuda(),
@@ -63,9 +58,9 @@ def look_at_devices(used: Device | None = None, driver: Path = _DRIVER) -> Devic
     )
 
 
-def _version(path: Path) -> str | None:
+def _driver() -> str | None:
     try:
-        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text())
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
         return None
     return match.group() if match else "of unknown version"

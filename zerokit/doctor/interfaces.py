@@ -23,8 +23,6 @@ from zerokit.doctor.findings import (
     where,
 )
 
-_CLASS = Path("/sys/class")
-
 SMALL_MTU = 1280
 """The least that IPv6 allows (RFC 8200). Ethernet has 1500, of which clouds and overlays take up to 100."""
 
@@ -95,20 +93,15 @@ class Network:
         return None
 
 
-def look_at_network(own_addresses: Sequence[str], devices: Path = _CLASS) -> Network:
-    """Collect the interfaces and ports that this process sees.
-
-    Args:
-        own_addresses: what the host's own name resolves to.
-        devices: the kernel's folder of device classes.
-    """
+def look_at_network(own_addresses: Sequence[str]) -> Network:
+    """Collect the interfaces and ports that this process sees; the host's own name resolves to these addresses."""
     return Network(
         interfaces=_interfaces(),
         gloo=os.environ.get("GLOO_SOCKET_IFNAME") or None,
         nccl=os.environ.get("NCCL_SOCKET_IFNAME") or None,
         ports=[
-            Port(port.parents[1].name, port.name, _read(port / "state").partition(": ")[2] or "unknown")
-            for port in sorted(devices.glob("infiniband/*/ports/*"))
+            Port(state.parents[2].name, state.parent.name, state.read_text().strip().partition(": ")[2])
+            for state in sorted(Path("/sys/class/infiniband").glob("*/ports/*/state"))
         ],
         own_addresses=list(own_addresses),
     )
@@ -133,13 +126,6 @@ def _interfaces() -> list[Interface]:
         )
         for name, state in psutil.net_if_stats().items()
     ]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def nccl_takes(interfaces: Sequence[Interface], wanted: str | None) -> list[Interface]:

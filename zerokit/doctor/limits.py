@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from dataclasses import dataclass
@@ -10,8 +11,6 @@ from pathlib import Path
 from zerokit.doctor.findings import Answers, Finding, Verdict, by_machine, by_rank, finding
 
 _MIB = 2**20
-_SHM = Path("/dev/shm")
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 SHM_LEAST_BYTES = 16 * _MIB
 """NCCL maps about 10 MB for each pair of ranks of a node (NCCL's documentation, troubleshooting)."""
@@ -48,17 +47,14 @@ class Limits:
     infiniband: bool
 
 
-def look_at_limits(shm: Path = _SHM, yama: Path = _YAMA, devices: Path = Path("/sys/class")) -> Limits:
-    """Read the limits of this process; the arguments are the system's paths."""
-    try:
-        status = os.statvfs(shm)
+def look_at_limits() -> Limits:
+    """Read the limits of this process."""
+    size, free, scope = 0, 0, None
+    with contextlib.suppress(OSError):
+        status = os.statvfs("/dev/shm")
         size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    except OSError:
-        size = free = 0
-    try:
-        scope: int | None = int(yama.read_text())
-    except (OSError, ValueError):
-        scope = None
+    with contextlib.suppress(OSError, ValueError):
+        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     return Limits(
         shm_bytes=size,
         shm_free_bytes=free,
@@ -66,7 +62,7 @@ def look_at_limits(shm: Path = _SHM, yama: Path = _YAMA, devices: Path = Path("/
         open_files=_soft(resource.RLIMIT_NOFILE),
         ptrace_scope=scope,
         cma=os.environ.get("ZEROKIT_CMA", "1") or "1",
-        infiniband=any(devices.glob("infiniband/*")),
+        infiniband=any(Path("/sys/class/infiniband").glob("*")),
     )
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine
 from zerokit.launch.ranks import cores
 
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
 
 @dataclass(frozen=True, slots=True)
 class Processor:
@@ -31,11 +29,11 @@ class Processor:
     load: float
 
 
-def look_at_processor(quota: Path = _QUOTA) -> Processor:
+def look_at_processor() -> Processor:
     """Read the cores that this process may use."""
     limit: float | None = None
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-        share, period = map(int, quota.read_text().split())
+        share, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         limit = share / period
     return Processor(os.cpu_count() or 1, cores(), limit, os.getloadavg()[0])
 

@@ -24,7 +24,6 @@ from zerokit.launch.failures import LaunchError, quote_tail
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.membership import DEFAULT_PORT
 
-FORMS = ("trainjob", "jobset")
 _NODE = "node"
 _FOLLOW_SECONDS = 2.0
 _LABEL = "zerokit-bench"

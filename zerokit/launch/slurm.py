@@ -31,7 +31,6 @@ _WARNING_SECONDS = 60
 _EARLIER_SECONDS = 60
 """Slurm may send that signal so much earlier (sbatch(1), --signal)."""
 _CANCEL_SECONDS = 10.0
-RUNTIMES = ("pyxis", "apptainer")
 _CORES, _HERE, JOB_FOLDER = "\0cores", "\0here", "\0folder"
 """In a script's command they stand for a rank's cores, the folder of submission, and that of the job's results."""
 
@@ -52,7 +51,7 @@ class Container:
 
     Attributes:
         image: for Pyxis a reference or a squashfs file, for Apptainer a SIF file or `docker://…`.
-        runtime: one of `RUNTIMES`.
+        runtime: "pyxis" or "apptainer".
     """
 
     image: str
@@ -259,7 +258,6 @@ def follow(
     results: Path,
     interrupts: Interrupts,
     show: Callable[[str], None],
-    seconds: float = _FOLLOW_SECONDS,
 ) -> int:
     """Wait until a job submitted from this folder ends; returns its exit code.
 
@@ -268,7 +266,6 @@ def follow(
         results: what it writes.
         interrupts: looked at while waiting.
         show: called with its state when that changes.
-        seconds: between looks at the queue.
 
     Raises:
         LaunchError: the job ended without results; the message has Slurm's reason.
@@ -282,13 +279,13 @@ def follow(
             if state != shown:
                 show(f"job {job}: {state}")
                 shown = state
-            interrupts.wait(seconds)
+            interrupts.wait(_FOLLOW_SECONDS)
     except Interrupted:
         subprocess.run(["scancel", job], check=False)
         with contextlib.suppress(Interrupted, LaunchError):
             deadline = time.monotonic() + _CANCEL_SECONDS
             while _ask(job, Interrupts())["JobState"] not in _ENDED and time.monotonic() < deadline:
-                time.sleep(seconds)
+                time.sleep(_FOLLOW_SECONDS)
         raise
     final = ", ".join(f"{name} {told[name]}" for name in ("JobState", "Reason", "ExitCode") if name in told)
     by_itself = told["JobState"] in ("COMPLETED", "FAILED")
