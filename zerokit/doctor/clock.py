@@ -36,11 +36,9 @@ class Offset:
 
 
 def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.time) -> Offset:
-    """Measure this rank's offset. Collective: rank 0 answers one rank after the other.
+    """Measure the offset of this rank's clock, `now`. Collective: rank 0 answers one rank after the other.
 
-    Args:
-        group: gloo's, of all ranks.
-        now: this rank's clock.
+    `group` is gloo's, of all ranks.
     """
     import torch
     import torch.distributed as dist

@@ -52,12 +52,7 @@ class Directory:
 
 
 def look_at_directory(path: Path, trial_bytes: int) -> Directory:
-    """Write a file, sync it, and remove it.
-
-    Args:
-        path: need not exist: what exists of it is looked at.
-        trial_bytes: to time a larger write with; 0 for none.
-    """
+    """Write a file, sync it, and remove it, in what exists of `path`; a larger one of `trial_bytes` is timed."""
     path = path.absolute()
     existing = next(
         one for one in (path, *path.parents) if os.path.exists(one)
@@ -126,12 +121,7 @@ def take_away(folder: Path, token: str) -> None:
 
 
 def judge_directories(answers: Answers[Directory], seen: Answers[bool] | None = None) -> list[Finding]:
-    """ZD601 to ZD604.
-
-    Args:
-        answers: what each rank sees.
-        seen: whether each rank saw the file of rank 0; None where there was no file.
-    """
+    """ZD601 to ZD604; `seen` is whether each rank saw the file of rank 0, None where there was no file."""
     findings = by_rank("ZD601", answers, _judge_writable)
     usable = [(seat, directory) for seat, directory in answers if directory.error is None]
     # A full disk is mostly why nothing can be written.

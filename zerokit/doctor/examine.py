@@ -167,13 +167,7 @@ def examine_quickly(plan: Plan) -> Report:
 
 
 def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda text: None) -> Report:
-    """Examine this process, the ranks and the tracking store.
-
-    Args:
-        plan: what to examine.
-        launch: starts the ranks.
-        phase: called with a text for each phase.
-    """
+    """Examine this process, the ranks and the tracking store; `phase` is called with a text for each phase."""
     here = look_around(own_seat({}), plan.directory, 0)
     phase(f"asking {plan.tracking_uri.rpartition('@')[2]}")
     tracking = look_at_tracking(plan.tracking_uri, quick=False)
@@ -193,12 +187,9 @@ def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda te
 
 
 def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> list[Finding]:
-    """The findings that follow from the facts.
+    """The findings that follow from what each rank saw by itself, and from what they measured together, if they did.
 
-    Args:
-        ranks: what each saw by itself, in their order; at least one.
-        group: what they measured together; None if they did not.
-        world: ranks that there are, or would be.
+    `world` is the number of ranks that there are, or would be.
     """
     seats = [one.seat for one in ranks]
     network = [(one.seat, one.network) for one in ranks]

@@ -64,14 +64,7 @@ class GroupFacts:
 
 
 def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:
-    """Everything that this process sees by itself, from `seat`.
-
-    Args:
-        seat: of this process.
-        directory: that the ranks would write to.
-        trial_bytes: how much to write there, to see how long it takes.
-        used: the device of this rank.
-    """
+    """Everything that this process sees by itself; `trial_bytes` are written to see how long it takes."""
     name = look_at_own_name()
     return RankFacts(
         seat=seat,

@@ -45,12 +45,7 @@ class Answer:
 
 
 class Server:
-    """A server, with the user and certificates that MLflow's own client would use.
-
-    Args:
-        uri: with or without a user and a password.
-        timeout_s: of each request.
-    """
+    """A server, with the user and certificates that MLflow's own client would use; `timeout_s` is of each request."""
 
     def __init__(self, uri: str, timeout_s: float) -> None:
         parts = urllib.parse.urlsplit(uri)

@@ -74,11 +74,8 @@ def _soft(which: int) -> int | None:
 def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | None = None) -> list[Finding]:
     """ZD401 to ZD404.
 
-    Args:
-        answers: the limits.
-        world: ranks that there are, or will be.
-        routes: how the ranks of each node read each other's tensors ("memory" or "sockets"), where they
-            tried; empty where every rank is alone on its node.
+    `routes` is how the ranks of each node read each other's tensors ("memory" or "sockets"), where they tried; empty
+    where every rank is alone on its node.
     """
     findings = [
         *by_machine("ZD401", answers, _judge_shm),

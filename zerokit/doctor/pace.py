@@ -209,10 +209,7 @@ def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpe
 def measure_slowdown(group: dist.ProcessGroup, exchange: Callable[[], object], seconds: float) -> float:
     """The part of its computing speed that a rank loses while it exchanges messages. All ranks of `group` call it.
 
-    Args:
-        group: of hosts.
-        exchange: makes one exchange and waits for it.
-        seconds: that one takes, the same on every rank.
+    `exchange` makes one exchange, which takes so many `seconds` on every rank, and waits for it.
     """
     import torch.distributed as dist
 

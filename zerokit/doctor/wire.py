@@ -82,13 +82,9 @@ class AxisLink:
 def measure_axes(
     group: dist.ProcessGroup, accelerator: Accelerator, seats: Sequence[Seat], units: UnitSpeeds | None
 ) -> list[AxisLink]:
-    """Measure every axis of more than one rank. Collective; times are the slowest rank's.
+    """Measure every axis of more than one rank; `units` were measured among the ranks of a node.
 
-    Args:
-        group: of all ranks.
-        accelerator: of this rank.
-        seats: by rank.
-        units: what was measured among the ranks of a node.
+    All ranks of `group` call it; times are the slowest rank's.
     """
     import torch
 
@@ -165,12 +161,9 @@ def measure_all_reduce(group: dist.ProcessGroup, accelerator: Accelerator) -> Al
 
 
 def measure_pairs(group: dist.ProcessGroup, accelerator: Accelerator, leaders: Sequence[int]) -> list[Pair]:
-    """Measure every pair of nodes, one after the other. Collective.
+    """Measure every pair of nodes, one after the other. All ranks of `group` call it.
 
-    Args:
-        group: of all ranks.
-        accelerator: of this rank.
-        leaders: the first rank of each node, which sends and receives for it.
+    `leaders` are the first rank of each node, which sends and receives for it.
     """
     pairs = []
     for first, second in combinations(range(len(leaders)), 2):
@@ -224,12 +217,7 @@ def _timed(call: Callable[[], object], accelerator: Accelerator) -> float:
 
 
 def judge_all_reduce(measured: AllReduce | None, link_mbit: int | None) -> list[Finding]:
-    """ZD701.
-
-    Args:
-        measured: None for one rank.
-        link_mbit: what the interface between several machines promises; None where unknown, or on one machine.
-    """
+    """ZD701; `link_mbit` is what the interface between machines promises, None where unknown, or on one machine."""
     if measured is None:
         return [finding("ZD701", Verdict.skipped("one rank: nothing to send"))]
     listed = (

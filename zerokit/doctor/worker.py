@@ -71,13 +71,7 @@ Look = Callable[[Seat, Path, int, Device | None], RankFacts]
 
 
 def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = time.time) -> None:
-    """Run the job on this rank.
-
-    Args:
-        job_file: of the job.
-        look: how a rank looks around.
-        now: its clock.
-    """
+    """Run the job on this rank, which looks around by `look`, and whose clock is `now`."""
     job = from_plain(Job, json.loads(job_file.read_text()))
     seat, folder = own_seat(os.environ), job_file.parent
 

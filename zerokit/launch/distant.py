@@ -21,14 +21,9 @@ _END_SECONDS = 10.0
 
 
 class DistantAgent:
-    """Ranks beyond a connection, as an `Agent`.
+    """The ranks of a node beyond a connection, as an `Agent`.
 
-    Args:
-        peer: the other end.
-        node: the number of the node.
-        host: its name, where it is not this machine.
-        log_dir: for the files that it sends.
-        hello: what it has said of itself; None where it has not yet.
+    `host` is None where that is this machine, and `hello` as long as the node has not said what it is.
     """
 
     def __init__(
@@ -107,16 +102,10 @@ def hear(peer: Peer) -> tuple[str, dict[str, Any]] | None:
 def serve(
     peer: Peer, start: Mapping[str, Any], ranks: Sequence[int], folder: Path, check: Callable[[], None]
 ) -> None:
-    """Run these ranks of a launch to their end, and send what they write.
+    """Run these ranks of the launch that `start` describes to their end, in a copy of its folder; send what they write.
 
-    Args:
-        peer: the launcher.
-        start: its message.
-        ranks: to run here.
-        folder: for a copy of the launch's folder.
-        check: raises if this machine's user wants no more.
-
-    Raises `EOFError` if the launcher is gone. No rank is alive afterwards.
+    `check` raises if this machine's user wants no more. Raises `EOFError` if the launcher is gone. No rank is alive
+    afterwards.
     """
     for name, content in start["files"].items():
         put_file(folder, {"name": name, "content": content})

@@ -42,10 +42,7 @@ def frame(kind: str, **content: Any) -> bytes:
 class Peer:
     """The other end of a connection: threads read and write its messages, so that no call blocks.
 
-    Args:
-        incoming: from the other end, with `read1`.
-        outgoing: to it.
-        other: called with lines that are no messages, such as those of a login shell.
+    `other` is called with lines that are no messages, such as those of a login shell.
     """
 
     def __init__(

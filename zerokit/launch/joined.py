@@ -159,11 +159,6 @@ def ranks_of(member: Membership, nproc_per_node: int) -> range:
 def follow(member: Membership, command_line: Sequence[str], interrupts: Interrupts) -> int:
     """Serve the leader's launches until it is done; returns the leader's exit code.
 
-    Args:
-        member: which this process is.
-        command_line: of this process, which must be the leader's.
-        interrupts: looked at while waiting.
-
     Raises `LaunchError` if the leader is gone, or does not come.
     """
     peer = _over(_connect(member, interrupts))

@@ -7,12 +7,7 @@ from pathlib import Path
 
 
 class RankLogs:
-    """Follows the logs below a launch's folder.
-
-    Args:
-        folder: of the launch.
-        show: takes each complete line, with the rank that printed it.
-    """
+    """Follows the logs below a launch's folder; `show` takes each complete line, with the rank that printed it."""
 
     def __init__(self, folder: Path, show: Callable[[str], None]) -> None:
         self._folder, self._show = folder, show

@@ -121,7 +121,7 @@ def launch_on(
     connect_seconds: float = _CONNECT_SECONDS,
     follow: bool = False,
 ) -> None:
-    """Run `python -m module arguments` on nproc_per_node ranks of every host and wait for all of them.
+    """Run `python -m module arguments` on every host's ranks and wait for all of them, as `local.launch` does here.
 
     Args:
         hosts: the machines, in the order of their nodes.

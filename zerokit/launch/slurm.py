@@ -261,11 +261,7 @@ def follow(
 ) -> int:
     """Wait until a job submitted from this folder ends; returns its exit code.
 
-    Args:
-        job: its number.
-        results: what it writes.
-        interrupts: looked at while waiting.
-        show: called with its state when that changes.
+    `results` is what it writes; `show` is called with its state when that changes.
 
     Raises:
         LaunchError: the job ended without results; the message has Slurm's reason.
