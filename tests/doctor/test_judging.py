@@ -37,7 +37,6 @@ DOWN = Interface("eth1", False, False, [], 1500)
 RANK_FAULTS: list[tuple[str, Severity, Change]] = [
     ("ZD101", FAULT, on("software", safetensors=None)),
     ("ZD101", FAULT, on("software", torch="2.5.1+cu124")),
-    ("ZD101", FAULT, on("software", python="3.10.12")),
     ("ZD101", WARNING, on("software", mlflow=None)),
     ("ZD102", FAULT, on("software", nccl="2.21.5")),
     ("ZD102", FAULT, on("software", program="000000000000")),

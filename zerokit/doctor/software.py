@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import re
-import runpy
 import sys
 from dataclasses import dataclass, fields
 from importlib import metadata
-from pathlib import Path
 
 from zerokit import __version__
+from zerokit.bench.machine.host import torch_built
 from zerokit.doctor.findings import Answers, Finding, Severity, Verdict, by_rank, finding
 from zerokit.versions import program
 
 OLDEST_TORCH = (2, 6)
 """As in pyproject.toml."""
-OLDEST_PYTHON = (3, 11)
 
 # Ranks with different ones of these cannot work together, or silently compute different things.
 _MUST_AGREE = ("zerokit", "program", "torch", "cuda", "nccl")
@@ -42,12 +39,12 @@ class Software:
 
 def look_at_software() -> Software:
     """This process's versions, by the installed packages' metadata: torch is used only if already imported."""
-    torch, cuda = _torch_built()
+    torch, cuda = torch_built()
     return Software(
         python=platform.python_version(),
         zerokit=__version__,
         program=program(),
-        torch=torch,
+        torch=torch or _installed("torch"),
         cuda=cuda,
         nccl=_nccl(),
         safetensors=_installed("safetensors"),
@@ -60,19 +57,6 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _torch_built() -> tuple[str | None, str | None]:
-    """The version of torch and of the CUDA that it was built for, from a file of its own: importing takes seconds."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None, None
-    try:
-        answers = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    except OSError:
-        return _installed("torch"), None
-    cuda = answers.get("cuda")
-    return str(answers["__version__"]), None if cuda is None else str(cuda)
 
 
 def _nccl() -> str | None:
@@ -102,17 +86,13 @@ def _verdict(software: Software) -> Verdict:
             "zerokit requires these packages.",
             f"pip install {' '.join(missing)}",
         )
-    for name, version, oldest in (
-        ("torch", software.torch, OLDEST_TORCH),
-        ("python", software.python, OLDEST_PYTHON),
-    ):
-        if version is not None and _numbers(version) < oldest:
-            needed = ".".join(map(str, oldest))
-            return Verdict.fault(
-                f"{name} {version}",
-                f"zerokit needs {name} {needed} or later.",
-                f"install {name} {needed} or later",
-            )
+    if _numbers(software.torch or "") < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        return Verdict.fault(
+            f"torch {software.torch}",
+            f"zerokit needs torch {needed} or later.",
+            f"install torch {needed} or later",
+        )
     if software.mlflow is None:
         return Verdict.warning(
             f"{listed}; mlflow not installed",

@@ -109,6 +109,11 @@ def _program(pods: Pods) -> dict[str, Any]:
     return {"command": ["zerokit"], "args": ["bench", "--launcher", "env", "--json", *arguments]}
 
 
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that are not empty."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def _resources(pods: Pods) -> dict[str, Any]:
     return {"limits": {"nvidia.com/gpu": str(pods.gpus_per_node)}} if pods.gpus_per_node else {}
 
@@ -150,10 +155,12 @@ def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
             }
         ],
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
-        **({"nodeSelector": dict(pods.node_selector)} if pods.node_selector else {}),
-        **({"tolerations": [_toleration(one) for one in pods.tolerations]} if pods.tolerations else {}),
-        **({"serviceAccountName": pods.service_account} if pods.service_account else {}),
-        **({"imagePullSecrets": [{"name": one} for one in pods.pull_secrets]} if pods.pull_secrets else {}),
+        **_given(
+            nodeSelector=dict(pods.node_selector),
+            tolerations=[_toleration(one) for one in pods.tolerations],
+            serviceAccountName=pods.service_account,
+            imagePullSecrets=[{"name": one} for one in pods.pull_secrets],
+        ),
     }
 
 
@@ -165,7 +172,7 @@ def _toleration(text: str) -> dict[str, str]:
 
 
 def _secrets(pods: Pods) -> dict[str, Any]:
-    return {"envFrom": [{"secretRef": {"name": one}} for one in pods.secrets]} if pods.secrets else {}
+    return _given(envFrom=[{"secretRef": {"name": one}} for one in pods.secrets])
 
 
 def _runtime(pods: Pods) -> dict[str, Any]:
@@ -205,7 +212,7 @@ def _train_job(pods: Pods) -> dict[str, Any]:
                 "numProcPerNode": pods.nproc_per_node,
                 **_program(pods),
                 "env": _variables(pods),
-                **({"resourcesPerNode": resources} if (resources := _resources(pods)) else {}),
+                **_given(resourcesPerNode=_resources(pods)),
             },
         },
     }
@@ -224,7 +231,7 @@ def _job_set(pods: Pods) -> dict[str, Any]:
             *_variables(pods),
         ],
         **_secrets(pods),
-        **({"resources": resources} if (resources := _resources(pods)) else {}),
+        **_given(resources=_resources(pods)),
     }
     job = {
         "completionMode": "Indexed",

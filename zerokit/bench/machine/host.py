@@ -137,15 +137,21 @@ def find_gpus(driver: Path = _DRIVER, query: Sequence[str] = _QUERY) -> list[Gpu
     return gpus
 
 
-def torch_uses_cuda() -> bool:
-    """Whether the installed torch was built for CUDA; it is not imported."""
+def torch_built() -> tuple[str | None, str | None]:
+    """The version of torch and of the CUDA that it was built for, from a file of its own: importing takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return False
+        return None, None
     try:
-        return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda") is not None
+        found = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     except OSError:
-        return False
+        return None, None
+    return found["__version__"], found.get("cuda")
+
+
+def torch_uses_cuda() -> bool:
+    """Whether the installed torch was built for CUDA; it is not imported."""
+    return torch_built()[1] is not None
 
 
 def visible_devices() -> list[Gpu]:
