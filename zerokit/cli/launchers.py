@@ -206,9 +206,9 @@ def choose_launcher(
     if name == "ssh":
         return _ssh(options)
     if name == "slurm":
-        from zerokit.launch.slurm import allocated_hosts, inside_allocation
+        from zerokit.launch.slurm import allocated_hosts
 
-        if inside_allocation(environment) and not options["dry_run"]:
+        if "SLURM_JOB_ID" in environment and not options["dry_run"]:
             hosts = tuple(allocated_hosts(environment))
             return Chosen(name, options, len(hosts), here=False, hosts=hosts)
         return Chosen(name, options, here=False)

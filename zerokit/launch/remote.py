@@ -49,13 +49,12 @@ class RemoteHost:
     advise: Callable[[str], str | None] = lambda output: None
 
 
-def node_command(python: str, directory: Path | None = None) -> str:
-    """A shell line that starts the node program, in this directory if the machine has it."""
-    directory = Path.cwd() if directory is None else directory
+def node_command(python: str) -> str:
+    """A shell line that starts the node program, in the working directory if the machine has it."""
     path = os.environ.get("PYTHONPATH")
     environment = "" if path is None else f"env PYTHONPATH={shlex.quote(path)} "
     return (
-        f"cd {shlex.quote(str(directory))} 2>/dev/null; exec {environment}{shlex.quote(python)} "
+        f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {environment}{shlex.quote(python)} "
         "-m zerokit.launch.node"
     )
 

@@ -113,11 +113,6 @@ class Request:
                 )
 
 
-def inside_allocation(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm has given this process nodes."""
-    return "SLURM_JOB_ID" in environment
-
-
 def allocated_hosts(environment: Mapping[str, str]) -> list[str]:
     """The allocation's nodes in Slurm's order; raises `UsageError` if there are none."""
     text = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
