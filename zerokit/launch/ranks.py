@@ -50,7 +50,7 @@ class Ranks:
     def __init__(self, world: World, ranks: Sequence[int], command: Sequence[str], log_dir: Path) -> None:
         """Start these ranks; `command` is the module that each runs, and its arguments."""
         self.failures: list[Failure] = []
-        self.trouble = None
+        self.trouble: str | None = None
         self._each, self._logs = world.nproc_per_node, log_dir
         self._launch_id = uuid.uuid4().hex
         self._stopped = StoppedProcesses()
