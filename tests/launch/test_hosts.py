@@ -39,7 +39,7 @@ def hostfile(folder: Path, text: str) -> Path:
 
 
 def test_a_hostfile_has_slots_comments_and_empty_lines(tmp_path: Path) -> None:
-    path = hostfile(tmp_path, "# ours\nworker-1 slots=4\n\nuser@worker-2   slots=4 # the new one\n")
+    path = hostfile(tmp_path, "\ufeff# ours\nworker-1 slots=4\n\nuser@worker-2   slots=4 # the new one\n")
     hosts = read_hostfile(path)
     assert hosts == [HostSlots("worker-1", 4), HostSlots("user@worker-2", 4)]
     assert equal_slots(hosts) == 4

@@ -98,13 +98,25 @@ def test_a_wrong_key_is_named(hosts: Hosts, tmp_path: Path) -> None:
     assert "ssh-copy-id" in json.loads(done.stdout)["reason"]
 
 
+LAUNCHER = """
+import sys
+from pathlib import Path
+from tests.launch.test_remote import run
+from zerokit.launch.ssh import Ssh
+config, python, folder = sys.argv[1:]
+ssh = Ssh(("-F", config, "-o", "ServerAliveInterval=2"), python)
+(logs := Path(folder, "logs")).mkdir()
+run(Path(folder), logs, "wait", ssh.remote("a"), ssh.remote("b"), master_addr=ssh.address("a"))
+"""
+
+
 @pytest.fixture
 def launcher(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A launcher on host a, once ranks that wait run on both hosts. Its output says what became of it."""
     python = tmp_path / "hasty-python"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -m tests.launch.hasty_node\n")
     python.chmod(0o755)
-    words = ["-m", "tests.launch.over_ssh", str(hosts.config), str(python), str(tmp_path), "wait"]
+    words = ["-c", LAUNCHER, str(hosts.config), str(python), str(tmp_path)]
     with subprocess.Popen(
         [*hosts.inside("a"), sys.executable, *words],
         stdout=subprocess.PIPE,
@@ -127,18 +139,11 @@ def launcher(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     assert all_ended(tmp_path)
 
 
-def ended(process: subprocess.Popen[str], code: int) -> str:
-    """What it said."""
-    out, err = process.communicate(timeout=800)
-    assert process.returncode == code, err
-    return out
-
-
 def test_a_killed_sshd_is_a_lost_node(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
     for pid in hosts.processes("b", "sshd"):
         os.kill(pid, signal.SIGKILL)
     hosts.servers["b"].wait()
-    said = ended(launcher, 1)
+    _, said = launcher.communicate(timeout=800)
     hosts.start_sshd("b")
     assert "node 1 on b was lost" in said
 
@@ -146,7 +151,7 @@ def test_a_killed_sshd_is_a_lost_node(hosts: Hosts, launcher: subprocess.Popen[s
 def test_a_wire_that_is_cut_is_a_lost_node(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
     hosts.set_wire("b", "down")
     try:
-        said = ended(launcher, 1)
+        _, said = launcher.communicate(timeout=800)
         # The ranks there hear nothing of their launcher: they end while the wire is still cut.
         wait_for(lambda: not everything(hosts, "b"), 60.0)
     finally:
@@ -155,7 +160,7 @@ def test_a_wire_that_is_cut_is_a_lost_node(hosts: Hosts, launcher: subprocess.Po
 
 
 def test_a_killed_launcher_leaves_nothing(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
-    for pid in hosts.processes("a", "tests.launch.over_ssh"):
+    for pid in hosts.processes("a", "tests.launch.test_remote"):
         os.kill(pid, signal.SIGKILL)
     launcher.communicate(timeout=800)
     require_nothing_left(hosts, 40.0)

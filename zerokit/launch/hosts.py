@@ -26,7 +26,7 @@ def read_hostfile(path: Path) -> list[HostSlots]:
     Raises `UsageError` that names the file and the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the hostfile {path} cannot be read: {error}") from error
     hosts: list[HostSlots] = []
