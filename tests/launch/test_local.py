@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import pytest
 
 from tests.launch.ranks import WORKLOAD, all_ended, require_two_nodes, started, wait_for
-from zerokit.launch.failures import Failure, WorkerFailed
+from zerokit.launch.failures import Failure, LaunchError, WorkerFailed
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.local import launch
+from zerokit.launch.ranks import start_rank
 
 
 def run(folder: Path, logs: Path, what: str, *, nproc_per_node: int = 1, **more: Any) -> None:
@@ -70,6 +73,21 @@ def test_a_failed_rank_ends_the_others_and_a_full_disk_is_named(
         "its disk has 4096 bytes left: make room, or set TMPDIR to another",
         f"logs: {logs}",
     ]
+    assert all_ended(tmp_path)
+
+
+def test_where_no_further_rank_can_be_started_the_others_end(
+    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
+        if folder.name == "rank-1":
+            wait_for(lambda: len(started(tmp_path)) == 1)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return start_rank(command, variables, folder)
+
+    monkeypatch.setattr("zerokit.launch.ranks.start_rank", start)
+    with pytest.raises(LaunchError, match="rank 1 cannot be started: Resource temporarily unavailable"):
+        run(tmp_path, logs, "wait")
     assert all_ended(tmp_path)
 
 

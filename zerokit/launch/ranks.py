@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.launch import agents
-from zerokit.launch.failures import Failure
+from zerokit.launch.failures import Failure, LaunchError
 from zerokit.launch.network import address_towards, interface_of
 from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
 
@@ -77,7 +77,11 @@ class Ranks:
             node, local_rank = divmod(rank, self._each)
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
             (folder := log_dir / f"rank-{rank}").mkdir()
-            self._processes[rank] = start_rank(command, variables | own, folder)
+            try:
+                self._processes[rank] = start_rank(command, variables | own, folder)
+            except OSError as error:  # no process is left: ulimit -u, or a container's limit
+                self.end()
+                raise LaunchError(f"rank {rank} cannot be started: {error.strerror}") from error
 
     def poll(self) -> int | None:
         if self._code is not None:
