@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 HUB = "hub"
 """The host of the bridge; the other end of the wire to host a is `to-a` there."""
 _TOOLS = ("ssh", "ssh-keygen", "/usr/sbin/sshd")
@@ -122,7 +123,7 @@ def wired_hosts(names: Sequence[str] = ("a", "b"), *, servers: bool = True) -> I
             (folder / f"sshd-{host}.conf").write_text(
                 f"ListenAddress {address}\nPort 22\nHostKey {folder / 'key'}\nPidFile none\nUsePAM no\n"
                 f"AuthorizedKeysFile {folder / 'key.pub'}\nPermitRootLogin yes\nStrictModes no\n"
-                f"SetEnv PATH={path}\n"  # zerokit is installed
+                f"SetEnv PATH={path} PYTHONPATH={ROOT}\n"  # zerokit is installed
             )
             lines.append(f"Host {host}\n  HostName {address}\n")
         hosts.config.write_text(
