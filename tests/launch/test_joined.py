@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -48,7 +49,6 @@ class Members:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port, self.processes = folder, free_port(), list[ForkedProcess]()
-        self.started = 0
         self.copies = folder / "copies"
         self.copies.mkdir()
         (folder / "logs").mkdir()
@@ -57,12 +57,16 @@ class Members:
         """A fork of the tests' server."""
         kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         variables = kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.copies)} | environment
-        self.started += 1
-        outputs = self.folder / "outputs" / str(self.started)
-        outputs.mkdir(parents=True)
+        outputs = Path(tempfile.mkdtemp(dir=self.folder, prefix="outputs-"))
         process = ForkedProcess(outputs, variables, be_member, str(self.folder), what, str(times))
         self.processes.append(process)
         return process
+
+    def start_two(self, scheme: Scheme, what: str, times: int = 1) -> list[ForkedProcess]:
+        """Both; with "wait", once their ranks run."""
+        both = [self.start(scheme(rank, self.port), what, times) for rank in range(2)]
+        wait_for(lambda: what != "wait" or len(started(self.folder)) == 2)
+        return both
 
     def ends(self) -> list[tuple[int | None, str]]:
         """Every member's exit code and stderr."""
@@ -90,8 +94,7 @@ def test_members_launch_together(
 
     Results come whole: also more than the store takes at once, in words that do not shrink.
     """
-    for rank in range(2):
-        members.start(scheme(rank, members.port), what, times=times)
+    members.start_two(scheme, what, times)
     assert members.ends() == [(3, ""), (3, "")]
     ranks = started(tmp_path)
     assert [ranks[rank]["GROUP_RANK"] for rank in range(2)] == nodes
@@ -127,8 +130,7 @@ def test_ranks_that_torchrun_has_restarted_do_not_take_up_what_the_former_ones_s
 
 
 def test_a_rank_that_fails_is_named(members: Members, tmp_path: Path) -> None:
-    for rank in range(2):
-        members.start(torchrun(rank, members.port), "raise")
+    members.start_two(torchrun, "raise")
     (code, text), (followers_code, _) = members.ends()
     assert (code, followers_code) == (1, 1)
     said = r"(?s)rank 1 \(node 0, pid \d+\) failed: ValueError: a fault.*stderr:.*0 a last word"
@@ -189,9 +191,7 @@ def test_who_is_not_met_is_told(members: Members, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_leader_that_is_gone_is_left(members: Members, tmp_path: Path, number: int) -> None:
-    leader = members.start(torchrun(0, members.port), "wait")
-    follower = members.start(torchrun(1, members.port), "wait")
-    wait_for(lambda: len(started(tmp_path)) == 2)
+    leader, follower = members.start_two(torchrun, "wait")
     leader.send_signal(number)
     _, said = follower.communicate(timeout=800)
     assert follower.returncode == 1
@@ -203,9 +203,7 @@ def test_a_leader_that_is_gone_is_left(members: Members, tmp_path: Path, number:
 
 
 def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path) -> None:
-    leader = members.start(torchrun(0, members.port), "wait")
-    follower = members.start(torchrun(1, members.port), "wait")
-    wait_for(lambda: len(started(tmp_path)) == 2)
+    leader, follower = members.start_two(torchrun, "wait")
     follower.send_signal(signal.SIGSTOP)
     _, said = leader.communicate(timeout=800)
     assert leader.returncode == 1
@@ -216,10 +214,7 @@ def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path) -> N
 
 def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
     """As a Ctrl-C, or whoever started them, sends it; nobody waits until others are taken for lost."""
-    for rank in range(2):
-        members.start(torchrun(rank, members.port), "wait")
-    wait_for(lambda: len(started(tmp_path)) == 2)
-    for process in members.processes:
+    for process in members.start_two(torchrun, "wait"):
         process.send_signal(signal.SIGTERM)
     for _, said in members.ends():
         assert "Interrupted: interrupted by SIGTERM" in said
