@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.launch.conftest import Programs
 from tests.launch.manifests import require_known
 from zerokit.errors import UsageError
 from zerokit.launch import kubernetes
@@ -125,24 +125,12 @@ def test_the_record_is_found_between_other_lines() -> None:
 
 
 @pytest.fixture
-def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `kubectl` that keeps what it was asked, and answers from the files `state` and `log`."""
+def kubectl(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a `kubectl` that answers from the files `state` and `log`."""
     monkeypatch.setattr(kubernetes, "_FOLLOW_SECONDS", 0.1)
-    program = tmp_path / "kubectl"
-    program.write_text(
-        f"""#!/bin/sh
-echo "$@" >> {tmp_path}/asked
-case "$1" in
-create) cat > {tmp_path}/created ;;
-get) cat {tmp_path}/state ;;
-logs) cat {tmp_path}/log ;;
-delete) ;;
-*) echo "no such verb" >&2; exit 1 ;;
-esac
-"""
-    )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.chdir(tmp_path)
+    answers = "create) cat > created ;; get) cat state ;; logs) cat log ;; delete) ;; *) exit 1 ;;"
+    programs.put("kubectl", f'case "$1" in {answers} esac')
     return tmp_path
 
 
@@ -173,10 +161,9 @@ def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> No
             follow(PODS, form, interrupts, said.append)
 
 
-def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:
+def test_an_interrupted_job_is_deleted(kubectl: Path, programs: Programs) -> None:
     (kubectl / "state").write_text(condition("Running"))
     with Interrupts() as interrupts, pytest.raises(Interrupted):
         follow(PODS, "trainjob", interrupts, lambda text: os.kill(os.getpid(), signal.SIGTERM))
-    asked = (kubectl / "asked").read_text()
-    assert "trainjob/zerokit-1" in asked.rpartition("delete")[0]
-    assert "trainingruntime/zerokit-1" in asked
+    deleted = [line.split()[-1] for line in programs.asked("kubectl") if line.startswith("delete ")]
+    assert deleted == ["trainjob/zerokit-1", "trainingruntime/zerokit-1"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Programs
 from zerokit.errors import UsageError
 from zerokit.launch import slurm
 from zerokit.launch.failures import LaunchError
@@ -120,34 +121,20 @@ def test_an_allocation_without_nodes_is_refused() -> None:
         allocated_hosts({"SLURM_JOB_ID": "7"})
 
 
-class Stubs:
-    """Slurm's commands; what each is asked is kept in a file of its name."""
+class Stubs(Programs):
+    """Slurm's commands."""
 
-    def __init__(self, folder: Path) -> None:
-        self.programs, self.results = folder / "programs", folder / "record.json"
-        self.programs.mkdir()
-        self.put("scancel", "true")
-
-    def put(self, name: str, body: str) -> None:
-        path = self.programs / name
-        path.write_text(f'#!/bin/bash\necho "$*" >> {self.programs}/{name}.asked\n{body}\n')
-        path.chmod(0o755)
+    results = Path("record.json")
 
     def tell(self, *answers: str) -> None:
         """What scontrol does, one time after the other; the last one for ever."""
         cases = "\n".join(f"{number}) {answer};;" for number, answer in enumerate(answers[:-1], 1))
-        self.put(
-            "scontrol",
-            f"case $(wc -l < {self.programs}/scontrol.asked) in\n{cases}\n*) {answers[-1]};;\nesac",
-        )
+        count = f"$(wc -l < {self.folder}/scontrol.asked)"
+        self.put("scontrol", f"case {count} in\n{cases}\n*) {answers[-1]};;\nesac")
 
     def ends(self, state: str, code: str = "0:0", more: str = "") -> str:
         """The job's end, with a record."""
         return f"touch {self.results}; echo JobId=7 JobState={state} Reason=None ExitCode={code} {more}"
-
-    def asked(self, name: str) -> list[str]:
-        path = self.programs / f"{name}.asked"
-        return path.read_text().splitlines() if path.exists() else []
 
     def follow(self) -> tuple[int, list[str]]:
         shown: list[str] = []
@@ -161,9 +148,9 @@ PENDING, RUNNING = (
 
 
 @pytest.fixture
-def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
-    found = Stubs(tmp_path)
-    monkeypatch.setenv("PATH", f"{found.programs}:{os.environ['PATH']}")
+def stubs(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Stubs:
+    found = Stubs(programs.folder)
+    found.put("scancel", "true")
     monkeypatch.setattr(slurm, "_FOLLOW_SECONDS", 0.05)
     monkeypatch.chdir(tmp_path)
     return found
