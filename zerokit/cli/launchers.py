@@ -189,12 +189,11 @@ def choose_launcher(
     name = name or ("env" if member is not None else "local")
     context = click.get_current_context()
     for option in context.command.params:
-        launchers = OPTIONS_OF.get(option.name or "", (name,))
+        whose = OPTIONS_OF.get(key := option.name or "", (name,))
         # A profile's ZEROKIT_BENCH_PARTITION is for whoever launches with Slurm; a job's ranks have it as well.
-        if name in launchers or not is_given(context, option.name or ""):
+        if name in whose or not is_given(context, key) or options[key] in (option.default, None, (), False):
             continue
-        if options[option.name or ""] not in (option.default, None, (), False):
-            raise UsageError(f"{option.opts[0]} is for --launcher {' or '.join(launchers)}, not for {name}")
+        raise UsageError(f"{option.opts[0]} is for --launcher {' or '.join(whose)}, not for {name}")
     read_variables(options["variables"])
     if elastic and name not in ("local", "env"):
         raise UsageError(
