@@ -212,7 +212,7 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
         *judge_limits(limits, world, routes),
         *judge_clocks(list(zip(seats, group.offsets, strict=True))),
         *judge_directories(directories, seen),
-        *judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None),
+        finding("ZD701", judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None)),
     ]
     if several:
         truth = {
@@ -224,7 +224,7 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
         lookups = zip(seats, group.lookups, strict=True)
         findings += judge_lookups([(seat, found) for seat, found in lookups if seat.local_rank == 0], truth)
     if group.pairs:
-        findings += judge_pairs(group.pairs, seats)
+        findings.append(finding("ZD702", judge_pairs(group.pairs, seats)))
     return findings
 
 

@@ -13,7 +13,7 @@ from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from zerokit.doctor.findings import Finding, Seat, Verdict, finding
+from zerokit.doctor.findings import Seat, Verdict
 from zerokit.doctor.pace import UnitSpeeds, measure_slowdown, slowest
 
 if TYPE_CHECKING:
@@ -216,18 +216,14 @@ def _timed(call: Callable[[], object], accelerator: Accelerator) -> float:
     return time.perf_counter() - started
 
 
-def judge_all_reduce(measured: AllReduce | None, link_mbit: int | None) -> list[Finding]:
+def judge_all_reduce(measured: AllReduce | None, link_mbit: int | None) -> Verdict:
     """ZD701; `link_mbit` is what the interface between machines promises, None where unknown, or on one machine."""
     if measured is None:
-        return [finding("ZD701", Verdict.skipped("one rank: nothing to send"))]
+        return Verdict.skipped("one rank: nothing to send")
     listed = (
         f"{measured.bus_gb_per_s:.2f} GB/s bus bandwidth, {measured.size_bytes / 2**20:g} MiB in "
         f"{measured.time_s * 1000:.1f} ms ({measured.backend})"
     )
-    return [finding("ZD701", _judge_all_reduce(measured, listed, link_mbit))]
-
-
-def _judge_all_reduce(measured: AllReduce, listed: str, link_mbit: int | None) -> Verdict:
     if not measured.correct:
         return Verdict.fault(
             f"a wrong sum; {listed}",
@@ -247,10 +243,8 @@ def _judge_all_reduce(measured: AllReduce, listed: str, link_mbit: int | None) -
     return Verdict.ok(listed)
 
 
-def judge_pairs(pairs: Sequence[Pair], seats: Sequence[Seat]) -> list[Finding]:
-    """ZD702."""
-    if not pairs:
-        return [finding("ZD702", Verdict.skipped("one node: no pairs"))]
+def judge_pairs(pairs: Sequence[Pair], seats: Sequence[Seat]) -> Verdict:
+    """ZD702, for one pair or more."""
     hosts = {seat.node: seat.host for seat in seats}
     fastest = max(pairs, key=lambda pair: pair.gb_per_s)
     slow = [pair for pair in pairs if pair.gb_per_s < SLOW_PAIR * fastest.gb_per_s]
@@ -259,7 +253,7 @@ def judge_pairs(pairs: Sequence[Pair], seats: Sequence[Seat]) -> list[Finding]:
         slowest = min(pair.gb_per_s for pair in pairs)
         speeds = f"{slowest:.2f} to {fastest.gb_per_s:.2f}" if len(pairs) > 1 else f"{slowest:.2f}"
         number = f"{len(pairs)} pairs" if len(pairs) > 1 else "one pair, nothing to compare"
-        return [finding("ZD702", Verdict.ok(f"{number}: {speeds} GB/s in each direction"))]
+        return Verdict.ok(f"{number}: {speeds} GB/s in each direction")
     worst = slow[0]
     listed = (
         f"nodes {worst.first} ({hosts[worst.first]}) and {worst.second} ({hosts[worst.second]}): "
@@ -278,4 +272,4 @@ def judge_pairs(pairs: Sequence[Pair], seats: Sequence[Seat]) -> list[Finding]:
             f"{len(slow)} of {len(pairs)} pairs are less than half as fast as the fastest: rings wait there."
         )
         remedy = "look at the link between these nodes, or choose nodes that are closer to each other"
-    return [finding("ZD702", Verdict.warning(listed, meaning, remedy))]
+    return Verdict.warning(listed, meaning, remedy)
