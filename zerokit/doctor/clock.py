@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, finding, machines
-from zerokit.doctor.findings import where as named
+from zerokit.doctor.findings import Answers, Finding, Verdict, finding, machines, where
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -64,26 +63,18 @@ def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.tim
     return best
 
 
-def judge_clocks(answers: Answers[Offset]) -> list[Finding]:
-    """ZD501."""
+def judge_clocks(answers: Answers[Offset]) -> Finding:
+    """ZD501, with the ranks whose clocks differ most."""
     if len(answers) < 2:
-        return [finding("ZD501", Verdict.skipped("one rank: nothing to compare"))]
-    first, last = (pick(answers, key=lambda entry: entry[1].seconds) for pick in (min, max))
-    skew = last[1].seconds - first[1].seconds
-    doubt = first[1].uncertainty_s + last[1].uncertainty_s
-    several = len(machines(answers)) > 1
-    return [finding("ZD501", _judge(skew, doubt, several), _where(answers, first[0], last[0], skew))]
+        return finding("ZD501", Verdict.skipped("one rank: nothing to compare"))
+    (first, low), (last, high) = (pick(answers, key=lambda entry: entry[1].seconds) for pick in (min, max))
+    skew, seats = high.seconds - low.seconds, [seat for seat, _ in answers]
+    verdict = _judge(skew, low.uncertainty_s + high.uncertainty_s, several=len(machines(answers)) > 1)
+    differ = " and ".join(where([seat], seats) for seat in (first, last)) if skew > SKEW_NOTICED_S else ""
+    return finding("ZD501", verdict, differ)
 
 
-def _where(answers: Answers[Offset], first: Seat, last: Seat, skew: float) -> str:
-    """The ranks whose clocks differ; empty where all agree."""
-    if skew <= SKEW_NOTICED_S:
-        return ""
-    seats = [seat for seat, _ in answers]
-    return " and ".join(named([seat], seats) for seat in (first, last))
-
-
-def _judge(skew: float, doubt: float, several: bool) -> Verdict:
+def _judge(skew: float, doubt: float, *, several: bool) -> Verdict:
     listed = f"{_time(skew)} apart at most (± {_time(doubt)})"
     remedy = "let every node follow a time server: timedatectl set-ntp true, chronyc makestep"
     # What the measurement cannot distinguish from zero is no skew.

@@ -210,7 +210,7 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
     speeds = [taken.speed_mbit for _, one in network if (taken := one.gloo_takes()) and taken.speed_mbit]
     findings += [
         *judge_limits(limits, world, routes),
-        *judge_clocks(list(zip(seats, group.offsets, strict=True))),
+        judge_clocks(list(zip(seats, group.offsets, strict=True))),
         *judge_directories(directories, seen),
         finding("ZD701", judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None)),
     ]
