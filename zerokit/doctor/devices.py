@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,31 +103,28 @@ def _verdict(devices: Devices) -> Verdict:
 
 
 def _one_a_rank(used: Sequence[tuple[Seat, Device]]) -> list[Finding]:
-    users: dict[tuple[str, str], list[int]] = {}
-    for seat, device in used:
-        users.setdefault((seat.machine, device.identity), []).append(seat.rank)
+    places = [(seat, (seat.machine, device)) for seat, device in used]
+    users: dict[tuple[str, Device], list[str]] = {}
+    for seat, place in places:
+        users.setdefault(place, []).append(str(seat.rank))
 
-    def verdict(entry: tuple[Seat, Device]) -> Verdict:
-        seat, device = entry
-        ranks = users[seat.machine, device.identity]
-        if len(ranks) == 1:
+    def verdict(place: tuple[str, Device]) -> Verdict:
+        if len(users[place]) == 1:
             return Verdict.ok("every rank has a device of its own")
         return Verdict.warning(
-            f"ranks {', '.join(map(str, ranks))} share {device.name} {device.identity}",
+            f"ranks {', '.join(users[place])} share {place[1].name} {place[1].identity}",
             "NCCL refuses two ranks on one device: gloo would serve them, through the host's memory.",
             "lower --nproc-per-node to the number of visible devices",
         )
 
-    return by_rank("ZD202", [(entry[0], entry) for entry in used], verdict)
+    return by_rank("ZD202", places, verdict)
 
 
 def _same(names: Sequence[str]) -> Verdict:
-    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    counts = Counter(names)
     listed = ", ".join(f"{count} × {name}" for name, count in counts.items())
     if len(counts) == 1:
         return Verdict.ok(listed)
-    if not names:
-        return Verdict.skipped("no rank uses a device")
     return Verdict.warning(
         listed,
         "Shards are equal, devices are not: the slowest and the smallest device set the pace and the size.",
