@@ -41,8 +41,10 @@ COMMANDS = {
     "prune": "Remove a run's older steps and the files of killed writers.",
     "diff": "Compare two checkpoints of any world sizes, without reading their data.",
 }
-_CONVERSIONS = ("reshard", "convert", "consolidate")
-_CHECKPOINTS = ("inspect", "verify", "prune", "diff")
+_MODULES = {
+    **dict.fromkeys(("reshard", "convert", "consolidate"), "conversions"),
+    **dict.fromkeys(("inspect", "verify", "prune", "diff"), "checkpoints"),
+}
 
 
 class _Commands(click.Group):
@@ -54,9 +56,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        room = {**dict.fromkeys(_CONVERSIONS, "conversions"), **dict.fromkeys(_CHECKPOINTS, "checkpoints")}
-        module = import_module(f"zerokit.cli.{room.get(cmd_name, cmd_name)}")
-        command: click.Command = getattr(module, cmd_name if cmd_name in room else "command")
+        module = import_module(f"zerokit.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, cmd_name if cmd_name in _MODULES else "command")
         for one in command.params:
             if isinstance(one, click.Option):  # click's own names follow the parameter, not the option
                 one.envvar = (
