@@ -63,7 +63,7 @@ def run(
     **more: Any,
 ) -> None:
     words = [str(folder), what, *([copied] if copied else [])]
-    more = {"nproc_per_node": nproc_per_node, "log_dir": logs, "master_addr": "127.0.0.1"} | more
+    more = {"master_addr": "127.0.0.1", "nproc_per_node": nproc_per_node, "log_dir": logs, **more}
     with Interrupts() as interrupts:
         launch_on(
             machines or (remote("first"), remote("second")), WORKLOAD, words, interrupts=interrupts, **more
