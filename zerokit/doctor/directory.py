@@ -92,13 +92,12 @@ def _write(folder: Path, size_bytes: int) -> float:
         path.unlink()
 
 
-def show(folder: Path, token: str) -> str | None:
-    """Write rank 0's file for the others; returns the error's text, or None."""
-    try:
+def show(folder: Path, token: str) -> bool:
+    """Write rank 0's file for the others; returns whether that worked."""
+    with contextlib.suppress(OSError):
         (folder / f"{PREFIX}{token}").write_text(token)
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+        return True
+    return False
 
 
 def sees(folder: Path, token: str, seconds: float = SEEN_SECONDS) -> bool:

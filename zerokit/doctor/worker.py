@@ -162,12 +162,12 @@ def _see(facts: RankFacts, job: Job) -> list[bool] | None:
     import torch.distributed as dist
 
     rank, folder = dist.get_rank(), Path(facts.directory.existing)
-    trouble = [show(folder, job.token) if rank == 0 else None]
-    dist.broadcast_object_list(trouble, 0)
-    seen = _gather(trouble[0] is None and sees(folder, job.token))  # all have looked when it returns
+    shown = [rank == 0 and show(folder, job.token)]
+    dist.broadcast_object_list(shown, 0)
+    seen = _gather(shown[0] and sees(folder, job.token))  # all have looked when it returns
     if rank == 0:
         take_away(folder, job.token)
-    return None if trouble[0] is not None else seen
+    return seen if shown[0] else None
 
 
 def _write(path: Path, text: str) -> None:
