@@ -45,6 +45,7 @@ REFUSED = {
     """bench --launcher ssh --hosts a --ssh-option "-p '22" """: "--ssh-option -p '22: No closing quotation",
     "bench --launcher ssh --hostfile missing": "the hostfile missing cannot be read",
     "bench --launcher ssh --hosts a --partition x": "--partition is for --launcher slurm, not for ssh",
+    "bench --launcher ssh --hosts a,b --nodes 3": "--nodes 3 needs that many hosts, but there are 2: a, b",
     "bench --hosts a,b": "--hosts is for --launcher ssh, not for local",
     "bench --time 1": "--time is for --launcher slurm, not for local",
     "bench --env A=1": "--env is for --launcher ssh or slurm or kubernetes, not for local",

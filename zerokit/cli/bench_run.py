@@ -144,9 +144,8 @@ def _cells(
     if repeats > 1:
         fixed.setdefault("steps", STEPS_A_ROUND)
     cells = product(dimensions, fixed, repeats, devices=devices, shared=chosen.here)
-    if chosen.member is not None and not continued:
-        for cell in cells:
-            chosen.member.require_world(cell.nodes, cell.nproc_per_node)
+    for cell in () if continued else cells:
+        chosen.require_world(cell.nodes, cell.nproc_per_node)
     return cells
 
 

@@ -100,8 +100,7 @@ def command(
         timeout_s=timeout,
     )
 
-    if chosen.member is not None:
-        chosen.member.require_world(plan.nodes, plan.nproc_per_node)
+    chosen.require_world(plan.nodes, plan.nproc_per_node)
 
     def run(leader: Leader | None) -> int:
         report = _examined(plan, chosen, leader, quick)

@@ -83,6 +83,15 @@ class Chosen:
         """Whether the bench runs as a queued job."""
         return self.name == "kubernetes" or (self.name == "slurm" and not self.hosts)
 
+    def require_world(self, nodes: int, nproc_per_node: int) -> None:
+        """Raise `UsageError` if there are no hosts for so many nodes, or other ranks have been started."""
+        if self.member is not None:
+            self.member.require_world(nodes, nproc_per_node)
+        if self.hosts and nodes > len(self.hosts):
+            raise UsageError(
+                f"--nodes {nodes} needs that many hosts, but there are {len(self.hosts)}: {', '.join(self.hosts)}"
+            )
+
     def launch(self, interrupts: Interrupts, leader: Leader | None) -> Launch:
         """The function that starts ranks."""
         if leader is not None:
@@ -108,11 +117,12 @@ class Chosen:
     ) -> None:
         from zerokit.launch.remote import launch_on
         from zerokit.launch.slurm import Container, node_address, srun_host
-        from zerokit.launch.ssh import Ssh, choose_hosts
+        from zerokit.launch.ssh import Ssh
 
         options = self.options
         python = options["remote_python"] or sys.executable
-        hosts = choose_hosts(self.hosts, nodes)
+        self.require_world(nodes, nproc_per_node)
+        hosts = self.hosts[:nodes]
         address = options["master_addr"]
         if self.name == "ssh":
             ssh = Ssh(_ssh_words(options), python, options["connect_timeout"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zerokit.errors import UsageError
@@ -86,12 +85,3 @@ def require_ssh() -> None:
         subprocess.run(["ssh", "-V"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise UsageError(f"--launcher ssh needs the program ssh ({error}): install openssh-client") from error
-
-
-def choose_hosts(hosts: Sequence[str], nodes: int) -> list[str]:
-    """The first `nodes` hosts; raises `UsageError` if there are fewer."""
-    if len(hosts) < nodes:
-        raise UsageError(
-            f"--nodes {nodes} needs that many hosts, but there are {len(hosts)}: {', '.join(hosts) or 'none'}"
-        )
-    return list(hosts[:nodes])
