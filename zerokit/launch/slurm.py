@@ -234,10 +234,7 @@ def submit(script: Path) -> str:
     """Submit a script with sbatch; returns the job's number. Raises `LaunchError` with sbatch's message."""
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", str(script)],
-            capture_output=True,
-            text=True,
-            check=False,
+            ["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False
         )
     except OSError as error:
         raise LaunchError(
@@ -248,12 +245,7 @@ def submit(script: Path) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def follow(
-    job: str,
-    results: Path,
-    interrupts: Interrupts,
-    show: Callable[[str], None],
-) -> int:
+def follow(job: str, results: Path, interrupts: Interrupts, show: Callable[[str], None]) -> int:
     """Wait until a job submitted from this folder ends; returns its exit code.
 
     `results` is what it writes; `show` is called with its state when that changes.
@@ -280,14 +272,12 @@ def follow(
         raise
     final = ", ".join(f"{name} {told[name]}" for name in ("JobState", "Reason", "ExitCode") if name in told)
     by_itself = told["JobState"] in ("COMPLETED", "FAILED")
-    if not _await_file(results, _FILES_SECONDS if by_itself else 2.0):
+    if not _await_file(results, _FILES_SECONDS if by_itself else 2.0, interrupts):
         lines = [f"Slurm's job {job} ended before the bench did: {final}", tail(log_of(job))]
         raise LaunchError("\n".join(filter(None, lines)))
     exited, _, number = told["ExitCode"].partition(":")
     code = int(exited) or (128 + int(number) if int(number) else int(told["JobState"] != "COMPLETED"))
-    if (
-        code >= 128 or not by_itself
-    ):  # Slurm may have done that: at the job's time limit, or by a user's scancel
+    if code >= 128 or not by_itself:  # by Slurm, at the job's time limit, or by a user's scancel
         limit = "at its time limit (--time): " if _at_time_limit(told) else ""
         show(f"job {job} was ended: {limit}{final}")
     return code
@@ -299,12 +289,12 @@ _ENDED = (
 )
 
 
-def _await_file(path: Path, seconds: float) -> bool:
+def _await_file(path: Path, seconds: float, interrupts: Interrupts) -> bool:
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.2)
+        interrupts.wait(0.2)
         with contextlib.suppress(OSError):
             os.listdir(path.parent)  # makes an NFS client look again
     return True
