@@ -74,6 +74,10 @@ def test_drift_is_said_first() -> None:
     lines = table([paced(1.0), paced(1.33, repeat=1), paced(1.1, repeat=2)], 160).splitlines()
     assert lines[1] == "The machine's speed changed between runs: the same work took up to 34 % longer."
     assert "speed changed" not in table([paced(1.0), paced(1.05, repeat=1)], 160)
+    other = paced(1.33, repeat=1)
+    assert other.environment is not None
+    other = replace(other, environment=replace(other.environment, cores=64))
+    assert "speed changed" not in table([paced(1.0), other], 160)
 
 
 def test_stages_that_an_engine_does_not_have_share_a_reason() -> None:

@@ -235,11 +235,12 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
     host = _host(request, leader, interrupts, display)
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
         require_data(settings, host)
-    sweep = prepare(folder, sweep)
     place = f"{shlex.quote(str(folder.path))}{request.given}"
     tracker = Tracker(request.tracking, pictures, display.warn, f"zerokit push {place}")
-    sweeps, written = {sweep.id: (sweep, folder)}, {"records": str(folder.path / "cells")}
+    written = {"records": str(folder.path / "cells")}
     with interrupts, folder.alone(), display:
+        sweep = prepare(folder, sweep)
+        sweeps = {sweep.id: (sweep, folder)}
         try:
             records = run_sweep(
                 sweep,

@@ -22,7 +22,7 @@ from zerokit.bench.comparison.differences import (
     loss_note,
     regressions,
 )
-from zerokit.bench.comparison.tables import Scale, percent, scale_of
+from zerokit.bench.comparison.tables import percent, scale_of
 from zerokit.bench.record.metrics import METRICS, Metric
 from zerokit.bench.record.record import Record, Run
 from zerokit.errors import ZerokitError
@@ -212,12 +212,12 @@ def test_changes_are_written_shortly(relative: float, text: str) -> None:
 
 
 def test_a_column_has_one_number_of_decimals() -> None:
-    scale = Scale.of("ms", [721.4, 1263.2, None])
+    scale = scale_of("step/p50_ms", [721.4, 1263.2, None])
     assert [scale.text(value) for value in (721.4, 1263.2, None, -3.0)] == ["721", "1,263", "–", "−3"]
-    assert Scale.of("MiB", [40_000.0, 20_000.0]).text(40_000.0) == "39.1"
-    assert Scale.of("ms", [0.01234]).text(0.01234) == "0.0123"
-    assert Scale.of("ms", []).text(-0.0) == "0"
-    assert scale_of("mfu", "", [0.412]).text(0.412) == "41.2"
+    assert scale_of("memory/state_mib", [40_000.0, 20_000.0]).text(40_000.0) == "39.1"
+    assert scale_of("step/p50_ms", [0.01234]).text(0.01234) == "0.0123"
+    assert scale_of("step/p50_ms", []).text(-0.0) == "0"
+    assert scale_of("mfu", [0.412]).text(0.412) == "41.2"
 
 
 def test_a_step_of_more_work_is_not_called_slower() -> None:

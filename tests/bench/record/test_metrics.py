@@ -147,6 +147,7 @@ def test_drift_is_the_rise_as_a_share_of_the_median() -> None:
     outliers = [100.0] * 30
     outliers[3] = outliers[20] = 900.0
     assert drift(outliers) == 0.0
+    assert drift([1.0 + step for step in range(30_000)]) == pytest.approx(2.0, rel=1e-3)  # a day's steps
 
 
 def test_warm_up_ends_when_the_medians_of_two_windows_agree() -> None:

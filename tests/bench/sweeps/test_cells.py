@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from zerokit.bench.catalogue.engines import require_known, unsupported
+from zerokit.bench.catalogue.engines import label_of, require_known, unsupported
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.words import label, slug, varying
+from zerokit.bench.record.words import slug, varying
 from zerokit.bench.run.sweep import product
 from zerokit.errors import UsageError
 
@@ -60,13 +60,12 @@ def test_every_second_round_goes_backwards() -> None:
 def test_a_label_tells_what_varies() -> None:
     cells = product({"batch_size": (1, 2), "bucket_mb": (0.5, 25.0), "stage": (3,)}, TINY, repeats=2)
     dimensions = varying(cells)
-    assert dimensions == ("batch_size", "bucket_mb")
-    assert label(cells[0], dimensions) == "zerokit stage 3, batch 1, bucket 0.5 MiB"
-    assert label(cells[-1], dimensions) == "zerokit stage 3, batch 1, bucket 0.5 MiB, round 2"
-    assert len({label(cell, dimensions) for cell in cells}) == len(cells)
+    assert dimensions == ["batch_size", "bucket_mb"]
+    assert label_of(cells[0], dimensions) == ["zerokit 3", "batch 1", "bucket 0.5 MiB"]
+    assert label_of(cells[-1], dimensions, rounds=True)[0] == "zerokit 3 #2"
     wires = product({"engine": ("zerokit", "ddp"), "wire": ("own", "bf16")}, TINY)
-    assert label(wires[1], varying(wires)) == "zerokit stage 2, bf16 wire"
-    assert label(Settings(), ("precision",)) == "zerokit stage 2, default precision"
+    assert label_of(wires[1], varying(wires)) == ["zerokit 2", "bf16 wire"]
+    assert label_of(Settings(engine="ddp", stage=0), ("precision",)) == ["DDP"]
 
 
 def test_a_slug_is_fit_for_a_file_name() -> None:

@@ -180,7 +180,7 @@ def test_a_runs_name_begins_with_what_is_compared() -> None:
     assert run_name(Settings(wire="bf16")) == "zerokit 2, gpt-5m, batch 4, bf16 wire, world 1"
     assert run_name(Settings(), ["seq_len"]) == "zerokit 2, 128 positions, gpt-5m, batch 4, world 1"
     long = Settings(engine="fsdp2", stage=3, precision="bf16", accumulate=2, bucket_mb=0.5, repeat=1)
-    assert run_name(long) == "fsdp2 3 #2, gpt-5m, batch 4, bf16, 2 micro-batches, bucket 0.5 MiB, world 1"
+    assert run_name(long) == "FSDP2 3 #2, gpt-5m, batch 4, bf16, 2 micro-batches, bucket 0.5 MiB, world 1"
 
 
 def test_the_flag_goes_before_the_variable_before_sqlite(monkeypatch: pytest.MonkeyPatch) -> None:

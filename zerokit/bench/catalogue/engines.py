@@ -6,7 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from types import MappingProxyType
 from zerokit.bench.catalogue.workloads import InceptionConfig, describe
 from zerokit.bench.machine.host import find_gpus, visible_devices
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.words import value_in_words
 from zerokit.errors import UsageError
 
 
@@ -63,6 +64,21 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "compute-only": Engine("compute only", (0, 1), 0, fp16=True),
     }
 )
+
+
+def label_of(settings: Settings, names: Iterable[str] = (), *, rounds: bool = False) -> list[str]:
+    """Words for a cell: its engine, the stage if that has several, and the values of these settings.
+
+    As "FSDP2 3", "batch 4"; with `rounds` "FSDP2 3 #2" for the second one.
+    """
+    engine = ENGINES.get(settings.engine)
+    first = settings.engine if engine is None else engine.title
+    if engine is None or engine.stages != (settings.stage,):
+        first += f" {settings.stage}"
+    if rounds and settings.repeat:
+        first += f" #{settings.repeat + 1}"
+    values = {name: getattr(settings, name) for name in names if name not in ("engine", "stage")}
+    return [first, *(value_in_words(name, value) for name, value in values.items() if value is not None)]
 
 
 def require_known(settings: Settings) -> Settings:

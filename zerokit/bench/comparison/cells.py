@@ -6,19 +6,18 @@ properties of the machine that are equal, or differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from statistics import median
 from typing import Any
 
-from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.engines import ENGINES, label_of
 from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record.record import Record, Run
 from zerokit.bench.record.schema import to_plain
-from zerokit.bench.record.settings import OPTIONS
 from zerokit.bench.record.status import Status
-from zerokit.bench.record.words import count, title_of, unusual, value_in_words
+from zerokit.bench.record.words import count, identity, title_of, unusual, value_in_words, varying
 from zerokit.text import printable
 
 _RUNS = ("first", "second", "third", "fourth")
@@ -26,23 +25,23 @@ ALONE = "compute-only"
 """The engine whose ranks train alone, each with its own losses."""
 
 WORK = ("model", "batch_size", "accumulate", "seq_len", "image_size")
+_LEFT_OPEN = ("precision", "device", "bucket_mb", "data", "image_size")
+"""The settings that a rank fills in: a record without ranks lacks them."""
 PACE = (*WORK, "precision", "device", "nodes", "nproc_per_node")
 """The settings that decide what forward and backward of a compute-only twin take."""
-
-# How long was measured, what for, and how often: not what was measured.
-_ASIDE = {"repeat", *(name for name, how in OPTIONS.items() if how.same_cell)}
 
 
 @dataclass(slots=True)
 class Cell:
     """One cell of a comparison: equal settings on an equal machine, with all repetitions, those that went well first.
 
-    `run` is the user's name for where its records are; `label` tells it from the others made together; `role` is its
-    colour: its engine's, or its run's if all engines are equal.
+    `run` is the user's name for where its records are, `settings` have no duration and repetition; `label` tells it
+    from the others made together; `role` is its colour: its engine's, or its run's if all engines are equal.
     """
 
     run: str
-    records: list[Record]
+    settings: dict[str, Any]
+    records: list[Record] = field(default_factory=list)
     label: str = ""
     baseline: Cell | None = field(default=None, repr=False)
     role: str = ""
@@ -63,22 +62,15 @@ class Cell:
         """The cell's status: "ok" if any repetition succeeded."""
         return self.first.status
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that describe the cell, by name, without duration and repetition."""
-        return _identity(self.first)
-
     def measure(self, name: str) -> Measured | None:
         """A figure over the repetitions; None if no repetition has it."""
         if name not in self._measured:
-            records = self.measured_records
-            self._measured[name] = measure(METRICS[name], records) if records else None
+            self._measured[name] = measure(METRICS[name], self.measured_records)
         return self._measured[name]
 
     def value(self, name: str) -> float | None:
         """The figure's value without its error interval."""
-        values = values_of(METRICS[name], self.measured_records)
-        return METRICS[name].centre(values) if values else None
+        return None if (measured := self.measure(name)) is None else measured.value
 
 
 def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
@@ -101,7 +93,11 @@ def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
     chosen = next((cell for cell in cells if cell.label == baseline), None)
     if chosen is None and own and (len(runs) == 1 or len(own) == 1):
         chosen = next((cell for cell in own if cell.status == "ok"), own[0])
-    names = {name for run in runs for name in varying(cell.first for cell in cells if cell.run == run.name)}
+    names = {
+        name
+        for run in runs
+        for name in varying(cell.first.settings for cell in cells if cell.run == run.name)
+    }
     for cell in cells:
         if chosen is not None:
             cell.baseline = None if cell is chosen else chosen
@@ -116,54 +112,20 @@ def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
     return cells
 
 
-def _identity(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in asdict(record.settings).items() if name not in _ASIDE}
-
-
 def _group(run: Run) -> list[Cell]:
-    cells: list[Cell] = []
-    well = [record for record in run.records if record.results is not None]
-    for record in [*well, *(record for record in run.records if record.results is None)]:
-        for cell in cells:
-            if _agree(cell.first, record):
-                cell.records.append(record)
-                break
-        else:
-            cells.append(Cell(run.name, [record]))
+    """The cells of a run, in the order of their first records."""
+    cells: dict[tuple[tuple[object, ...], ...], Cell] = {}
+    for record in sorted(run.records, key=lambda one: one.results is None):
+        settings, place = identity(record.settings), record.environment
+        open_ = tuple(settings[name] for name in _LEFT_OPEN)
+        machine = (None, None) if place is None else (place.digest, place.git_commit)
+        key = tuple(value for name, value in settings.items() if name not in _LEFT_OPEN), (*machine, *open_)
+        if place is None:
+            alike = (one for one in cells if one[0] == key[0] and all(map(_same, one[1], key[1])))
+            key = next(alike, key)
+        cells.setdefault(key, Cell(run.name, settings)).records.append(record)
     positions = {id(record): position for position, record in enumerate(run.records)}
-    return sorted(cells, key=lambda cell: min(positions[id(record)] for record in cell.records))
-
-
-def _agree(known: Record, record: Record) -> bool:
-    """Whether they are repetitions. A failed record lacks the settings that only a rank fills in."""
-    if record.environment is not None and known.environment is not None:
-        commits = known.environment.git_commit, record.environment.git_commit
-        if known.environment.digest != record.environment.digest or commits[0] != commits[1]:
-            return False
-    one, other = _identity(known), _identity(record)
-    unfilled = record.environment is None
-    return all(one[name] == other[name] or (unfilled and other[name] is None) for name in one)
-
-
-def varying(records: Iterable[Record]) -> list[str]:
-    """The settings that differ between records; None values are ignored."""
-    rows = [_identity(record) for record in records]
-    names = list(rows[0]) if rows else []
-    return [name for name in names if len({repr(row[name]) for row in rows if row[name] is not None}) > 1]
-
-
-def name_of(record: Record, names: Iterable[str]) -> str:
-    """A label: the engine, its stage if it has several, and the values of these settings."""
-    settings = record.settings
-    engine = ENGINES.get(settings.engine)
-    words = [settings.engine if engine is None else engine.title]
-    if engine is None or engine.stages != (settings.stage,):
-        words[0] += f" {settings.stage}"
-    for name in names:
-        value = getattr(settings, name)
-        if name not in ("engine", "stage") and value is not None:
-            words.append(value_in_words(name, value))
-    return " · ".join(words)
+    return sorted(cells.values(), key=lambda cell: min(positions[id(record)] for record in cell.records))
 
 
 def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
@@ -181,10 +143,10 @@ def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
 
 
 def _label(cells: Sequence[Cell]) -> None:
-    names = varying(cell.first for cell in cells)
+    names = varying(cell.first.settings for cell in cells)
     runs = short_names(list(dict.fromkeys(cell.run for cell in cells)))
     for cell in cells:
-        cell.label = name_of(cell.first, names)
+        cell.label = " · ".join(label_of(cell.first.settings, names))
     if any(len({cell.run for cell in alike}) > 1 for alike in _by_label(cells)):
         for cell in cells:
             cell.label = f"{runs[cell.run]}: {cell.label}"
@@ -241,7 +203,7 @@ def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list
 
     The settings that vary are left out: labels say them.
     """
-    rows, labelled = [_rows(cell) for cell in cells], set(varying(cell.first for cell in cells))
+    rows, labelled = [_rows(cell) for cell in cells], set(varying(cell.first.settings for cell in cells))
     differing, equal = [], []
     for name in dict.fromkeys(name for row in rows for name in row if name not in labelled):
         values = [row.get(name, "") for row in rows]
@@ -255,7 +217,7 @@ def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list
 
 def common_words(cells: Sequence[Cell]) -> list[str]:
     """What all cells have in common, for the line above their table."""
-    names = varying(cell.first for cell in cells)
+    names = varying(cell.first.settings for cell in cells)
     first = next((cell.first for cell in cells if cell.status == "ok"), cells[0].first)
     settings, words = first.settings, []
     if "model" not in names:
@@ -287,7 +249,8 @@ def drift_notes(cells: Sequence[Cell]) -> list[str]:
     found = []
     paces: dict[tuple[object, ...], list[float]] = {}
     for cell in cells:
-        work = tuple(cell.settings[name] for name in PACE)
+        machine = None if cell.first.environment is None else cell.first.environment.digest
+        work = (machine, *(cell.settings[name] for name in PACE))
         for record in cell.measured_records:
             if record.twin is not None and record.twin.pace_ms:
                 paces.setdefault(work, []).append(median(record.twin.pace_ms))

@@ -9,6 +9,7 @@ Nothing but records is remembered: a sweep goes on where the records of its cell
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import uuid
@@ -19,14 +20,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zerokit import files
-from zerokit.bench.catalogue.engines import ENGINES, require_known, unsupported
+from zerokit.bench.catalogue.engines import ENGINES, label_of, require_known, unsupported
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.record import Record, read_record, require_writable, write_text
 from zerokit.bench.record.schema import Count, SchemaError, from_plain, parse, to_plain
 from zerokit.bench.record.settings import DIMENSIONS, Settings
 from zerokit.bench.record.status import Status
-from zerokit.bench.record.words import label, slug, varying
+from zerokit.bench.record.words import slug, varying
 from zerokit.bench.run.session import Host, run_cell
 from zerokit.errors import UsageError, ZerokitError
 
@@ -63,7 +63,7 @@ class Sweep:
         """A new one."""
         dimensions = varying(cells)
         made = [
-            Trial(number, label(settings, dimensions), settings.key, settings)
+            Trial(number, ", ".join(label_of(settings, dimensions, rounds=True)), settings.key, settings)
             for number, settings in enumerate(cells)
         ]
         return cls(uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"), options, made)
@@ -105,8 +105,7 @@ class SweepFolder:
         return (self.path / FILE).exists()
 
     def write(self, sweep: Sweep) -> None:
-        """Start a sweep in this folder; raises `RecordError` if it cannot be written."""
-        require_writable(self.path)
+        """Start a sweep in this folder; raises `SweepError` if it cannot be written."""
         try:
             write_text(sweep_json(sweep), self.path / FILE)
         except OSError as error:
@@ -133,10 +132,18 @@ class SweepFolder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock the folder against other processes; raises `SweepError` if one is running cells in it."""
-        with files.locked(self.path / FILE) as alone:
-            if not alone:
-                raise SweepError(f"another zerokit bench is running the sweep in {self.path}")
+        """Lock the folder against other processes; raises `SweepError` if one is running cells in it.
+
+        Without effect on a file system without locks. Raises `RecordError` if the folder cannot be written.
+        """
+        require_writable(self.path)
+        with (self.path / ".lock").open("w") as file:  # NFS locks only files that are open for writing
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SweepError(f"another zerokit bench is running the sweep in {self.path}") from None
+            except OSError:
+                pass
             yield
 
 

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.engines import label_of
 from zerokit.bench.record.metrics import metrics_of
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.words import unusual, value_in_words
+from zerokit.bench.record.words import unusual
 from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -60,16 +60,8 @@ _Series = tuple[str, Sequence[float | None], Sequence[int]]
 
 def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
     """The run's name. MLflow's tables cut names after 16 letters, so what differs within its sweep comes first."""
-    engine = ENGINES.get(settings.engine)
-    only = engine is not None and engine.stages == (settings.stage,)
-    said = [settings.engine if only else f"{settings.engine} {settings.stage}"]
-    if settings.repeat:
-        said[0] += f" #{settings.repeat + 1}"
     usual = ("model", "batch_size", "precision")
-    for name in (*varying, *(name for name in usual if name not in varying)):
-        value = getattr(settings, name, None)
-        if value is not None and name not in ("engine", "stage"):
-            said.append(value_in_words(name, value))
+    said = label_of(settings, dict.fromkeys((*varying, *usual)), rounds=True)
     said += unusual(settings, without=(*usual, *varying, "nodes", "nproc_per_node"))
     return ", ".join([*said, f"world {settings.world}"])
 

@@ -221,7 +221,7 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
     any, `TrackingError` where MLflow does not answer.
     """
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         records = list(in_folder(path))
     elif path.exists():
         records = [read_record(path)]
