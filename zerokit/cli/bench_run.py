@@ -14,8 +14,9 @@ from typing import Any
 
 import click
 
+from zerokit.bench.catalogue.engines import this_machine
 from zerokit.bench.machine.host import visible_devices
-from zerokit.bench.record.journal import Job, Journal
+from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.record import Record, RecordError, read_record, require_writable
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import (
@@ -42,7 +43,6 @@ from zerokit.bench.run.sweep import (
     exit_code,
     prepare,
     product,
-    read_sweep,
     run_sweep,
 )
 from zerokit.bench.tracking.push import Found, Tracker, find_records
@@ -183,15 +183,14 @@ def run_bench(request: Request, leader: Leader | None) -> int:
 
 
 def _host(request: Request, leader: Leader | None, interrupts: Interrupts, display: Display) -> Host:
-    host = Host(
+    return Host(
         launch=request.chosen.launch(interrupts, leader),
         interrupted=interrupts.check,
         interruptions=(Interrupted, KeyboardInterrupt),
         watch=display,
+        memory=this_machine if request.chosen.here else None,
         max_restarts=request.max_restarts,
     )
-    # What other machines have is not known here.
-    return host if request.chosen.here else replace(host, fits=lambda settings: None)
 
 
 def _run_single(request: Request, leader: Leader | None) -> int:
@@ -230,7 +229,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
     default = unused(DEFAULT_FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
     folder = SweepFolder(request.continued or request.output or default)
     continued = request.continued is not None
-    sweep = read_sweep(folder) if continued else Sweep.of(request.cells, request.options)
+    sweep = folder.read() if continued else Sweep.of(request.cells, request.options)
     interrupts, display = Interrupts(), Display(cells=len(sweep.cells))
     host = _host(request, leader, interrupts, display)
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
@@ -274,21 +273,22 @@ def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | N
     """The path of a single bench's record; of an elastic one that of its job, its identity, and what is finished."""
     if not settings.elastic:
         return record_path(output, settings, datetime.now()), None, None
-    job = _open_job(settings, output)
-    record = _finished(job)
-    if record is not None and record.settings.steps < settings.steps:
-        Journal(Path(str(settings.save))).finish()  # more steps are another job
-        return _record_file(settings, output)
-    return job.record, job.identity, record
+    run = Path(str(settings.save))
+    with suppress(ModuleNotFoundError):  # where zlib-ng is missing, the ranks report it
+        from zerokit.checkpoint.run import check_run
 
-
-def _finished(job: Job) -> Record | None:
-    """The job's record, if all is trained: its launcher was killed while it filled MLflow."""
+        check_run(run, overwrite=True)
+    asked = output if output is not None and output.suffix == ".json" else None
+    job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
+    require_writable(job.record.parent)
     with suppress(RecordError):
-        record = read_record(job.record) if job.record.exists() else None
-        if record is not None and record.id == job.identity and record.status is Status.OK:
-            return record
-    return None
+        record = read_record(job.record)
+        if record.id == job.identity and record.status is Status.OK:
+            if record.settings.steps >= settings.steps:  # its launcher was killed while it filled MLflow
+                return job.record, job.identity, record
+            Journal(run).finish()  # more steps are another job
+            return _record_file(settings, output)
+    return job.record, job.identity, None
 
 
 def _warn(record: Record, display: Display) -> None:
@@ -301,16 +301,3 @@ def _warn(record: Record, display: Display) -> None:
         display.warn(f"--resume: {settings.save} has no checkpoint yet: the bench started at step 0")
     for note in record.checkpoints.notes:
         display.warn(printable(note))
-
-
-def _open_job(settings: Settings, output: Path | None) -> Job:
-    """The job that goes on in the run's directory, or a new one; its record can be written."""
-    run = Path(str(settings.save))
-    with suppress(ModuleNotFoundError):  # where zlib-ng is missing, the ranks report it
-        from zerokit.checkpoint.run import check_run
-
-        check_run(run, overwrite=True)
-    asked = output if output is not None and output.suffix == ".json" else None
-    job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
-    require_writable(job.record.parent)
-    return job

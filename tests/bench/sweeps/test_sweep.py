@@ -23,7 +23,6 @@ from zerokit.bench.run.sweep import (
     exit_code,
     prepare,
     product,
-    read_sweep,
     run_sweep,
 )
 from zerokit.bench.tracking.content import sweep_status
@@ -189,7 +188,7 @@ def test_a_damaged_sweep_is_an_error_that_says_where(
     if content is not None:
         path.write_text(content)
     with pytest.raises(SweepError, match=message):
-        read_sweep(folder)
+        folder.read()
 
 
 def test_a_damaged_record_is_not_taken_for_a_missing_one(folder: SweepFolder) -> None:

@@ -67,7 +67,7 @@ def test_writing_twice_is_writing_once(store: Store, client: MlflowClient) -> No
     assert Path(client.download_artifacts(run_id, "folder/b.bin")).read_bytes() == b"\0"
     store.write(run_id, points=[Point("long", float(step), 1000, step) for step in range(2500)])
     assert len(client.get_metric_history(run_id, "long")) == 2500  # more than a call takes
-    store.status(run_id, "KILLED", 5000)
+    store.client.set_terminated(run_id, "KILLED", 5000)
     assert (client.get_run(run_id).info.status, client.get_run(run_id).info.end_time) == ("KILLED", 5000)
 
 

@@ -62,6 +62,11 @@ class Cell:
         """The cell's status: "ok" if any repetition succeeded."""
         return self.first.status
 
+    @property
+    def machine(self) -> str | None:
+        """The digest of its environment; None where no rank has looked at it."""
+        return None if self.first.environment is None else self.first.environment.digest
+
     def measure(self, name: str) -> Measured | None:
         """A figure over the repetitions; None if no repetition has it."""
         if name not in self._measured:
@@ -82,13 +87,12 @@ def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
     """
     cells = [cell for run in runs for cell in _group(run)]
     _label(cells)
-    engines = {cell.first.settings.engine for cell in cells}
+    engines = {cell.settings["engine"] for cell in cells}
     colours = dict(zip(dict.fromkeys(cell.run for cell in cells), cycle(_RUNS), strict=False))
     for cell in cells:
-        engine = cell.first.settings.engine
-        cell.role = engine if engine in ENGINES else ALONE
-        if len(engines) == 1 and len(colours) > 1:
-            cell.role = colours[cell.run]
+        engine = cell.settings["engine"]
+        by_run = len(engines) == 1 and len(colours) > 1
+        cell.role = colours[cell.run] if by_run else engine if engine in ENGINES else ALONE
     own = [cell for cell in cells if cell.run == runs[0].name]
     chosen = next((cell for cell in cells if cell.label == baseline), None)
     if chosen is None and own and (len(runs) == 1 or len(own) == 1):
@@ -114,7 +118,7 @@ def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
 
 def _group(run: Run) -> list[Cell]:
     """The cells of a run, in the order of their first records."""
-    cells: dict[tuple[tuple[object, ...], ...], Cell] = {}
+    cells: dict[tuple[tuple[Any, ...], tuple[Any, ...]], Cell] = {}
     for record in sorted(run.records, key=lambda one: one.results is None):
         settings, place = identity(record.settings), record.environment
         open_ = tuple(settings[name] for name in _LEFT_OPEN)
@@ -135,7 +139,7 @@ def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
         if cell.status == "unsupported":
             # "ddp has no stage 1: it has stage 0 only": of several stages, what they have in common is enough.
             common = (cell.first.reason or "").rpartition(": ")[2]
-            groups.setdefault((cell.first.settings.engine, common), []).append(cell)
+            groups.setdefault((cell.settings["engine"], common), []).append(cell)
     return [
         (", ".join(cell.label for cell in group), common if len(group) > 1 else group[0].first.reason or "")
         for (_, common), group in groups.items()
@@ -150,14 +154,12 @@ def _label(cells: Sequence[Cell]) -> None:
     if any(len({cell.run for cell in alike}) > 1 for alike in _by_label(cells)):
         for cell in cells:
             cell.label = f"{runs[cell.run]}: {cell.label}"
-    for alike in _by_label(cells):
-        if len(alike) == 1:
-            continue
-        # Equal settings on another machine, another commit or another day: say which.
-        marks: list[str] = []
+    # Equal settings on another machine, another commit or another day: say which.
+    for alike in (group for group in _by_label(cells) if len(group) > 1):
         for mark in (_commit, lambda record: record.created[:19], lambda record: record.id[:8]):
-            if len(set(marks)) < len(alike):
-                marks = [mark(cell.first) for cell in alike]
+            marks = [mark(cell.first) for cell in alike]
+            if len(set(marks)) == len(alike):
+                break
         for cell, text in zip(alike, marks, strict=True):
             cell.label = f"{cell.label} · {text}"
 
@@ -170,10 +172,8 @@ def _by_label(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def _commit(record: Record) -> str:
-    commit = record.environment.git_commit if record.environment is not None else None
-    if not commit:
-        return ""
-    return commit[:8] + ("-dirty" if commit.endswith("-dirty") else "")
+    commit = (record.environment.git_commit if record.environment else None) or ""
+    return commit[:8] + "-dirty" * commit.endswith("-dirty")
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -246,28 +246,24 @@ def drift_notes(cells: Sequence[Cell]) -> list[str]:
 
     The pace is that of the compute-only twins, else that of equal cells in several rounds.
     """
-    found = []
     paces: dict[tuple[object, ...], list[float]] = {}
+    drifts = [0.0]
     for cell in cells:
-        machine = None if cell.first.environment is None else cell.first.environment.digest
-        work = (machine, *(cell.settings[name] for name in PACE))
+        work = (cell.machine, *(cell.settings[name] for name in PACE))
         for record in cell.measured_records:
+            drifts += [abs(value) for value in values_of(METRICS["step/drift"], [record])]
             if record.twin is not None and record.twin.pace_ms:
                 paces.setdefault(work, []).append(median(record.twin.pace_ms))
             else:
                 paces.setdefault((id(cell), *work), []).extend(values_of(METRICS["step/p50_ms"], [record]))
-    if (
-        change := max((max(one) / min(one) - 1 for one in paces.values() if min(one) > 0), default=0)
-    ) > DRIFT:
-        found.append(
-            f"The machine's speed changed between runs: the same work took up to {change:.0%} longer."
-        )
-    drifts = [
-        record.results.step.drift for cell in cells for record in cell.measured_records if record.results
-    ]
-    if not found and (most := max(map(abs, drifts), default=0.0)) > DRIFT:
-        found.append(f"The machine's speed changed during a run, by up to {most:.0%} of a step.")
-    if found and any(len(cell.measured_records) == 1 for cell in cells):
+    change = max((max(one) / min(one) - 1 for one in paces.values() if min(one) > 0), default=0.0)
+    if change > DRIFT:
+        found = [f"The machine's speed changed between runs: the same work took up to {change:.0%} longer."]
+    elif max(drifts) > DRIFT:
+        found = [f"The machine's speed changed during a run, by up to {max(drifts):.0%} of a step."]
+    else:
+        return []
+    if any(len(cell.measured_records) == 1 for cell in cells):
         found.append("Run several rounds (--repeats 3), and do not compare single runs.")
     return [note.replace("%", " %") for note in found]
 
@@ -285,11 +281,8 @@ def _rows(cell: Cell) -> dict[str, str]:
             rows["model FLOPs"] = f"{count(model.flops_per_unit)} a {model.unit.removesuffix('s')}"
             rows["FLOPs counted as"] = model.flops_convention or ""
     if record.results is not None:
-        rows["measured steps"] = ", ".join(
-            dict.fromkeys(
-                str(one.results.step.count) for one in cell.measured_records if one.results is not None
-            )
-        )
+        counts = dict.fromkeys(one.results.step.count for one in cell.measured_records if one.results)
+        rows["measured steps"] = ", ".join(map(str, counts))
         if any(one.restarts for one in cell.records):
             rows["restarted"] = ", ".join(f"{one.restarts}×" for one in cell.records)
         if len(cell.measured_records) > 1:

@@ -160,7 +160,9 @@ def _entry(cell: Cell, name: str, scale: Scale, *, compared: bool) -> Entry:
         return Entry(WITHIN_NOISE)
     error = f"±{scale.text(measured.error)}" if measured.error and not name.startswith("throughput") else ""
     base = cell.baseline.measure(name) if compared and cell.baseline is not None else None
-    if base is None or within_noise(name, base):
+    if base is None or (
+        METRICS[name].additive and base.value <= (base.error or 0.0)
+    ):  # no ratio means anything
         return Entry(scale.text(measured.value), error)
     return Entry(scale.text(measured.value), error, *_change(difference(cell, cell.baseline, name)))
 

@@ -139,11 +139,6 @@ def _peak_in_a_step(record: Record) -> float | None:
     return _largest(map(sum, readings))
 
 
-def _planned_peak(record: Record) -> float | None:
-    """MiB of all tensors on the rank that holds most."""
-    return _largest([sum(record.planned.peak_bytes.values()) or None]) if record.planned else None
-
-
 def _device(name: str) -> Read:
     """A figure of a rank's device, where it is largest."""
     return lambda record: _largest(
@@ -157,9 +152,7 @@ def _largest(sizes: Iterable[int | None]) -> float | None:
 
 
 def _bandwidth(operation: str) -> Read:
-    return lambda record: next(
-        (one.bus_gb_per_s for one in record.bandwidth if one.operation == operation), None
-    )
+    return lambda record: {one.operation: one.bus_gb_per_s for one in record.bandwidth}.get(operation)
 
 
 def _paced(record: Record) -> float | None:
@@ -180,18 +173,6 @@ def _wall(record: Record) -> float | None:
     """A step's share of the host's clock over all measured ones; None where each was timed by it."""
     windows = [rank.window_ms for rank in record.ranks if rank.window_ms is not None]
     return max(windows) / len(record.ranks[0].step_ms) if windows else None
-
-
-def _skipped(record: Record) -> float | None:
-    return record.skipped_steps if record.results else None
-
-
-def _build(record: Record) -> float | None:
-    return max((rank.build_ms for rank in record.ranks), default=None)
-
-
-def _save(record: Record) -> float | None:
-    return median([one.ms for one in record.checkpoints.saves]) if record.checkpoints.saves else None
 
 
 _LOSSES_OF_A_TARGET = 5
@@ -252,7 +233,11 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
         ("setup_allocated", "peak CUDA, setup", _device("setup_allocated_bytes")),
         ("device_used", "device used", _device("used_bytes")),
         ("step_peak", "peak in a step", _peak_in_a_step),
-        ("planned_peak", "peak, planned", _planned_peak),
+        (
+            "planned_peak",
+            "peak, planned",
+            lambda one: _largest([sum(one.planned.peak_bytes.values()) or None] if one.planned else []),
+        ),
         ("state", "state", _state("memory_bytes")),
         ("state_predicted", "state, formula", _state("predicted_memory_bytes")),
     ):
@@ -271,9 +256,24 @@ def _table() -> Iterator[tuple[str, str, str, Read]]:
     yield "loss_last", "last loss", "", _read("results.loss_last")
     for unit in UNITS:
         yield f"to_target/{unit}", "to the target loss", unit, _to_target(unit)
-    yield "skipped_steps", "skipped steps", "", _skipped
-    yield "build_ms", "build", "ms", _build
-    yield "checkpoint/save_ms", "save", "ms", _save
+    yield (
+        "skipped_steps",
+        "skipped steps",
+        "",
+        lambda record: record.skipped_steps if record.results else None,
+    )
+    yield (
+        "build_ms",
+        "build",
+        "ms",
+        lambda record: max((rank.build_ms for rank in record.ranks), default=None),
+    )
+    yield (
+        "checkpoint/save_ms",
+        "save",
+        "ms",
+        lambda record: median([one.ms for one in record.checkpoints.saves] or [math.nan]),
+    )
     yield "checkpoint/load_ms", "load", "ms", _read("checkpoints.load_ms")
 
 

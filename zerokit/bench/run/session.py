@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from zerokit.bench.catalogue.engines import ENGINES, refuse_if_too_large, this_machine, unsupported
+from zerokit.bench.catalogue.engines import ENGINES, Machine, refuse_if_too_large, this_machine, unsupported
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.record import Record, RecordError, read_record, require_writable, write_record
@@ -110,15 +110,15 @@ class Host:
     """What starts and watches the ranks.
 
     `interrupted` is called between the parts and raises one of `interruptions` if the user wants no more: such a cell
-    is killed, any other error failed. `fits` says why a cell cannot fit into the memory there is, and `max_restarts`
-    how often an elastic bench is started again.
+    is killed, any other error failed. `memory` tells what ranks have, None where that is not known here, and
+    `max_restarts` how often an elastic bench is started again.
     """
 
     launch: Launch
     interrupted: Callable[[], None]
     interruptions: tuple[type[BaseException], ...]
     watch: Watch
-    fits: Callable[[Settings], str | None] = lambda settings: refuse_if_too_large(settings, this_machine())
+    memory: Callable[[], Machine] | None = this_machine
     max_restarts: int = 0
 
 
@@ -204,7 +204,7 @@ def refusal(settings: Settings, host: Host) -> Outcome | None:
     reason = reason or describe(settings.model).missing
     if reason is not None:
         return Outcome(Status.UNSUPPORTED, reason)
-    too_large = host.fits(settings)
+    too_large = None if host.memory is None else refuse_if_too_large(settings, host.memory())
     return None if too_large is None else Outcome(Status.OUT_OF_MEMORY, too_large)
 
 

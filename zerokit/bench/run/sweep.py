@@ -80,9 +80,11 @@ class Sweep:
         return f"{models} sweep of {' × '.join(several) or f'{len(self.cells)} cells'}"
 
 
-def _require_numbered(sweep: Sweep) -> None:
+def _check(sweep: Sweep) -> None:
     if [cell.number for cell in sweep.cells] != list(range(len(sweep.cells))) or not sweep.cells:
         raise ValueError("its cells are not numbered from 0")
+    for cell in sweep.cells:
+        require_known(cell.settings)
 
 
 class SweepFolder:
@@ -112,10 +114,10 @@ class SweepFolder:
             raise SweepError(f"{self.path / FILE} cannot be written: {error.strerror}") from error
 
     def read(self) -> Sweep:
-        """Read the sweep of this folder; raises `SweepError`."""
+        """Read the sweep of this folder; raises `SweepError`, also for unknown engines and models."""
         path = self.path / FILE
         try:
-            return parse(Sweep, path.read_text(encoding="utf-8"), "sweep", SweepError, _require_numbered)
+            return parse(Sweep, path.read_text(encoding="utf-8"), "sweep", SweepError, _check)
         except FileNotFoundError as error:
             raise SweepError(f"{self.path} has no sweep: there is no {FILE} in it") from error
         except (OSError, UnicodeDecodeError, SweepError) as error:
@@ -205,17 +207,6 @@ def product(
     return rounds
 
 
-def read_sweep(folder: SweepFolder) -> Sweep:
-    """The sweep started in this folder; raises `SweepError`, also for unknown engines and models."""
-    sweep = folder.read()
-    try:
-        for cell in sweep.cells:
-            require_known(cell.settings)
-    except UsageError as error:
-        raise SweepError(f"{folder.path}: malformed sweep: {error}") from error
-    return sweep
-
-
 def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
     """The sweep to run in a folder: the one started there if it has the same cells, otherwise a new one.
 
@@ -224,7 +215,7 @@ def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
     if not folder.exists():
         folder.write(asked)
         return asked
-    begun = read_sweep(folder)
+    begun = folder.read()
     if [cell.settings for cell in begun.cells] != [cell.settings for cell in asked.cells]:
         raise UsageError(
             f"{folder.path} has a sweep of other cells: continue it by --continue {folder.path} alone, "

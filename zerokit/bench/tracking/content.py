@@ -6,7 +6,7 @@ The same for a bench that is tracked while it runs and for one that is pushed a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Literal, NamedTuple
@@ -173,11 +173,9 @@ def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:
     return "FAILED" if "failed" in statuses else "FINISHED"
 
 
-def sweep_files(
-    sweep: Sweep, folder: SweepFolder, pictures: Callable[[], Mapping[str, bytes]]
-) -> dict[str, str | bytes]:
+def sweep_files(sweep: Sweep, folder: SweepFolder, pictures: Mapping[str, bytes]) -> dict[str, str | bytes]:
     """The files of a sweep's MLflow run: its options, the page if there is one, and plots of all cells."""
     files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
     if folder.report.exists():
         files[folder.report.name] = folder.report.read_bytes()
-    return files | {f"plots/{name}": content for name, content in pictures().items()}
+    return files | {f"plots/{name}": content for name, content in pictures.items()}
