@@ -38,6 +38,7 @@ def submit(context: click.Context, request: Request) -> int:
 def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     from zerokit.bench.record.record import Record, write_record
     from zerokit.bench.run.session import record_path
+    from zerokit.bench.run.sweep import exit_code
     from zerokit.bench.tracking.push import Tracker, find_records
     from zerokit.cli.display import Display, pictures
     from zerokit.launch.interrupts import Interrupts
@@ -89,7 +90,7 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         tracker = Tracker(request.tracking, pictures, display.warn, f"zerokit push {shlex.quote(str(path))}")
         tracker.push(find_records([path]))
     _show(path, display, as_json=request.as_json, single=True, log=None)
-    return 0 if record.status == "ok" else 1
+    return exit_code([record])
 
 
 _FOR_PODS = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")

@@ -296,10 +296,16 @@ def loss_note(cells: Sequence[Cell]) -> str:
 
     def say(by_engine: bool) -> str | None:
         groups = [g for g in _alike(cells, lambda _: by_engine) if len({label for label, _ in g}) > 1]
-        shares = [_largest([*zip(g[0][1], losses, strict=False)])[1] for g in groups for _, losses in g[1:]]
-        if not shares:
+        if not groups:
             return None
-        return f"differ by at most {max(shares):.1e} of them" if max(shares) else "are bitwise identical"
+        steps = [step for group in groups for step in zip(*(losses for _, losses in group), strict=False)]
+        ends: list[tuple[float | None, float | None]] = []  # of any two: the least and the greatest of a step
+        for step in steps:
+            known = [loss for loss in step if loss is not None]
+            whole = len(known) in (0, len(step))
+            ends.append((min(known, default=None), max(known, default=None)) if whole else (0.0, None))
+        share = _largest(ends)[1]
+        return f"differ by at most {share:.1e} of them" if share else "are bitwise identical"
 
     among_all, of_one = say(False), say(True)
     if among_all is None:

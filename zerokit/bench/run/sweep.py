@@ -27,7 +27,7 @@ from zerokit.bench.record.schema import Count, SchemaError, from_plain, parse, t
 from zerokit.bench.record.settings import DIMENSIONS, Settings
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import slug, varying
-from zerokit.bench.run.session import Host, run_cell
+from zerokit.bench.run.session import Host, refusal, run_cell
 from zerokit.errors import UsageError, ZerokitError
 
 FORMAT = "zerokit.sweep/1"
@@ -239,6 +239,8 @@ def run_sweep(
         host.interrupted()
         record = folder.existing(cell)
         done = record is not None and record.status.final
+        if done and record.status is Status.UNSUPPORTED:  # its package may have been installed since
+            done = refusal(cell.settings, host) is not None
         if record is None or not done:
             host.watch.began(cell.number, cell.label)
             path, identity = folder.record(cell), None if record is None else record.id

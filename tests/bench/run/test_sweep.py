@@ -87,15 +87,17 @@ def test_going_on_runs_only_what_has_no_result(folder: SweepFolder) -> None:
     failed = cells["zerokit 2"]
     write_record(replace(folder.records(sweep)[2], status=Status.FAILED, reason="no"), folder.record(failed))
     folder.record(cells["zerokit 0"]).unlink()
+    lacking = replace(folder.records(sweep)[-3], status=Status.UNSUPPORTED, reason="no such package")
+    write_record(lacking, folder.record(cells["DDP"]))  # which has been installed since
 
     ranks, watcher = Ranks(), Watcher()
     records = run(folder.read(), folder, ranks, watcher)
-    assert ranks.engines == [("zerokit", 0), ("zerokit", 2)]
+    assert ranks.engines == [("zerokit", 0), ("zerokit", 2), ("ddp", 0)]
     assert [(status, before) for _, status, before in watcher.lines] == [
         ("ok", False),
         ("out of memory", True),
         ("ok", False),
-        ("ok", True),
+        ("ok", False),
         ("unsupported", True),
         ("unsupported", True),
     ]

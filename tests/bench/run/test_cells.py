@@ -71,7 +71,7 @@ def test_a_label_tells_what_varies() -> None:
 def test_a_slug_is_fit_for_a_file_name() -> None:
     assert slug("fsdp2 stage 3, my.package:factory/../x") == "fsdp2-stage-3-my.package-factory-..-x"
     assert slug("../..") == ""
-    assert "/" not in slug("/etc/passwd")
+    assert slug("/etc/passwd") == "etc-passwd"
 
 
 def test_what_cannot_run_is_recorded_in_the_first_round_only() -> None:
@@ -96,7 +96,6 @@ def test_numbers_that_no_record_holds_are_refused(option: str, value: float, mes
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"model": "gpt-9"}, "model 'gpt-9' is unknown: did you mean gpt"),
         ({"engine": "horovod"}, "engine 'horovod' is unknown"),
         ({"stage": 4}, "stage 4 is unknown"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown"),
@@ -105,14 +104,12 @@ def test_numbers_that_no_record_holds_are_refused(option: str, value: float, mes
         ({"nodes": 0}, "nodes must be at least 1, not 0"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"warmup": -1}, "warmup must be at least 0"),
-        ({"seq_len": 257}, "seq_len 257 exceeds the 256 positions of gpt-5m"),
         ({"mesh": "2x3"}, "has 6 ranks, and there are 4"),
         ({"mesh": "4x1"}, "neither axis 1"),
         ({"mesh": "2,2"}, "expected OUTERxINNER"),
         ({"outer_stage": 1}, "give --mesh"),
         ({"mesh": "2x2", "outer_stage": 3}, "it lies between 0 and the inner one"),
         ({"mesh": "2x2", "elastic": True, "save": "run"}, "leave --mesh out"),
-        ({"elastic": True}, "give a run directory with --save"),
         ({"fragments": 2}, "give --every too"),
         ({"every": 4, "delay": 4}, "must be under"),
         ({"every": 4, "nproc_per_node": 1}, "needs islands"),
