@@ -105,7 +105,10 @@ def _marks(cells: Sequence[Cell], shown: set[str]) -> str:
 def _annotated(cell: Cell, columns: Sequence[Column]) -> Table:
     """A single run: each figure with what it means, then what is no figure."""
     meaning = notes(cell.first)
-    rows = [(column.title, _with_unit(column), meaning.get(column.metric, "")) for column in columns]
+    rows = []
+    for column in columns:
+        unit = "" if column.entries[0].value == WITHIN_NOISE else column.unit
+        rows.append((column.title, f"{_figure(column, 0)} {unit}".rstrip(), meaning.get(column.metric, "")))
     measured = _measured(columns)
     extra = [(EXTRA_STEPS, "", INSTRUMENTED)] if rows[measured:] else []
     rows = [*rows[:measured], *record_rows(cell.first), *extra, *rows[measured:]]
@@ -121,11 +124,6 @@ def _annotated(cell: Cell, columns: Sequence[Column]) -> Table:
 def _measured(columns: Sequence[Column]) -> int:
     """How many are of the measured steps; the others follow."""
     return sum(not instrumented(column.metric) for column in columns)
-
-
-def _with_unit(column: Column) -> str:
-    noise = column.entries[0].value == WITHIN_NOISE
-    return WITHIN_NOISE if noise else f"{_figure(column, 0)} {column.unit}".rstrip()
 
 
 def _by_metric(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:

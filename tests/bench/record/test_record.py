@@ -102,8 +102,8 @@ def test_the_reader_sees_the_newest_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     assert read_progress(path) is None
     first, second = Progress(1, 9, 2, 5.5, 100.0), Progress(2, 9, 2, 5.0, 90.0)
-    write_progress(path, first)
-    write_progress(path, second)
+    for step in (*[first] * 30, second):
+        write_progress(path, step)
     assert read_progress(path) == second
     with path.open("a") as file:
         file.write("[3, 9, 2, 4")

@@ -252,7 +252,7 @@ def drift_notes(cells: Sequence[Cell]) -> list[str]:
         work = (cell.machine, *(cell.settings[name] for name in PACE))
         for record in cell.measured_records:
             drifts += [abs(value) for value in values_of(METRICS["step/drift"], [record])]
-            if record.twin is not None and record.twin.pace_ms:
+            if record.twin is not None:
                 paces.setdefault(work, []).append(median(record.twin.pace_ms))
             else:
                 paces.setdefault((id(cell), *work), []).extend(values_of(METRICS["step/p50_ms"], [record]))

@@ -239,7 +239,9 @@ def run_sweep(
         host.interrupted()
         record = folder.existing(cell)
         done = record is not None and record.status.final
-        if done and record.status is Status.UNSUPPORTED:  # its package may have been installed since
+        if (
+            record is not None and record.status is Status.UNSUPPORTED
+        ):  # its package may have been installed since
             done = refusal(cell.settings, host) is not None
         if record is None or not done:
             host.watch.began(cell.number, cell.label)

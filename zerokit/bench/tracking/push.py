@@ -10,6 +10,7 @@ import getpass
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -92,7 +93,9 @@ class Mirror:
         self._parents: dict[str, str] = {}
         self._varying: dict[str, list[str]] = {}
         """By sweep, the settings of which it has several values."""
-        self._own = {**content.SOURCE_TAGS, **_user()}
+        self._own = {**content.SOURCE_TAGS}
+        with suppress(OSError, KeyError):  # in some containers the user has no name
+            self._own["mlflow.user"] = getpass.getuser()
 
     def parent(self, sweep: str, plan: Sweep | None = None) -> str:
         """Find or create the run of a sweep, with its options if its `plan` is there; returns the run's id."""
@@ -158,14 +161,6 @@ class Mirror:
         self.store.client.set_terminated(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
         self.store.write(run_id, tags={Tag.COMPLETE: digest})
         return "new" if begun is None else "completed", run_id
-
-
-def _user() -> dict[str, str]:
-    """What MLflow shows as a run's creator; nothing where the user has no name, as in some containers."""
-    try:
-        return {"mlflow.user": getpass.getuser()}
-    except (OSError, KeyError):
-        return {}
 
 
 def push(
