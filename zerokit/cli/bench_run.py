@@ -281,14 +281,15 @@ def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | N
     asked = output if output is not None and output.suffix == ".json" else None
     job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
     require_writable(job.record.parent)
+    finished = None
     with suppress(RecordError):
         record = read_record(job.record)
         if record.id == job.identity and record.status is Status.OK:
-            if record.settings.steps >= settings.steps:  # its launcher was killed while it filled MLflow
-                return job.record, job.identity, record
-            Journal(run).finish()  # more steps are another job
-            return _record_file(settings, output)
-    return job.record, job.identity, None
+            finished = record  # its launcher was killed while it filled MLflow
+    if finished is not None and finished.settings.steps < settings.steps:
+        Journal(run).finish()  # more steps are another job
+        return _record_file(settings, output)
+    return job.record, job.identity, finished
 
 
 def _warn(record: Record, display: Display) -> None:

@@ -6,7 +6,7 @@ The same for a bench that is tracked while it runs and for one that is pushed a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Literal, NamedTuple
@@ -16,7 +16,7 @@ from zerokit.bench.record.metrics import metrics_of
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.words import unusual
-from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
+from zerokit.bench.run.sweep import Sweep
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 # Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.
@@ -152,17 +152,12 @@ def _system(record: Record, moment: int, room: int) -> list[_Series]:
     return found
 
 
-def moment_ms(record: Record) -> int:
-    """The time of the record, in milliseconds since the epoch; 0 if it has none."""
-    return milliseconds(record.created) or 0
-
-
-def milliseconds(moment: str) -> int | None:
-    """Milliseconds since the epoch for an ISO 8601 time; None for other text."""
+def moment_ms(record: Record | Sweep) -> int:
+    """When it was created, in milliseconds since the epoch; 0 for text that is no ISO 8601 time."""
     try:
-        return int(datetime.fromisoformat(moment).timestamp() * 1000)
+        return int(datetime.fromisoformat(record.created).timestamp() * 1000)
     except ValueError:
-        return None
+        return 0
 
 
 def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:
@@ -171,11 +166,3 @@ def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:
     if len(records) < len(sweep.cells) or "killed" in statuses:
         return "KILLED"
     return "FAILED" if "failed" in statuses else "FINISHED"
-
-
-def sweep_files(sweep: Sweep, folder: SweepFolder, pictures: Mapping[str, bytes]) -> dict[str, str | bytes]:
-    """The files of a sweep's MLflow run: its options, the page if there is one, and plots of all cells."""
-    files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
-    if folder.report.exists():
-        files[folder.report.name] = folder.report.read_bytes()
-    return files | {f"plots/{name}": content for name, content in pictures.items()}

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Literal
 
 from zerokit.bench.record.record import Record, json_below, read_record
-from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder
+from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
 from zerokit.bench.tracking import content
-from zerokit.bench.tracking.content import Status, Tag, milliseconds, moment_ms, sweep_files, sweep_status
+from zerokit.bench.tracking.content import Status, Tag, moment_ms, sweep_status
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError, ZerokitError
 
@@ -102,7 +102,7 @@ class Mirror:
         if sweep not in self._parents:
             tags = {Tag.SWEEP: sweep, Tag.KIND: "sweep"}
             name = plan.title if plan else f"sweep {sweep[:8]}"
-            started = milliseconds(plan.created) if plan else None
+            started = moment_ms(plan) or None if plan else None
             found = self.store.find(tags)
             made = found.info.run_id if found else self.store.create(name, {**tags, **self._own}, started)
             self._parents[sweep] = made
@@ -120,7 +120,11 @@ class Mirror:
         run_id, records = self.parent(sweep.id), folder.records(sweep)
         counts = Counter(record.status for record in records)
         tags = {f"zerokit.cells.{name.replace(' ', '_')}": str(count) for name, count in counts.items()}
-        self.store.write(run_id, tags=tags, files=sweep_files(sweep, folder, pictures(records)))
+        files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
+        if folder.report.exists():
+            files[folder.report.name] = folder.report.read_bytes()
+        files |= {f"plots/{name}": drawn for name, drawn in pictures(records).items()}
+        self.store.write(run_id, tags=tags, files=files)
         ended = max(map(moment_ms, records), default=None)
         self.store.client.set_terminated(run_id, sweep_status(sweep, records), ended)
 

@@ -234,7 +234,7 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
 
 def _logged(name: str, uri: str) -> list[Record]:
     """The records of an MLflow run and its children, or of an experiment, the oldest first."""
-    file = uri.removeprefix("sqlite:///")
+    file = uri.removeprefix("sqlite:///").partition("?")[0]
     if uri.startswith("sqlite:///") and not Path(file).exists():
         raise UsageError(
             f"{name!r} is not a file or folder, and not an MLflow run, because there is no {file}; "
