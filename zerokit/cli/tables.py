@@ -21,7 +21,7 @@ from zerokit.bench.comparison.tables import (
     columns_of,
     usual_metrics,
 )
-from zerokit.bench.record.metrics import METRICS, PACED, instrumented
+from zerokit.bench.record.metrics import METRICS, PACED
 from zerokit.bench.record.schema import to_plain
 from zerokit.cli.details import NARROWEST, annotate, detailed_metrics, notes, rank_table, record_rows
 from zerokit.text import printable
@@ -123,30 +123,26 @@ def _annotated(cell: Cell, columns: Sequence[Column]) -> Table:
 
 def _measured(columns: Sequence[Column]) -> int:
     """How many are of the measured steps; the others follow."""
-    return sum(not instrumented(column.metric) for column in columns)
+    return sum(not column.instrumented for column in columns)
 
 
 def _by_metric(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
     """A row a metric, a column a cell: some runs in detail."""
     table = _table("", "")
     table.columns[1].style = "dim"
-    for position, cell in enumerate(cells):
+    changed = [any(column.entries[place].change for column in columns) for place in range(len(cells))]
+    for place, cell in enumerate(cells):
         # A label may wrap, a figure may not.
-        table.add_column(
-            Text(printable(cell.label)),
-            justify="right",
-            min_width=max(_figure(column, position).cell_len for column in columns),
-        )
-        if any(column.entries[position].change for column in columns):
+        figures = max(_figure(column, place).cell_len for column in columns)
+        table.add_column(Text(printable(cell.label)), justify="right", min_width=figures)
+        if changed[place]:
             table.add_column("", no_wrap=True)
     for number, column in enumerate(columns):
         if number == _measured(columns):
             table.add_row(Text(EXTRA_STEPS, "dim"))
         row = [Text(column.title), Text(column.unit)]
-        for position in range(len(cells)):
-            row += [_figure(column, position)]
-            if any(one.entries[position].change for one in columns):
-                row += [_change(column, position)]
+        for place, change in enumerate(changed):
+            row += [_figure(column, place), *([_change(column, place)] if change else [])]
         table.add_row(*row)
     return _unbroken(table)
 

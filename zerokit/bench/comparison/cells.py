@@ -121,12 +121,11 @@ def _group(run: Run) -> list[Cell]:
     cells: dict[tuple[tuple[Any, ...], tuple[Any, ...]], Cell] = {}
     for record in sorted(run.records, key=lambda one: one.results is None):
         settings, place = identity(record.settings), record.environment
-        open_ = tuple(settings[name] for name in _LEFT_OPEN)
-        machine = (None, None) if place is None else (place.digest, place.git_commit)
-        key = tuple(value for name, value in settings.items() if name not in _LEFT_OPEN), (*machine, *open_)
-        if place is None:
-            alike = (one for one in cells if one[0] == key[0] and all(map(_same, one[1], key[1])))
-            key = next(alike, key)
+        asked = tuple(value for name, value in settings.items() if name not in _LEFT_OPEN)
+        found = (place and place.digest, place and place.git_commit, *(settings[name] for name in _LEFT_OPEN))
+        key = asked, found
+        if place is None:  # no rank has looked: a repetition of whatever agrees with what is known
+            key = next((one for one in cells if one[0] == asked and all(map(_same, one[1], found))), key)
         cells.setdefault(key, Cell(run.name, settings)).records.append(record)
     positions = {id(record): position for position, record in enumerate(run.records)}
     return sorted(cells.values(), key=lambda cell: min(positions[id(record)] for record in cell.records))
