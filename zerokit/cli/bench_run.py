@@ -21,10 +21,8 @@ from zerokit.bench.record.record import Record, RecordError, read_record, requir
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import (
     CHECKPOINTS,
-    DEFAULT_REPEATS,
     DIMENSIONS,
     OPTIONS,
-    STEPS_A_ROUND,
     Settings,
 )
 from zerokit.bench.record.status import Status
@@ -139,11 +137,7 @@ def _cells(
     left_open = not continued and not dimensions["nproc_per_node"] and options["device"] != "cpu"
     devices = len(visible_devices()) if left_open else 0
     fixed = {name: value for name, value in options.items() if name != "repeats" and value is not None}
-    once = product(dimensions, fixed, devices=devices, shared=chosen.here)
-    repeats = options["repeats"] or (DEFAULT_REPEATS if len(once) > 1 else 1)
-    if repeats > 1:
-        fixed.setdefault("steps", STEPS_A_ROUND)
-    cells = product(dimensions, fixed, repeats, devices=devices, shared=chosen.here)
+    cells = product(dimensions, fixed, options["repeats"], devices=devices, shared=chosen.here)
     if chosen.member is not None and not continued:
         for cell in cells:
             chosen.member.require_world(cell.nodes, cell.nproc_per_node)

@@ -24,7 +24,7 @@ from zerokit.bench.catalogue.engines import ENGINES, label_of, require_known, un
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.record import Record, read_record, require_writable, write_text
 from zerokit.bench.record.schema import Count, SchemaError, from_plain, parse, to_plain
-from zerokit.bench.record.settings import DIMENSIONS, Settings
+from zerokit.bench.record.settings import DEFAULT_REPEATS, DIMENSIONS, STEPS_A_ROUND, Settings
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import slug, varying
 from zerokit.bench.run.session import Host, refusal, run_cell
@@ -160,19 +160,19 @@ _DEFAULTS = Settings()
 def product(
     options: Mapping[str, Sequence[Any]],
     fixed: Mapping[str, Any],
-    repeats: int = 1,
+    repeats: int | None = 1,
     *,
     devices: int = 0,
     shared: bool = True,
 ) -> list[Settings]:
-    """Every combination of `options`, `repeats` times.
+    """Every combination of `options`, in rounds.
 
     Args:
         options: values by dimension, of which a value counts once; one that is left out, or empty, has its default.
             Without a stage an engine takes its own; a model of fewer positions than the default has sequences of them.
         fixed: the other fields of `Settings`, equal in all cells.
-        repeats: rounds through all cells. Every second one goes backwards, so that a steady drift of the machine
-            weighs equally on the first and the last.
+        repeats: rounds through all cells, None for the usual number. Every second one goes backwards, so that a steady
+            drift of the machine weighs equally on the first and the last. Several have fewer steps each by default.
         devices: of this machine; nodes have equal shares of them as their ranks (if not `shared`, each has as many).
 
     Raises `UsageError` for settings that do not fit together, or that no record could hold.
@@ -199,6 +199,9 @@ def product(
             raise UsageError(str(error)) from error
         once.append(require_known(settings))
     once = list(dict.fromkeys(once))
+    repeats = repeats or (DEFAULT_REPEATS if len(once) > 1 else 1)
+    if repeats > 1 and "steps" not in fixed:
+        once = [replace(cell, steps=STEPS_A_ROUND) for cell in once]
     rounds = []
     for number in range(repeats):
         cells = once if number % 2 == 0 else once[::-1]
