@@ -1,4 +1,4 @@
-"""All of zerokit's changes to disks: new files, syncs, renames, removals, locks.
+"""All of zerokit's changes to disks: new files, syncs, renames, removals.
 
 A file or a directory becomes visible whole or not at all: it is written under a temporary name beside its target,
 synced, renamed, and its parent synced. All calls go through one `System`; tests replace it by one that fails or ends
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -200,15 +199,3 @@ def remove_tree(path: Path) -> None:
                     calls.unlink(Path(entry.path))
     with suppress(OSError):
         calls.rmdir(path)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Hold the lock of an existing file while the body runs; False if another process holds it."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True

@@ -112,7 +112,7 @@ def test_a_sweep_file_gives_options_that_flags_overrule(tmp_path: Path, requests
     file = tmp_path / "sweep.toml"
     file.write_text(
         'engine = ["zerokit", "ddp"]\nstage = [0, 1]\nbatch_size = 2\nrepeats = 1\nclip = 0\n'
-        "twin = false\nno-mlflow = true\n"
+        "twin = false\nno-mlflow = 1\n"
     )
     result = CliRunner().invoke(cli, ["bench", str(file), "--stage", "0", "--device", "cpu"])
     assert result.exit_code == 0, result.output
@@ -143,6 +143,8 @@ def test_a_sweep_file_gives_options_that_flags_overrule(tmp_path: Path, requests
         ('twin = "maybe"', "'maybe' is not a valid boolean"),
         ("stage = []", "'' has an empty value between its commas"),
         ("[table]\nstage = 1", "'table' is not an option"),
+        ("elastic = [1, 2]", "'1,2' is not a valid boolean"),
+        ("batch-size = 1\nbatch_size = 2", "batch-size is set twice"),
         ("stage =", "is not a TOML file of options"),
         ('seq_len = 257\nmodel = "gpt-5m"', "seq_len 257 exceeds the 256 positions"),
     ],

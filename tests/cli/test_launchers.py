@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,10 @@ def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     assert line.endswith(' py -m zerokit.cli bench --stage 3 --launcher env --output "$folder"/record.json')
     assert "\nexport A=1\nexport MASTER_ADDR=n1\n" in done.output
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=3\n" in done.output
+    # The submitter waits for this file, in a folder too.
+    output = [bench(*options.split(), "--output", path).output for path in ("mine.json", "folder")]
+    assert " --output mine.json" in output[0]
+    assert re.search(r" --output folder/[\d-]+\.json\n", output[1])
 
 
 @pytest.mark.parametrize("options", ["slurm --dry-run", "kubernetes --container-image i"])

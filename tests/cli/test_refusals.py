@@ -83,6 +83,7 @@ REFUSED = {
     "plan gpt-tiny --gpus 8 --device h100-80 --samples-per-step 9": "9 samples in a step are no multiple of 8",
     "push": "Missing argument",
     "push nowhere": "nowhere does not exist",
+    "push ''": "the path is empty.",
     "push empty": "has no record",
 }
 

@@ -52,9 +52,9 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     done = sweep("--continue", "sweep", action=lambda rank: os.kill(rank, signal.SIGKILL))
     assert done.returncode == 1
     assert re.search(
-        r"\[1/2\] zerokit stage 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", done.stderr
+        r"\[1/2\] zerokit 2  failed: rank 0 \(node 0, pid \d+\) was killed by SIGKILL", done.stderr
     )
-    assert "[2/2] ddp stage 2  unsupported: ddp has no stage 2: it has stage 0 only" in done.stderr
+    assert "[2/2] DDP 2  unsupported: ddp has no stage 2: it has stage 0 only" in done.stderr
     assert "to run the failed cells again: zerokit bench --continue sweep --no-mlflow" in done.stderr
     assert "zerokit 2: failed: rank 0" in done.stdout
     assert statuses(tmp_path) == ["failed", "unsupported"]
@@ -68,7 +68,7 @@ def test_a_sweep_survives_an_interruption_and_a_killed_rank(tmp_path: Path) -> N
     assert content["sweep"] == json.loads((tmp_path / "sweep" / "sweep.json").read_text())
     assert SweepFolder(tmp_path / "sweep").read().options["engine"] == ["zerokit", "ddp"]
     assert re.search(
-        r"\[1/2\] zerokit stage 2  [\d.,]+ ms  [\d.,]+ samples/s  [\d.,]+ MiB$", done.stderr, re.MULTILINE
+        r"\[1/2\] zerokit 2  [\d.,]+ ms  [\d.,]+ samples/s  [\d.,]+ MiB$", done.stderr, re.MULTILINE
     )
     assert done.stderr.count("(from before)") == 1
     assert "report  sweep/report.html" in done.stderr

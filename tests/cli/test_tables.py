@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,6 +16,7 @@ from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
 from zerokit.cli.details import notes
+from zerokit.cli.display import pictures, write_report
 from zerokit.cli.tables import show
 from zerokit.cli.work import mib, ms, rate
 
@@ -45,19 +48,14 @@ def test_every_cell_is_shown_at_any_width(width: int) -> None:
         assert text in words
 
 
-def test_a_sweep_of_single_runs_says_that_nothing_is_known() -> None:
-    shown = table(make_sweep(), 200)
-    assert shown.startswith("gpt-34m (33.7 M parameters), fp32, 2 ranks on 2 nodes, batch 2, gloo\n")
-    (row,) = re.findall(r"^zerokit 3 .*", shown, re.MULTILINE)
+def test_rounds_have_an_error_and_single_runs_say_that_nothing_is_known() -> None:
+    single, shown = table(make_sweep(), 200), table(make_sweep(3), 200)
+    assert single.startswith("gpt-34m (33.7 M parameters), fp32, 2 ranks on 2 nodes, batch 2, gloo\n")
+    (row,) = re.findall(r"^zerokit 3 .*", single, re.MULTILINE)
     assert "% ?" in row
-    assert "? is not known: a single run does not show" in shown
     assert "±" not in row.split("%")[0]
-
-
-def test_rounds_are_one_row_with_their_error() -> None:
-    shown = table(make_sweep(3), 200)
-    (row,) = re.findall(r"^zerokit 3 .*", shown, re.MULTILINE)
-    assert re.search(r"zerokit 3 +9\d\d ±\d+ +\+2\d %", row)
+    assert "? is not known: a single run does not show" in single
+    assert re.search(r"^zerokit 3 +9\d\d ±\d+ +\+2\d %", shown, re.MULTILINE)
     assert "means of 3 rounds" in shown
     assert " ? " not in shown
     partly = [make_cell("ddp", 0), replace(make_failure("failed", "boom", "ddp", 0, repeat=1), sweep=None)]
@@ -74,6 +72,10 @@ def test_drift_is_said_first() -> None:
     lines = table([paced(1.0), paced(1.33, repeat=1), paced(1.1, repeat=2)], 160).splitlines()
     assert lines[1] == "The machine's speed changed between runs: the same work took up to 34 % longer."
     assert "speed changed" not in table([paced(1.0), paced(1.05, repeat=1)], 160)
+    other = paced(1.33, repeat=1)
+    assert other.environment is not None
+    other = replace(other, environment=replace(other.environment, cores=64))
+    assert "speed changed" not in table([paced(1.0), other], 160)
 
 
 def test_stages_that_an_engine_does_not_have_share_a_reason() -> None:
@@ -134,3 +136,17 @@ def test_on_cuda_clocks_and_memory_are_beside_each_other_and_a_shared_device_cou
     results = summarise(record.settings, record.model, shared, record.loss)
     shown = table([replace(record, ranks=shared, results=results)], 160)
     assert f"{rate(results.throughput)} a device (1 device);" in shown
+
+
+def test_a_machine_without_altair_gets_a_warning_in_the_place_of_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("zerokit.bench.report.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "altair", None)
+    warnings: list[str] = []
+    assert not write_report(make_sweep(), tmp_path / "report.html", warnings.append)
+    assert len(warnings) == 1
+    assert "the report was not written" in warnings[0]
+    assert "altair" in warnings[0]
+    assert pictures(make_sweep()) == {}

@@ -175,9 +175,11 @@ def use_sweep_file(context: click.Context, parameter: click.Parameter, path: Pat
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see zerokit bench --help"
             raise click.UsageError(printable(f"{path}: {key!r} is not an option of zerokit bench: {hint}"))
+        if option.name in values:
+            raise click.UsageError(printable(f"{path}: {name} is set twice, with - and with _"))
         # As it would stand on the command line, so that both are read by the same types.
         texts = [str(one) for one in (value if isinstance(value, list) else [value])]
-        values[option.name or ""] = value if option.is_flag else texts if option.multiple else ",".join(texts)
+        values[option.name or ""] = texts if option.multiple else ",".join(texts)
     context.default_map = values
 
 

@@ -14,16 +14,15 @@ from typing import Any
 
 import click
 
+from zerokit.bench.catalogue.engines import this_machine
 from zerokit.bench.machine.host import visible_devices
-from zerokit.bench.record.journal import Job, Journal
+from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.record import Record, RecordError, read_record, require_writable
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import (
     CHECKPOINTS,
-    DEFAULT_REPEATS,
     DIMENSIONS,
     OPTIONS,
-    STEPS_A_ROUND,
     Settings,
 )
 from zerokit.bench.record.status import Status
@@ -42,7 +41,6 @@ from zerokit.bench.run.sweep import (
     exit_code,
     prepare,
     product,
-    read_sweep,
     run_sweep,
 )
 from zerokit.bench.tracking.push import Found, Tracker, find_records
@@ -139,11 +137,7 @@ def _cells(
     left_open = not continued and not dimensions["nproc_per_node"] and options["device"] != "cpu"
     devices = len(visible_devices()) if left_open else 0
     fixed = {name: value for name, value in options.items() if name != "repeats" and value is not None}
-    once = product(dimensions, fixed, devices=devices, shared=chosen.here)
-    repeats = options["repeats"] or (DEFAULT_REPEATS if len(once) > 1 else 1)
-    if repeats > 1:
-        fixed.setdefault("steps", STEPS_A_ROUND)
-    cells = product(dimensions, fixed, repeats, devices=devices, shared=chosen.here)
+    cells = product(dimensions, fixed, options["repeats"], devices=devices, shared=chosen.here)
     for cell in () if continued else cells:
         chosen.require_world(cell.nodes, cell.nproc_per_node)
     return cells
@@ -182,15 +176,14 @@ def run_bench(request: Request, leader: Leader | None) -> int:
 
 
 def _host(request: Request, leader: Leader | None, interrupts: Interrupts, display: Display) -> Host:
-    host = Host(
+    return Host(
         launch=request.chosen.launch(interrupts, leader),
         interrupted=interrupts.check,
         interruptions=(Interrupted, KeyboardInterrupt),
         watch=display,
+        memory=this_machine if request.chosen.here else None,
         max_restarts=request.max_restarts,
     )
-    # What other machines have is not known here.
-    return host if request.chosen.here else replace(host, fits=lambda settings: None)
 
 
 def _run_single(request: Request, leader: Leader | None) -> int:
@@ -229,16 +222,17 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
     default = unused(DEFAULT_FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-sweep")
     folder = SweepFolder(request.continued or request.output or default)
     continued = request.continued is not None
-    sweep = read_sweep(folder) if continued else Sweep.of(request.cells, request.options)
+    sweep = folder.read() if continued else Sweep.of(request.cells, request.options)
     interrupts, display = Interrupts(), Display(cells=len(sweep.cells))
     host = _host(request, leader, interrupts, display)
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
         require_data(settings, host)
-    sweep = prepare(folder, sweep)
     place = f"{shlex.quote(str(folder.path))}{request.given}"
     tracker = Tracker(request.tracking, pictures, display.warn, f"zerokit push {place}")
-    sweeps, written = {sweep.id: (sweep, folder)}, {"records": str(folder.path / "cells")}
+    written = {"records": str(folder.path / "cells")}
     with interrupts, folder.alone(), display:
+        sweep = prepare(folder, sweep)
+        sweeps = {sweep.id: (sweep, folder)}
         try:
             records = run_sweep(
                 sweep,
@@ -272,21 +266,23 @@ def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | N
     """The path of a single bench's record; of an elastic one that of its job, its identity, and what is finished."""
     if not settings.elastic:
         return record_path(output, settings, datetime.now()), None, None
-    job = _open_job(settings, output)
-    record = _finished(job)
-    if record is not None and record.settings.steps < settings.steps:
-        Journal(Path(str(settings.save))).finish()  # more steps are another job
-        return _record_file(settings, output)
-    return job.record, job.identity, record
+    run = Path(str(settings.save))
+    with suppress(ModuleNotFoundError):  # where zlib-ng is missing, the ranks report it
+        from zerokit.checkpoint.run import check_run
 
-
-def _finished(job: Job) -> Record | None:
-    """The job's record, if all is trained: its launcher was killed while it filled MLflow."""
+        check_run(run, overwrite=True)
+    asked = output if output is not None and output.suffix == ".json" else None
+    job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
+    require_writable(job.record.parent)
+    finished = None
     with suppress(RecordError):
-        record = read_record(job.record) if job.record.exists() else None
-        if record is not None and record.id == job.identity and record.status is Status.OK:
-            return record
-    return None
+        record = read_record(job.record)
+        if record.id == job.identity and record.status is Status.OK:
+            finished = record  # its launcher was killed while it filled MLflow
+    if finished is not None and finished.settings.steps < settings.steps:
+        Journal(run).finish()  # more steps are another job
+        return _record_file(settings, output)
+    return job.record, job.identity, finished
 
 
 def _warn(record: Record, display: Display) -> None:
@@ -299,16 +295,3 @@ def _warn(record: Record, display: Display) -> None:
         display.warn(f"--resume: {settings.save} has no checkpoint yet: the bench started at step 0")
     for note in record.checkpoints.notes:
         display.warn(printable(note))
-
-
-def _open_job(settings: Settings, output: Path | None) -> Job:
-    """The job that goes on in the run's directory, or a new one; its record can be written."""
-    run = Path(str(settings.save))
-    with suppress(ModuleNotFoundError):  # where zlib-ng is missing, the ranks report it
-        from zerokit.checkpoint.run import check_run
-
-        check_run(run, overwrite=True)
-    asked = output if output is not None and output.suffix == ".json" else None
-    job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
-    require_writable(job.record.parent)
-    return job

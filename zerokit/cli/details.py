@@ -79,11 +79,9 @@ def notes(record: Record) -> dict[str, str]:
     if any(rank.predicted_memory_bytes for rank in record.ranks):
         most = max((rank.predicted_memory_bytes or {}).get("total", 0) for rank in record.ranks)
         texts["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
-    if (planned := record.planned) is not None and planned.peak_bytes:
+    if (planned := record.planned) is not None and planned.total_bytes:
         texts["memory/planned_peak_mib"] = "zerokit plan's prediction for a rank's tensors"
-        texts["memory/step_peak_mib"] = (
-            f"all tensors of rank 0; planned {mib(sum(planned.peak_bytes.values()))}"
-        )
+        texts["memory/step_peak_mib"] = f"all tensors of rank 0; planned {mib(planned.total_bytes)}"
         if planned.step_ms is not None:
             texts["step/planned_ms"] = "zerokit plan's prediction"
     for one in record.bandwidth:

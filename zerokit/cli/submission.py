@@ -6,10 +6,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -27,6 +26,9 @@ _OF_RANKS = ("nodes", "nproc_per_node")
 """What ranks know from who has started them."""
 
 
+_TO_SLURM = ("gpus_per_node", "cpus_per_task", "memory", "partition", "account")
+
+
 def submit(context: click.Context, request: Request) -> int:
     """Submit the bench and wait for its end, or print what would be submitted; returns the exit code."""
     kubernetes = request.chosen.name == "kubernetes"
@@ -36,6 +38,7 @@ def submit(context: click.Context, request: Request) -> int:
 def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     from zerokit.bench.record.record import Record, write_record
     from zerokit.bench.run.session import record_path
+    from zerokit.bench.run.sweep import exit_code
     from zerokit.bench.tracking.push import Tracker, find_records
     from zerokit.cli.display import Display, pictures
     from zerokit.launch.interrupts import Interrupts
@@ -64,7 +67,7 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         node_selector=dict(_pair(one) for one in options["node_selector"]),
         tolerations=options["toleration"],
         pull_secrets=options["pull_secret"],
-        **_same(options, "namespace", "gpus_per_node", "secrets", "service_account"),
+        **{name: options[name] for name in ("namespace", "gpus_per_node", "secrets", "service_account")},
     )
     if pods.claim is None and any(cell.save is not None for cell in cells):
         raise click.UsageError(
@@ -87,7 +90,7 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         tracker = Tracker(request.tracking, pictures, display.warn, f"zerokit push {shlex.quote(str(path))}")
         tracker.push(find_records([path]))
     _show(path, display, as_json=request.as_json, single=True, log=None)
-    return 0 if record.status == "ok" else 1
+    return exit_code([record])
 
 
 _FOR_PODS = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")
@@ -112,10 +115,6 @@ def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD) and pass it with --env-from"
             )
     return environment, tracking is not None and not served
-
-
-def _same(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {name: options[name] for name in names}
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -149,14 +148,15 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
         nodes=nodes,
         ranks=ranks,
         time=options["time_limit"],
-        **_same(options, "gpus_per_node", "cpus_per_task", "memory", "partition", "account"),
+        **{name: options[name] for name in _TO_SLURM},
         lines=options["sbatch_option"],
         container=Container(image, options["container_runtime"]) if image else None,
         variables=({"MASTER_ADDR": address} if address else {}) | read_variables(options["variables"]),
     )
     single = len(cells) == 1
-    inside = None if request.output is None else str(request.output)
-    name = "record.json" if single else "sweep"
+    inside, name = request.output, "record.json" if single else "sweep"
+    if inside is not None and single and inside.suffix != ".json":
+        inside /= f"{datetime.now():%Y%m%d-%H%M%S-%f}.json"
     python = options["remote_python"] or sys.executable
     arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
     command = [python, "-m", "zerokit.cli", "bench", *arguments, "--launcher", "env"]
@@ -168,7 +168,7 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
             "a password would appear in the batch script: export the variable (such as MLFLOW_TRACKING_URI) "
             "instead of giving it as an option; sbatch passes it on"
         )
-    command += ["--output", inside or f"{JOB_FOLDER}/{name}"]
+    command += ["--output", str(inside or f"{JOB_FOLDER}/{name}")]
     # A comment is one line, and the next one would be run.
     made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))]))
     script = render_script(allocation, command, made_by)
@@ -182,7 +182,7 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     job = sbatch(file)
     display, log = Display(), log_of(job)
     display.warn(f"submitted as Slurm's job {job}; its log is {log}")
-    target = Path(inside) if inside else folder_of(job) / name
+    target = inside or folder_of(job) / name
     with Interrupts() as interrupts, display:
         code = follow(job, target, interrupts, display.warn)
     _show(target, display, as_json=request.as_json, single=single, log=log)

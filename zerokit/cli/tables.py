@@ -21,12 +21,13 @@ from zerokit.bench.comparison.tables import (
     columns_of,
     usual_metrics,
 )
-from zerokit.bench.record.metrics import METRICS, PACED, instrumented
+from zerokit.bench.record.metrics import METRICS, PACED
 from zerokit.bench.record.schema import to_plain
 from zerokit.cli.details import NARROWEST, annotate, detailed_metrics, notes, rank_table, record_rows
 from zerokit.text import printable
 
 _ANY_WIDTH = 1000
+_WIDE = Console(width=_ANY_WIDTH)
 _STYLES = {"better": "green", "worse": "red", "": "dim"}
 
 
@@ -104,7 +105,10 @@ def _marks(cells: Sequence[Cell], shown: set[str]) -> str:
 def _annotated(cell: Cell, columns: Sequence[Column]) -> Table:
     """A single run: each figure with what it means, then what is no figure."""
     meaning = notes(cell.first)
-    rows = [(column.title, _with_unit(column), meaning.get(column.metric, "")) for column in columns]
+    rows = []
+    for column in columns:
+        unit = "" if column.entries[0].value == WITHIN_NOISE else column.unit
+        rows.append((column.title, f"{_figure(column, 0)} {unit}".rstrip(), meaning.get(column.metric, "")))
     measured = _measured(columns)
     extra = [(EXTRA_STEPS, "", INSTRUMENTED)] if rows[measured:] else []
     rows = [*rows[:measured], *record_rows(cell.first), *extra, *rows[measured:]]
@@ -119,56 +123,42 @@ def _annotated(cell: Cell, columns: Sequence[Column]) -> Table:
 
 def _measured(columns: Sequence[Column]) -> int:
     """How many are of the measured steps; the others follow."""
-    return sum(not instrumented(column.metric) for column in columns)
-
-
-def _with_unit(column: Column) -> str:
-    noise = column.entries[0].value == WITHIN_NOISE
-    return WITHIN_NOISE if noise else f"{_figure(column, 0)} {column.unit}".rstrip()
+    return sum(not column.instrumented for column in columns)
 
 
 def _by_metric(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
     """A row a metric, a column a cell: some runs in detail."""
-    table = _table()
-    table.add_column("", no_wrap=True)
-    table.add_column("", no_wrap=True, style="dim")
-    changed = [any(column.entries[position].change for column in columns) for position in range(len(cells))]
-    for position, cell in enumerate(cells):
+    table = _table("", "")
+    table.columns[1].style = "dim"
+    changed = [any(column.entries[place].change for column in columns) for place in range(len(cells))]
+    for place, cell in enumerate(cells):
         # A label may wrap, a figure may not.
-        figures = max(_figure(column, position).cell_len for column in columns)
+        figures = max(_figure(column, place).cell_len for column in columns)
         table.add_column(Text(printable(cell.label)), justify="right", min_width=figures)
-        if changed[position]:
+        if changed[place]:
             table.add_column("", no_wrap=True)
     for number, column in enumerate(columns):
         if number == _measured(columns):
             table.add_row(Text(EXTRA_STEPS, "dim"))
         row = [Text(column.title), Text(column.unit)]
-        for position, change in enumerate(changed):
-            row += [_figure(column, position), *([_change(column, position)] if change else [])]
+        for place, change in enumerate(changed):
+            row += [_figure(column, place), *([_change(column, place)] if change else [])]
         table.add_row(*row)
     return _unbroken(table)
 
 
 def _by_cell(cells: Sequence[Cell], columns: Sequence[Column]) -> Table:
     """A row a cell, a column a metric: a sweep at a glance."""
-    table = _table()
-    table.add_column("cell", no_wrap=True)
-    changed = [
-        column.metric != "comm/cost_ms" and any(entry.change for entry in column.entries)
-        for column in columns
-    ]
+    table = _table("cell")
+    changed = [column.metric != "comm/cost_ms" and "change" in column.looks for column in columns]
     for column, change in zip(columns, changed, strict=True):
         table.add_column(f"{column.title}\n{column.unit}", justify="right", no_wrap=True)
         if change:
             table.add_column("", no_wrap=True)
     for position, cell in enumerate(cells):
-        row = [Text(printable(cell.label))]
-        for column, change in zip(columns, changed, strict=True):
-            well = cell.status == "ok"
-            figure = (
-                _figure(column, position) if well else Text("" if len(row) > 1 else cell.status, "yellow")
-            )
-            row += [figure, *([_change(column, position)] if change else [])]
+        row = [Text(printable(cell.label)), *([] if cell.status == "ok" else [Text(cell.status, "yellow")])]
+        for column, change in zip(columns if cell.status == "ok" else (), changed, strict=False):
+            row += [_figure(column, position), *([_change(column, position)] if change else [])]
         table.add_row(*row)
     return _unbroken(table)
 
@@ -177,7 +167,7 @@ def _list(cells: Sequence[Cell], columns: Sequence[Column]) -> Group:
     """Cell after cell, a line a metric: what fits where no table does."""
     parts: list[RenderableType] = []
     for position, cell in enumerate(cells):
-        lines = _table(show_header=False, pad_edge=False)
+        lines = Table.grid(padding=(0, 2, 0, 0))
         for justify in ("left", "right", "left"):
             lines.add_column(justify=justify, overflow="fold")
         for column in columns:
@@ -189,20 +179,20 @@ def _list(cells: Sequence[Cell], columns: Sequence[Column]) -> Group:
     return Group(*parts)
 
 
-def _table(*, show_header: bool = True, pad_edge: bool = True) -> Table:
-    return Table(
-        box=None, padding=(0, 2, 0, 0), header_style="bold", show_header=show_header, pad_edge=pad_edge
-    )
+def _table(*heads: str) -> Table:
+    """A table that begins with these columns."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    return table
 
 
 def _unbroken(table: Table) -> Table:
     """Columns that may not wrap get the width of their contents, which rich would cut where there is too little."""
     for column in table.columns:
         if column.no_wrap:
-            cells = [column.header, *column.cells]
-            texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
-            lines = [line for text in texts if isinstance(text, Text) for line in text.split("\n")]
-            column.min_width = max((line.cell_len for line in lines), default=0)
+            texts = [Text(cell) if isinstance(cell, str) else cell for cell in (column.header, *column.cells)]
+            column.min_width = max(Measurement.get(_WIDE, _WIDE.options, text).maximum for text in texts)
     return table
 
 
@@ -223,9 +213,8 @@ def _show_conditions(console: Console, cells: Sequence[Cell]) -> None:
     differing, _ = conditions(cells)
     if not differing:
         return
-    table = _table(show_header=False)
+    table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
-    table.add_column()
     for name, values in differing:
         table.add_row(Text(printable(name)), Text(_line(" · ".join(dict.fromkeys(values)))))
     console.print(Text(), Text("what differs", style="bold dim"), table, Text(), sep="\n")

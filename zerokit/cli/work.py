@@ -81,7 +81,17 @@ def options(*added: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
-PATH = click.Path(path_type=Path)
+class _Path(click.Path):
+    """A path; an empty one, from a variable of a script that is not set, would be the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Refuse the empty path."""
+        if value == "":
+            self.fail("the path is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(path_type=Path)
 checkpoint_argument = click.argument("checkpoint", metavar="CKPT", type=PATH)
 
 

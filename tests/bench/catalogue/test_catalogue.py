@@ -137,8 +137,7 @@ DEVICE, SMALL = int(101 * GIB), Machine(int(16 * GIB), ())
         (XL, Machine(int(30 * GIB), ()), "--stage 3 needs at least 23.2 GiB"),
         (Settings(), Machine(int(8 * GIB), ()), None),
         (Settings(model="mine:huge"), Machine(int(8 * GIB), ()), None),
-        (HUGE, Machine(None, ()), None),  # nothing is known of it
-        (replace(HUGE, device="cuda"), Machine(int(8 * GIB), ()), None),  # nor of its devices
+        (replace(HUGE, device="cuda"), Machine(int(8 * GIB), ()), None),  # nothing is known of its devices
         (LLAMA, Machine(0, (DEVICE,) * 4), None),
         (LLAMA, Machine(0, (DEVICE,) * 3), "200.8 GiB for 2 ranks on CUDA device 0, which has 101.0 GiB"),
         (replace(LLAMA, device="cpu"), Machine(0, (DEVICE,) * 4), "for 4 ranks on this machine"),

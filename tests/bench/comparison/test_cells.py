@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.bench.records import make_cell, make_failure, make_sweep
 from zerokit.bench.comparison.cells import Cell, conditions, make_cells, short_names
 from zerokit.bench.comparison.differences import difference
-from zerokit.bench.comparison.tables import Headline, best_headlines
+from zerokit.bench.comparison.tables import Headline, best_headlines, columns_of
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run
 
@@ -25,8 +25,10 @@ def test_repetitions_are_one_cell_whatever_their_warm_up() -> None:
     again = make_cell(repeat=1)
     again = replace(again, settings=replace(again.settings, warmup=23))
     broken = make_failure("failed", "why", batch_size=2, repeat=2, precision=None)
-    (cell,) = make_cells([run(broken, first, again)])
+    unclipped = replace(broken, settings=replace(broken.settings, clip=None))  # which no rank fills in
+    cell, other = make_cells([run(broken, first, unclipped, again)])
     assert cell.records == [first, again, broken]
+    assert other.records == [unclipped]
     assert cell.status == "ok"
     assert cell.measured_records == [first, again]
 
@@ -172,6 +174,8 @@ def test_who_is_within_the_noise_of_the_best_is_so_in_the_table_too() -> None:
 def test_a_cost_that_is_not_above_its_error_is_no_headline() -> None:
     other = with_cost(make_cell("ddp", 0), 50.0)
     for cost_ms, told in ((-550.0, False), (0.5, False), (5.0, True)):
+        cells = make_cells([run(with_cost(make_cell(), cost_ms), other)])
+        assert bool(columns_of(cells, ["comm/cost_ms"])[0].entries[1].change) == told, cost_ms
         found = best(with_cost(make_cell(), cost_ms), other)
         assert ("Cheapest communication" in found) == told, cost_ms
     alone = best(with_cost(make_cell(nodes=1), 5.0), other)

@@ -14,7 +14,7 @@ from zerokit.errors import UsageError
 
 
 def begin(journal: Journal, world: int, step: int, samples: int) -> PartWriter:
-    return journal.begin_part(world=world, nodes=1, step=step, samples=samples, samples_per_step=2 * world)
+    return journal.begin_part(Part(world, 1, step + 1, step, samples, 2 * world, ""))
 
 
 def losses(first: int, last: int, part: int = 0) -> list[float]:

@@ -35,32 +35,32 @@ def on_devices(*identities: str | None, device: str = "NVIDIA H100 80GB HBM3") -
     return summarise(cell.settings, cell.model, ranks, cell.loss)
 
 
-def test_utilisation_counts_devices_and_not_ranks() -> None:
-    own, shared = on_devices("GPU-a", "GPU-b", "GPU-c", "GPU-d"), on_devices(*["GPU-a"] * 4)
-    assert (own.devices, shared.devices) == (4, 1)
-    assert own.throughput_per_device == own.throughput_per_rank
-    assert shared.throughput_per_device == shared.throughput == own.throughput
-    assert own.utilisation is not None
-    assert shared.utilisation is not None
-    assert shared.utilisation.mfu == pytest.approx(4 * own.utilisation.mfu)
+FOUR = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
 
 
 @pytest.mark.parametrize(
     ("identities", "devices"),
     [
+        (FOUR, 4),
+        (("GPU-a",) * 4, 1),
         (("GPU-a", "GPU-b", "GPU-a", "GPU-b"), 2),  # simulated nodes share their machine's
         (("MIG-a", "MIG-b", "MIG-c", "MIG-c"), 3),
-        (("GPU-a", None, "GPU-a", "GPU-b"), None),
+        (("GPU-a", None, "GPU-a", "GPU-b"), None),  # ranks are counted
     ],
 )
-def test_devices_are_told_apart(identities: tuple[str | None, ...], devices: int | None) -> None:
-    assert on_devices(*identities).devices == devices
-    assert on_devices(*identities).utilisation is not None
+def test_utilisation_counts_devices_and_not_ranks(
+    identities: tuple[str | None, ...], devices: int | None
+) -> None:
+    own, found = on_devices(*FOUR), on_devices(*identities)
+    assert found.devices == devices
+    assert found.throughput_per_device == (None if devices is None else own.throughput / devices)
+    assert found.utilisation is not None
+    assert own.utilisation is not None
+    assert found.utilisation.mfu == pytest.approx(4 / (devices or 4) * own.utilisation.mfu)
 
 
 def test_a_slice_of_a_device_and_devices_of_several_kinds_have_no_utilisation() -> None:
-    four = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
-    assert on_devices(*four, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb").utilisation is None
+    assert on_devices(*FOUR, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb").utilisation is None
     cell = make_cell(device="cuda", precision="bf16")
     assert cell.model is not None
     mixed = [cell.ranks[0], replace(cell.ranks[1], device="NVIDIA A100-SXM4-80GB")]
@@ -102,8 +102,8 @@ def test_the_reader_sees_the_newest_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "progress"
     assert read_progress(path) is None
     first, second = Progress(1, 9, 2, 5.5, 100.0), Progress(2, 9, 2, 5.0, 90.0)
-    write_progress(path, first)
-    write_progress(path, second)
+    for step in (*[first] * 30, second):
+        write_progress(path, step)
     assert read_progress(path) == second
     with path.open("a") as file:
         file.write("[3, 9, 2, 4")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.ranks import Ranks, Watcher, host
-from zerokit.bench.record.journal import Journal
+from zerokit.bench.record.journal import Journal, Part
 from zerokit.bench.record.record import Record, read_record
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Status, write_outcome
@@ -94,9 +94,7 @@ def run(
 
     def act(settings: Settings, job: Path) -> None:
         assert settings.save is not None
-        Journal(Path(settings.save)).begin_part(
-            world=settings.world, nodes=settings.nodes, step=0, samples=0, samples_per_step=1
-        )
+        Journal(Path(settings.save)).begin_part(Part(settings.world, settings.nodes, 1, 0, 0, 1, ""))
         if (error := next(errors)) is not None:
             if isinstance(error, MemoryError):
                 write_outcome(job, Outcome(Status.OUT_OF_MEMORY, "too little"))

@@ -64,7 +64,7 @@ def test_a_model_that_cannot_fit_is_not_tried() -> None:
         require_data(replace(SETTINGS, data="nowhere"), here)
     # Nobody is going to read the data of what cannot fit.
     require_data(Settings(model="gpt3-175b", device="cpu", data="nowhere"), here)
-    elsewhere = replace(here, fits=lambda settings: None)
+    elsewhere = replace(here, memory=None)
     assert refusal(Settings(model="gpt3-175b", device="cpu"), elsewhere) is None
 
 

@@ -67,7 +67,7 @@ def test_writing_twice_is_writing_once(store: Store, client: MlflowClient) -> No
     assert Path(client.download_artifacts(run_id, "folder/b.bin")).read_bytes() == b"\0"
     store.write(run_id, points=[Point("long", float(step), 1000, step) for step in range(2500)])
     assert len(client.get_metric_history(run_id, "long")) == 2500  # more than a call takes
-    store.status(run_id, "KILLED", 5000)
+    store.client.set_terminated(run_id, "KILLED", 5000)
     assert (client.get_run(run_id).info.status, client.get_run(run_id).info.end_time) == ("KILLED", 5000)
 
 
@@ -180,7 +180,7 @@ def test_a_runs_name_begins_with_what_is_compared() -> None:
     assert run_name(Settings(wire="bf16")) == "zerokit 2, gpt-5m, batch 4, bf16 wire, world 1"
     assert run_name(Settings(), ["seq_len"]) == "zerokit 2, 128 positions, gpt-5m, batch 4, world 1"
     long = Settings(engine="fsdp2", stage=3, precision="bf16", accumulate=2, bucket_mb=0.5, repeat=1)
-    assert run_name(long) == "fsdp2 3 #2, gpt-5m, batch 4, bf16, 2 micro-batches, bucket 0.5 MiB, world 1"
+    assert run_name(long) == "FSDP2 3 #2, gpt-5m, batch 4, bf16, 2 micro-batches, bucket 0.5 MiB, world 1"
 
 
 def test_the_flag_goes_before_the_variable_before_sqlite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,28 +191,19 @@ def test_the_flag_goes_before_the_variable_before_sqlite(monkeypatch: pytest.Mon
     assert resolve_uri("sqlite:///mine.db") == "sqlite:///mine.db"
 
 
-def write_all(folder: Path, records: Sequence[Record]) -> None:
-    for place, record in enumerate(records):
-        write_record(record, folder / f"{place:03}.json")
-
-
 def ids(records: Sequence[Record]) -> list[str]:
     return [record.id for record in records]
 
 
-def test_a_file_and_a_folder(tmp_path: Path) -> None:
+def test_a_folder_s_records_without_a_sweep_s_plan_and_hidden_files(tmp_path: Path) -> None:
     records = make_sweep()
-    write_all(tmp_path / "cells", records)
-    assert ids(load_run(str(tmp_path)).records) == ids(records)
-    assert load_run(str(tmp_path / "cells" / "001.json")).records == (records[1],)
-
-
-def test_a_sweep_s_plan_and_hidden_files_are_no_cells(tmp_path: Path) -> None:
-    write_all(tmp_path / "cells", [make_cell(), make_cell()])  # one record in two places
-    write_all(tmp_path / ".old", [make_cell("ddp", 0)])
+    for place, record in enumerate([*records, records[0]]):  # one is in two places
+        write_record(record, tmp_path / "cells" / f"{place:03}.json")
+    write_record(make_cell(seed=1), tmp_path / ".old" / "000.json")
     (tmp_path / "sweep.json").write_text('{"format": "zerokit.sweep/1"}')
     (tmp_path / "other.json").write_text("[1, 2]")
-    assert ids(load_run(str(tmp_path)).records) == [make_cell().id]
+    assert ids(load_run(str(tmp_path)).records) == ids(records)
+    assert load_run(str(tmp_path / "cells" / "001.json")).records == (records[1],)
     for content in (b"\xff", b'{"format": "zerokit.bench/9"}'):
         (tmp_path / "bad.json").write_bytes(content)
         with pytest.raises(RecordError, match=r"bad\.json"):
@@ -224,10 +215,13 @@ def test_places_without_records_are_errors(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(RecordError, match="has no bench record"):
         load_run(str(tmp_path))
-    with pytest.raises(UsageError, match="no such file or folder"):
-        load_run("missing.json")
-    with pytest.raises(UsageError, match=r"there is no mlflow\.db"):
-        load_run("0" * 32)
+    for name, told in (
+        ("missing.json", "no such file"),
+        ("0" * 32, r"no mlflow\.db"),
+        ("", r"no mlflow\.db"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            load_run(name)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,1 +1,1 @@
-"""Which engines and models there are, and what they can do. Standard library only."""
+"""Which engines and models there are, and what they can do; torch is not imported."""

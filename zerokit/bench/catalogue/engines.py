@@ -1,12 +1,9 @@
-"""The engines by name: what each does, its ZeRO stages, what it requires, and whether it can do what settings ask.
-
-Standard library only.
-"""
+"""The engines by name: what each does, its ZeRO stages, what it requires, and whether it can do what settings ask."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +11,7 @@ from types import MappingProxyType
 from zerokit.bench.catalogue.workloads import InceptionConfig, describe
 from zerokit.bench.machine.host import find_gpus, visible_devices
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.words import value_in_words
 from zerokit.errors import UsageError
 
 
@@ -65,41 +63,50 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
 )
 
 
+def label_of(settings: Settings, names: Iterable[str] = (), *, rounds: bool = False) -> list[str]:
+    """Words for a cell: its engine, the stage if that has several, and the values of these settings.
+
+    As "FSDP2 3", "batch 4"; with `rounds` "FSDP2 3 #2" for the second one.
+    """
+    engine = ENGINES.get(settings.engine)
+    first = settings.engine if engine is None else engine.title
+    if engine is None or engine.stages != (settings.stage,):
+        first += f" {settings.stage}"
+    if rounds and settings.repeat:
+        first += f" #{settings.repeat + 1}"
+    values = {name: getattr(settings, name) for name in names if name not in ("engine", "stage")}
+    return [first, *(value_in_words(name, value) for name, value in values.items() if value is not None)]
+
+
 def require_known(settings: Settings) -> Settings:
     """Return the settings; raise `UsageError` for an unknown engine or model, or sizes or data that do not fit."""
     if settings.engine not in ENGINES:
         raise UsageError(f"engine {settings.engine!r} is unknown: choose one of {tuple(ENGINES)}")
-    if (objection := _objection(settings)) is not None:
-        raise UsageError(objection)
-    return settings
-
-
-def _objection(settings: Settings) -> str | None:
     name, workload = settings.model, describe(settings.model)
     text, images = workload.text, workload.images
     if text is not None and settings.seq_len > text.positions:
-        return (
+        raise UsageError(
             f"seq_len {settings.seq_len} exceeds the {text.positions} positions of {name}; "
             "use a smaller --seq-len"
         )
     if settings.data not in (None, "synthetic") and text is None:
-        return f"{name} makes its own data: omit --data {settings.data}"
+        raise UsageError(f"{name} makes its own data: omit --data {settings.data}")
     if images is None:
-        if settings.image_size is None:
-            return None
-        return f"{name} takes no images: leave image_size {settings.image_size} out"
+        if settings.image_size is not None:
+            raise UsageError(f"{name} takes no images: leave image_size {settings.image_size} out")
+        return settings
     size = settings.image_size or images.image_size
     if images.smallest is None:
-        if size == images.image_size:
-            return None
-        return f"{name} takes images of {images.image_size} pixels a side, not {size}"
+        if size != images.image_size:
+            raise UsageError(f"{name} takes images of {images.image_size} pixels a side, not {size}")
+        return settings
     if size < images.smallest:
-        return f"image_size {size} is too small for {name}: at least {images.smallest}"
+        raise UsageError(f"image_size {size} is too small for {name}: at least {images.smallest}")
     # A BatchNorm over one value a channel has no variance: at the last stage of a ResNet, and in Inception's
     # auxiliary classifier at its usual size.
     if settings.batch_size == 1 and (isinstance(images, InceptionConfig) or size == images.smallest):
-        return f"{name} at {size} pixels needs a batch of at least 2: give --batch-size"
-    return None
+        raise UsageError(f"{name} at {size} pixels needs a batch of at least 2: give --batch-size")
+    return settings
 
 
 def unsupported(settings: Settings) -> str | None:
@@ -136,9 +143,9 @@ GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Memory available to ranks on this machine: the host's (None if unknown), and each CUDA device's total."""
+    """Memory available to ranks on this machine: the host's, and each CUDA device's total."""
 
-    host_bytes: int | None
+    host_bytes: int
     device_bytes: tuple[int, ...]
 
 
@@ -195,7 +202,7 @@ def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
         # Ranks go round the devices.
         sharing = len(range(index, settings.world, len(machine.device_bytes) if on_cuda else 1))
         needed = state.bytes_of(parameters=parameters, world=settings.world) * sharing
-        if there is None or needed <= there:
+        if needed <= there:
             continue
         for_all = least.bytes_of(parameters=parameters, world=settings.world) * sharing
         advice = "choose a smaller model or more machines"
@@ -220,20 +227,15 @@ def this_machine() -> Machine:
     return Machine(available_bytes(), tuple(gpu.memory_bytes or most for gpu in visible_devices()))
 
 
-def available_bytes() -> int | None:
+def available_bytes() -> int:
     """Main memory available without swapping, within this process's control group."""
+    import psutil  # not at import: help needs no machine
+
+    available, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    if not available:
-        return None
-    try:
-        group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
         cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["file"]
     except (OSError, ValueError, KeyError):  # no group, or one without a limit ("max")
-        return available[0]
-    return min(available[0], limit - used + int(cached))
+        return int(available)
+    return min(available, limit - used + int(cached))

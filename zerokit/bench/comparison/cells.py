@@ -6,19 +6,18 @@ properties of the machine that are equal, or differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import cycle
 from statistics import median
 from typing import Any
 
-from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.engines import ENGINES, label_of
 from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record.record import Record, Run
 from zerokit.bench.record.schema import to_plain
-from zerokit.bench.record.settings import OPTIONS
 from zerokit.bench.record.status import Status
-from zerokit.bench.record.words import count, title_of, unusual, value_in_words
+from zerokit.bench.record.words import count, identity, title_of, unusual, value_in_words, varying
 from zerokit.text import printable
 
 _RUNS = ("first", "second", "third", "fourth")
@@ -26,23 +25,23 @@ ALONE = "compute-only"
 """The engine whose ranks train alone, each with its own losses."""
 
 WORK = ("model", "batch_size", "accumulate", "seq_len", "image_size")
+_LEFT_OPEN = ("precision", "device", "bucket_mb", "data", "image_size")
+"""The settings that a rank fills in: a record without ranks lacks them."""
 PACE = (*WORK, "precision", "device", "nodes", "nproc_per_node")
 """The settings that decide what forward and backward of a compute-only twin take."""
-
-# How long was measured, what for, and how often: not what was measured.
-_ASIDE = {"repeat", *(name for name, how in OPTIONS.items() if how.same_cell)}
 
 
 @dataclass(slots=True)
 class Cell:
     """One cell of a comparison: equal settings on an equal machine, with all repetitions, those that went well first.
 
-    `run` is the user's name for where its records are; `label` tells it from the others made together; `role` is its
-    colour: its engine's, or its run's if all engines are equal.
+    `run` is the user's name for where its records are, `settings` have no duration and repetition; `label` tells it
+    from the others made together; `role` is its colour: its engine's, or its run's if all engines are equal.
     """
 
     run: str
-    records: list[Record]
+    settings: dict[str, Any]
+    records: list[Record] = field(default_factory=list)
     label: str = ""
     baseline: Cell | None = field(default=None, repr=False)
     role: str = ""
@@ -64,21 +63,19 @@ class Cell:
         return self.first.status
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that describe the cell, by name, without duration and repetition."""
-        return _identity(self.first)
+    def machine(self) -> str | None:
+        """The digest of its environment; None where no rank has looked at it."""
+        return None if self.first.environment is None else self.first.environment.digest
 
     def measure(self, name: str) -> Measured | None:
         """A figure over the repetitions; None if no repetition has it."""
         if name not in self._measured:
-            records = self.measured_records
-            self._measured[name] = measure(METRICS[name], records) if records else None
+            self._measured[name] = measure(METRICS[name], self.measured_records)
         return self._measured[name]
 
     def value(self, name: str) -> float | None:
         """The figure's value without its error interval."""
-        values = values_of(METRICS[name], self.measured_records)
-        return METRICS[name].centre(values) if values else None
+        return None if (measured := self.measure(name)) is None else measured.value
 
 
 def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
@@ -90,18 +87,21 @@ def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
     """
     cells = [cell for run in runs for cell in _group(run)]
     _label(cells)
-    engines = {cell.first.settings.engine for cell in cells}
+    engines = {cell.settings["engine"] for cell in cells}
     colours = dict(zip(dict.fromkeys(cell.run for cell in cells), cycle(_RUNS), strict=False))
     for cell in cells:
-        engine = cell.first.settings.engine
-        cell.role = engine if engine in ENGINES else ALONE
-        if len(engines) == 1 and len(colours) > 1:
-            cell.role = colours[cell.run]
+        engine = cell.settings["engine"]
+        by_run = len(engines) == 1 and len(colours) > 1
+        cell.role = colours[cell.run] if by_run else engine if engine in ENGINES else ALONE
     own = [cell for cell in cells if cell.run == runs[0].name]
     chosen = next((cell for cell in cells if cell.label == baseline), None)
     if chosen is None and own and (len(runs) == 1 or len(own) == 1):
         chosen = next((cell for cell in own if cell.status == "ok"), own[0])
-    names = {name for run in runs for name in varying(cell.first for cell in cells if cell.run == run.name)}
+    names = {
+        name
+        for run in runs
+        for name in varying(cell.first.settings for cell in cells if cell.run == run.name)
+    }
     for cell in cells:
         if chosen is not None:
             cell.baseline = None if cell is chosen else chosen
@@ -116,54 +116,19 @@ def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
     return cells
 
 
-def _identity(record: Record) -> dict[str, Any]:
-    return {name: value for name, value in asdict(record.settings).items() if name not in _ASIDE}
-
-
 def _group(run: Run) -> list[Cell]:
-    cells: list[Cell] = []
-    well = [record for record in run.records if record.results is not None]
-    for record in [*well, *(record for record in run.records if record.results is None)]:
-        for cell in cells:
-            if _agree(cell.first, record):
-                cell.records.append(record)
-                break
-        else:
-            cells.append(Cell(run.name, [record]))
+    """The cells of a run, in the order of their first records."""
+    cells: dict[tuple[tuple[Any, ...], tuple[Any, ...]], Cell] = {}
+    for record in sorted(run.records, key=lambda one: one.results is None):
+        settings, place = identity(record.settings), record.environment
+        asked = tuple(value for name, value in settings.items() if name not in _LEFT_OPEN)
+        found = (place and place.digest, place and place.git_commit, *(settings[name] for name in _LEFT_OPEN))
+        key = asked, found
+        if place is None:  # no rank has looked: a repetition of whatever agrees with what is known
+            key = next((one for one in cells if one[0] == asked and all(map(_same, one[1], found))), key)
+        cells.setdefault(key, Cell(run.name, settings)).records.append(record)
     positions = {id(record): position for position, record in enumerate(run.records)}
-    return sorted(cells, key=lambda cell: min(positions[id(record)] for record in cell.records))
-
-
-def _agree(known: Record, record: Record) -> bool:
-    """Whether they are repetitions. A failed record lacks the settings that only a rank fills in."""
-    if record.environment is not None and known.environment is not None:
-        commits = known.environment.git_commit, record.environment.git_commit
-        if known.environment.digest != record.environment.digest or commits[0] != commits[1]:
-            return False
-    one, other = _identity(known), _identity(record)
-    unfilled = record.environment is None
-    return all(one[name] == other[name] or (unfilled and other[name] is None) for name in one)
-
-
-def varying(records: Iterable[Record]) -> list[str]:
-    """The settings that differ between records; None values are ignored."""
-    rows = [_identity(record) for record in records]
-    names = list(rows[0]) if rows else []
-    return [name for name in names if len({repr(row[name]) for row in rows if row[name] is not None}) > 1]
-
-
-def name_of(record: Record, names: Iterable[str]) -> str:
-    """A label: the engine, its stage if it has several, and the values of these settings."""
-    settings = record.settings
-    engine = ENGINES.get(settings.engine)
-    words = [settings.engine if engine is None else engine.title]
-    if engine is None or engine.stages != (settings.stage,):
-        words[0] += f" {settings.stage}"
-    for name in names:
-        value = getattr(settings, name)
-        if name not in ("engine", "stage") and value is not None:
-            words.append(value_in_words(name, value))
-    return " · ".join(words)
+    return sorted(cells.values(), key=lambda cell: min(positions[id(record)] for record in cell.records))
 
 
 def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
@@ -173,7 +138,7 @@ def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
         if cell.status == "unsupported":
             # "ddp has no stage 1: it has stage 0 only": of several stages, what they have in common is enough.
             common = (cell.first.reason or "").rpartition(": ")[2]
-            groups.setdefault((cell.first.settings.engine, common), []).append(cell)
+            groups.setdefault((cell.settings["engine"], common), []).append(cell)
     return [
         (", ".join(cell.label for cell in group), common if len(group) > 1 else group[0].first.reason or "")
         for (_, common), group in groups.items()
@@ -181,21 +146,19 @@ def unsupported(cells: Sequence[Cell]) -> list[tuple[str, str]]:
 
 
 def _label(cells: Sequence[Cell]) -> None:
-    names = varying(cell.first for cell in cells)
+    names = varying(cell.first.settings for cell in cells)
     runs = short_names(list(dict.fromkeys(cell.run for cell in cells)))
     for cell in cells:
-        cell.label = name_of(cell.first, names)
+        cell.label = " · ".join(label_of(cell.first.settings, names))
     if any(len({cell.run for cell in alike}) > 1 for alike in _by_label(cells)):
         for cell in cells:
             cell.label = f"{runs[cell.run]}: {cell.label}"
-    for alike in _by_label(cells):
-        if len(alike) == 1:
-            continue
-        # Equal settings on another machine, another commit or another day: say which.
-        marks: list[str] = []
+    # Equal settings on another machine, another commit or another day: say which.
+    for alike in (group for group in _by_label(cells) if len(group) > 1):
         for mark in (_commit, lambda record: record.created[:19], lambda record: record.id[:8]):
-            if len(set(marks)) < len(alike):
-                marks = [mark(cell.first) for cell in alike]
+            marks = [mark(cell.first) for cell in alike]
+            if len(set(marks)) == len(alike):
+                break
         for cell, text in zip(alike, marks, strict=True):
             cell.label = f"{cell.label} · {text}"
 
@@ -208,10 +171,8 @@ def _by_label(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def _commit(record: Record) -> str:
-    commit = record.environment.git_commit if record.environment is not None else None
-    if not commit:
-        return ""
-    return commit[:8] + ("-dirty" if commit.endswith("-dirty") else "")
+    commit = (record.environment.git_commit if record.environment else None) or ""
+    return commit[:8] + "-dirty" * commit.endswith("-dirty")
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -241,7 +202,7 @@ def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list
 
     The settings that vary are left out: labels say them.
     """
-    rows, labelled = [_rows(cell) for cell in cells], set(varying(cell.first for cell in cells))
+    rows, labelled = [_rows(cell) for cell in cells], set(varying(cell.first.settings for cell in cells))
     differing, equal = [], []
     for name in dict.fromkeys(name for row in rows for name in row if name not in labelled):
         values = [row.get(name, "") for row in rows]
@@ -255,7 +216,7 @@ def conditions(cells: Sequence[Cell]) -> tuple[list[tuple[str, list[str]]], list
 
 def common_words(cells: Sequence[Cell]) -> list[str]:
     """What all cells have in common, for the line above their table."""
-    names = varying(cell.first for cell in cells)
+    names = varying(cell.first.settings for cell in cells)
     first = next((cell.first for cell in cells if cell.status == "ok"), cells[0].first)
     settings, words = first.settings, []
     if "model" not in names:
@@ -284,27 +245,24 @@ def drift_notes(cells: Sequence[Cell]) -> list[str]:
 
     The pace is that of the compute-only twins, else that of equal cells in several rounds.
     """
-    found = []
     paces: dict[tuple[object, ...], list[float]] = {}
+    drifts = [0.0]
     for cell in cells:
-        work = tuple(cell.settings[name] for name in PACE)
+        work = (cell.machine, *(cell.settings[name] for name in PACE))
         for record in cell.measured_records:
-            if record.twin is not None and record.twin.pace_ms:
+            drifts += [abs(value) for value in values_of(METRICS["step/drift"], [record])]
+            if record.twin is not None:
                 paces.setdefault(work, []).append(median(record.twin.pace_ms))
             else:
                 paces.setdefault((id(cell), *work), []).extend(values_of(METRICS["step/p50_ms"], [record]))
-    if (
-        change := max((max(one) / min(one) - 1 for one in paces.values() if min(one) > 0), default=0)
-    ) > DRIFT:
-        found.append(
-            f"The machine's speed changed between runs: the same work took up to {change:.0%} longer."
-        )
-    drifts = [
-        record.results.step.drift for cell in cells for record in cell.measured_records if record.results
-    ]
-    if not found and (most := max(map(abs, drifts), default=0.0)) > DRIFT:
-        found.append(f"The machine's speed changed during a run, by up to {most:.0%} of a step.")
-    if found and any(len(cell.measured_records) == 1 for cell in cells):
+    change = max((max(one) / min(one) - 1 for one in paces.values() if min(one) > 0), default=0.0)
+    if change > DRIFT:
+        found = [f"The machine's speed changed between runs: the same work took up to {change:.0%} longer."]
+    elif max(drifts) > DRIFT:
+        found = [f"The machine's speed changed during a run, by up to {max(drifts):.0%} of a step."]
+    else:
+        return []
+    if any(len(cell.measured_records) == 1 for cell in cells):
         found.append("Run several rounds (--repeats 3), and do not compare single runs.")
     return [note.replace("%", " %") for note in found]
 
@@ -322,11 +280,8 @@ def _rows(cell: Cell) -> dict[str, str]:
             rows["model FLOPs"] = f"{count(model.flops_per_unit)} a {model.unit.removesuffix('s')}"
             rows["FLOPs counted as"] = model.flops_convention or ""
     if record.results is not None:
-        rows["measured steps"] = ", ".join(
-            dict.fromkeys(
-                str(one.results.step.count) for one in cell.measured_records if one.results is not None
-            )
-        )
+        counts = dict.fromkeys(one.results.step.count for one in cell.measured_records if one.results)
+        rows["measured steps"] = ", ".join(map(str, counts))
         if any(one.restarts for one in cell.records):
             rows["restarted"] = ", ".join(f"{one.restarts}×" for one in cell.records)
         if len(cell.measured_records) > 1:

@@ -66,8 +66,8 @@ def comparable(cell: Cell, baseline: Cell, name: str) -> bool:
     own, other = cell.settings, baseline.settings
     if own["model"] != other["model"]:
         return not name.startswith((*_OF_A_STEP, "throughput/"))
-    if name == PACED and not _same_twins(baseline, cell):
-        return False
+    if name == PACED and (cell.machine != baseline.machine or any(own[one] != other[one] for one in PACE)):
+        return False  # their twins do not do the same
     if name == "loss_last" and len(steps_of([cell, baseline])) > 1:
         return False
     if name.startswith("loss_") and (own["engine"] == ALONE) != (other["engine"] == ALONE):
@@ -109,20 +109,22 @@ class Rounds:
         if not before or not after:
             return None
         if metric.counted and len({*before}) == len({*after}) == 1:
-            before, after = before[:1], after[:1]
-        turns = [[(record.sweep or "", record.settings.repeat) for record in one] for one in records]
+            return cls(metric, before[:1], after[:1], paired=False)
+        turns = [
+            {
+                (one.sweep or "", one.settings.repeat): value
+                for one in some
+                for value in values_of(metric, [one])
+            }
+            for some in records
+        ]
         # The twin of a paced step is closer to it in time than another cell of the same round. Single benches have no
         # rounds: to pair the least with the least would hide their noise.
         paired = name != PACED and all(record.sweep for one in records for record in one)
-        paired = (
-            paired and len(before) == len(after) == len(turns[0]) and sorted(turns[0]) == sorted(turns[1])
-        )
-        if paired:
-            before, after = (
-                [value for _, value in sorted(zip(turn, values, strict=True))]
-                for turn, values in zip(turns, (before, after), strict=True)
-            )
-        return cls(metric, before, after, paired)
+        if paired and turns[0].keys() == turns[1].keys() and len(turns[0]) == len(before) == len(after):
+            before, after = ([one[turn] for turn in sorted(one)] for one in turns)
+            return cls(metric, before, after, paired=True)
+        return cls(metric, before, after, paired=False)
 
     def _scaled(self) -> tuple[list[float], list[float]]:
         """The values as they are compared: their logarithms, where they have ratios."""
@@ -156,14 +158,6 @@ class Rounds:
         if min(map(len, scaled)) < 2 or scaled[0] is self.before:
             return DEFAULT_REPEATS
         return repeats_for(*scaled, math.log1p(percent / 100))
-
-
-def _same_twins(one: Cell, other: Cell) -> bool:
-    """Whether both twins do the same on an equal machine."""
-    places = [cell.first.environment for cell in (one, other)]
-    return all(one.settings[name] == other.settings[name] for name in PACE) and (
-        places[0] is not None and places[1] is not None and places[0].digest == places[1].digest
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,10 +296,16 @@ def loss_note(cells: Sequence[Cell]) -> str:
 
     def say(by_engine: bool) -> str | None:
         groups = [g for g in _alike(cells, lambda _: by_engine) if len({label for label, _ in g}) > 1]
-        shares = [_largest([*zip(g[0][1], losses, strict=False)])[1] for g in groups for _, losses in g[1:]]
-        if not shares:
+        if not groups:
             return None
-        return f"differ by at most {max(shares):.1e} of them" if max(shares) else "are bitwise identical"
+        steps = [step for group in groups for step in zip(*(losses for _, losses in group), strict=False)]
+        ends: list[tuple[float | None, float | None]] = []  # of any two: the least and the greatest of a step
+        for step in steps:
+            known = [loss for loss in step if loss is not None]
+            whole = len(known) in (0, len(step))
+            ends.append((min(known, default=None), max(known, default=None)) if whole else (0.0, None))
+        share = _largest(ends)[1]
+        return f"differ by at most {share:.1e} of them" if share else "are bitwise identical"
 
     among_all, of_one = say(False), say(True)
     if among_all is None:

@@ -13,6 +13,7 @@ from zerokit.bench.record.metrics import METRICS, PACED, UNITS, Measured, instru
 
 GIB_FROM = 10 * 1024.0
 """MiB from which GiB read better."""
+_SHARES = ("mfu", "step/spread", "step/drift")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,20 +23,6 @@ class Scale:
     unit: str
     factor: float
     decimals: int
-
-    @classmethod
-    def of(cls, unit: str, values: Sequence[float | None]) -> Scale:
-        """Three digits of the typical value, in a unit that keeps it readable."""
-        found = [abs(value) for value in values if value and math.isfinite(value)]
-        typical = median(found) if found else 0.0
-        factor = 1.0
-        if unit == "MiB" and typical >= GIB_FROM:
-            unit, factor = "GiB", 1 / 1024
-        elif unit == "ms" and typical >= 10_000:
-            unit, factor = "s", 1e-3
-        typical *= factor
-        decimals = 2 - math.floor(math.log10(typical)) if typical else 0
-        return cls(unit, factor, min(max(decimals, 0), 4))
 
     def text(self, value: float | None) -> str:
         """A number with thousands separators and a real minus sign; "–" if there is no value."""
@@ -47,16 +34,23 @@ class Scale:
         return text.replace("-", "−")
 
 
-def scale_of(name: str, unit: str, values: Sequence[float | None]) -> Scale:
-    """The format of a metric's column: shares are in percent, losses with four decimals."""
-    if name in ("mfu", "step/spread", "step/drift"):
-        decimals = Scale.of("%", [None if value is None else 100 * value for value in values]).decimals
-        return Scale("%", 100.0, min(max(decimals, 1), 2))
-    if name.startswith("loss"):
-        return Scale("", 1.0, 4)
-    if name in ("skipped_steps", "traffic/elements_per_step"):
-        return Scale(unit, 1.0, 0)
-    return Scale.of(unit, values)
+def scale_of(name: str, values: Iterable[float | None]) -> Scale:
+    """The format of a metric's column: three digits of the typical value, in a unit that keeps it readable."""
+    found = [abs(value) for value in values if value and math.isfinite(value)]
+    typical = median(found) if found else 0.0
+    unit, factor, fewest, most = METRICS[name].unit, 1.0, 0, 4
+    if unit == "MiB" and typical >= GIB_FROM:
+        unit, factor = "GiB", 1 / 1024
+    elif unit == "ms" and typical >= 10_000:
+        unit, factor = "s", 1e-3
+    elif name in _SHARES:
+        unit, factor, fewest, most = "%", 100.0, 1, 2
+    elif name.startswith("loss"):
+        fewest = 4
+    elif name in ("skipped_steps", "traffic/elements_per_step"):
+        most = 0
+    decimals = 2 - math.floor(math.log10(typical * factor)) if typical else 0
+    return Scale(unit, factor, min(max(decimals, fewest), most))
 
 
 def percent(difference: Difference) -> str:
@@ -151,26 +145,26 @@ def columns_of(cells: Sequence[Cell], names: Sequence[str], *, compared: bool = 
     for name in names:
         values = [cell.value(name) for cell in cells]
         if any(value is not None for value in values):
-            scale = scale_of(name, METRICS[name].unit, values)
-            rate, entries = name.startswith("throughput"), []
-            for cell in cells:
-                measured, baseline = cell.measure(name), cell.baseline if compared else None
-                if measured is not None and within_noise(name, measured):
-                    entries.append(Entry(WITHIN_NOISE))
-                    continue
-                error = measured.error if measured else None
-                entries.append(
-                    Entry(
-                        scale.text(measured.value if measured else None),
-                        f"±{scale.text(error)}" if error and not rate else "",
-                        # That of a throughput is that of the step beside it, the other way round.
-                        *_change(
-                            None if rate and "step/p50_ms" in names else difference(cell, baseline, name)
-                        ),
-                    )
-                )
-            columns.append(Column(name, METRICS[name].title, scale.unit, tuple(entries)))
+            scale = scale_of(name, values)
+            # The change of a throughput is that of the step beside it, the other way round.
+            beside = compared and not (name.startswith("throughput") and "step/p50_ms" in names)
+            entries = tuple(_entry(cell, name, scale, compared=beside) for cell in cells)
+            columns.append(Column(name, METRICS[name].title, scale.unit, entries))
     return columns
+
+
+def _entry(cell: Cell, name: str, scale: Scale, *, compared: bool) -> Entry:
+    if (measured := cell.measure(name)) is None:
+        return Entry(scale.text(None))
+    if within_noise(name, measured):
+        return Entry(WITHIN_NOISE)
+    error = f"±{scale.text(measured.error)}" if measured.error and not name.startswith("throughput") else ""
+    base = cell.baseline.measure(name) if compared and cell.baseline is not None else None
+    if base is None or (
+        METRICS[name].additive and base.value <= (base.error or 0.0)
+    ):  # no ratio means anything
+        return Entry(scale.text(measured.value), error)
+    return Entry(scale.text(measured.value), error, *_change(difference(cell, cell.baseline, name)))
 
 
 def _change(change: Difference | None) -> tuple[str, str]:
@@ -248,7 +242,7 @@ def _contest(superlative: str, cells: Sequence[Cell], name: str, behind: str = "
     changes = [(cell, difference(cell, best, name)) for cell in cells if cell is not best]
     unbeaten = [best, *(cell for cell, change in changes if change and change.verdict in _UNDECIDED)]
     values = [cell.value(name) or 0.0 for cell in unbeaten]
-    scale = scale_of(name, METRICS[name].unit, values)
+    scale = scale_of(name, values)
     ends = dict.fromkeys(scale.text(value) for value in (min(values), max(values)))
     what = f"{' to '.join(ends)} {scale.unit}{behind}"
     if len(unbeaten) == 1:

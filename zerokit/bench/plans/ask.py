@@ -91,8 +91,8 @@ def plan(
     precisions: tuple[str, ...] = _several(precision) or usual
     efficiencies, reasons = _efficiencies(where, gpus, precisions, measured)
     room = where.device.memory_bytes
-    if not room and not on_cuda and (available := available_bytes()) is not None:
-        room = available // where.ranks_per_node
+    if not room and not on_cuda:
+        room = available_bytes() // where.ranks_per_node
     question = Question(
         where,
         gpus,

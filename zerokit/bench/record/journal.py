@@ -13,11 +13,13 @@ whichever checkpoint the job goes on, those of all steps before it are here. Sta
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -120,28 +122,21 @@ class Journal:
         """The number of parts that have begun."""
         return len(self._files())
 
-    def begin_part(
-        self, *, world: int, nodes: int, step: int, samples: int, samples_per_step: int
-    ) -> PartWriter:
-        """Begin a part after `step` steps and `samples` samples of the run."""
+    def begin_part(self, part: Part) -> PartWriter:
+        """Begin a part; its last step and end follow."""
         make_directories(self._folder)
-        header = {"world": world, "nodes": nodes, "step": step, "samples": samples}
-        header["samples_per_step"] = samples_per_step
-        number = self.count()
-        while True:
+        for number in itertools.count(self.count()):
             path = self._folder / f"part-{number:04d}.jsonl"
-            try:
-                with path.open("x", encoding="utf-8") as file:
-                    file.write(json.dumps(header) + "\n")
-                system().sync_directory(self._folder)  # losses that are synced need the file's name
-                return PartWriter(path)
-            except FileExistsError:
-                number += 1
+            with suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(part)) + "\n")
+                break
+        system().sync_directory(self._folder)  # losses that are synced need the file's name
+        return PartWriter(path)
 
     def end_part(self, number: int, why: str) -> None:
         """Note why part `number` (from 0) ended; ignored if it never began or already has a reason."""
         files = self._files()
-        if number < len(files) and not any("ended" in line for line in _lines(files[number])):
+        if number < len(files) and not any(line.get("ended") for line in _lines(files[number])):
             with files[number].open("a", encoding="utf-8") as file:
                 # Its writer may have been killed within a line.
                 file.write("\n" + json.dumps({"ended": why}) + "\n")
@@ -152,10 +147,10 @@ class Journal:
         files = self._files()
         for number, file in enumerate(files):
             lines = list(_lines(file))
-            if not lines or "world" not in lines[0]:
+            if not lines or "first_step" not in lines[0]:
                 continue  # killed before its first line was whole
             begun, rest = lines[0], lines[1:]
-            step = begun["step"]
+            step = begun["first_step"] - 1
             if not story.parts or step < first or step > first + len(story.loss):
                 # Other benches have trained between, or checkpoints were removed: the history begins here.
                 story, first = Story(), step
@@ -168,17 +163,8 @@ class Journal:
                     story.gradient_norm += line["gradient_norm"]
                     last = max(last, first + len(story.loss))
             why = next((line["ended"] for line in rest if "ended" in line), None)
-            story.parts.append(
-                Part(
-                    world=begun["world"],
-                    nodes=begun["nodes"],
-                    first_step=step + 1,
-                    last_step=last,
-                    first_sample=begun["samples"],
-                    samples_per_step=begun["samples_per_step"],
-                    ended=why or (FINISHED if number == len(files) - 1 else UNKNOWN),
-                )
-            )
+            why = why or (FINISHED if number == len(files) - 1 else UNKNOWN)
+            story.parts.append(Part(**{**begun, "last_step": last, "ended": why}))
         return story
 
     def finish(self) -> None:

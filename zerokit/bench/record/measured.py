@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from zerokit.bench.record.schema import Count, Number, to_plain
@@ -126,6 +127,11 @@ class Checkpoints:
     saves: list[Save] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def median_save_ms(self) -> float | None:
+        """How long training waited for the median save."""
+        return median([save.ms for save in self.saves]) if self.saves else None
+
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
@@ -216,20 +222,19 @@ class Twin:
 
     `stage` 0 stepped the whole optimizer on every rank, 1 a 1/N share. `step_ms` is of each step's slowest rank.
     The cell made its own steps in turn with them, in the same processes: `own_ms`, in the same order. `pace_ms` is the
-    forward and backward part of `step_ms`, the same work for every engine and stage. In older records the twin ran by
-    itself, and both are empty.
+    forward and backward part of `step_ms`, the same work for every engine and stage.
     """
 
     stage: Count
     step_ms: list[Number]
     step: Summary
-    own_ms: list[Number] = field(default_factory=list)
-    pace_ms: list[Number] = field(default_factory=list)
+    own_ms: list[Number]
+    pace_ms: list[Number]
 
     @property
     def costs_ms(self) -> list[float]:
-        """The extra time of each of the cell's steps over the twin's step next to it; empty in older records."""
-        return [own - alone for own, alone in zip(self.own_ms, self.step_ms, strict=False)]
+        """The extra time of each of the cell's steps over the twin's step next to it."""
+        return [own - alone for own, alone in zip(self.own_ms, self.step_ms, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +267,11 @@ class Planned:
     highest_bytes: dict[str, Count]
     step_ms: Number | None = None
     reason: str | None = None
+
+    @property
+    def total_bytes(self) -> int | None:
+        """All kinds of `peak_bytes`; None for a model that cannot be planned."""
+        return sum(self.peak_bytes.values()) or None
 
 
 @dataclass(frozen=True, slots=True)

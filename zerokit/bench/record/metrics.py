@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -93,8 +93,11 @@ def measure(metric: Metric, records: Sequence[Record]) -> Measured | None:
     if len(values) == 1:
         if metric.counted:
             return Measured(values[0], 0.0)
-        cost = metric.name == "comm/cost_ms"
-        return Measured(values[0], _error_of_cost(records) if cost else None)
+        twin = next((record.twin for record in records if record.twin is not None), None)
+        if twin is None or metric.name != "comm/cost_ms":
+            return Measured(values[0], None)
+        low, high = median_interval(twin.costs_ms)
+        return Measured(values[0], (high - low) / 2)
     centre = metric.centre(values)
     if metric.has_ratios(values):
         return Measured(centre, centre * mean_interval([math.log(value) for value in values])[1])
@@ -119,10 +122,6 @@ def _read(path: str, factor: float = 1.0) -> Read:
     return value
 
 
-def _in_mib(path: str) -> Read:
-    return _read(path, 1 / MIB)
-
-
 def _throughput(unit: str, name: str) -> Read:
     value = _read(f"results.{name}")
     return lambda record: value(record) if record.model and record.model.unit == unit else None
@@ -139,11 +138,6 @@ def _peak_in_a_step(record: Record) -> float | None:
     return _largest(map(sum, readings))
 
 
-def _planned_peak(record: Record) -> float | None:
-    """MiB of all tensors on the rank that holds most."""
-    return _largest([sum(record.planned.peak_bytes.values()) or None]) if record.planned else None
-
-
 def _device(name: str) -> Read:
     """A figure of a rank's device, where it is largest."""
     return lambda record: _largest(
@@ -157,9 +151,7 @@ def _largest(sizes: Iterable[int | None]) -> float | None:
 
 
 def _bandwidth(operation: str) -> Read:
-    return lambda record: next(
-        (one.bus_gb_per_s for one in record.bandwidth if one.operation == operation), None
-    )
+    return lambda record: {one.operation: one.bus_gb_per_s for one in record.bandwidth}.get(operation)
 
 
 def _paced(record: Record) -> float | None:
@@ -168,9 +160,9 @@ def _paced(record: Record) -> float | None:
     The geometric mean of the middle half of the pairs. When the machine is slower for a while, both are.
     """
     twin = record.twin
-    pairs = [] if twin is None else list(zip(twin.own_ms, twin.pace_ms, strict=False))
-    if not pairs or min(map(min, pairs)) <= 0:
+    if twin is None or min(*twin.own_ms, *twin.pace_ms) <= 0:
         return None
+    pairs = zip(twin.own_ms, twin.pace_ms, strict=True)
     ratios = sorted(math.log(own / pace) for own, pace in pairs)
     aside = len(ratios) // 4
     return math.exp(fmean(ratios[aside : len(ratios) - aside]))
@@ -180,18 +172,6 @@ def _wall(record: Record) -> float | None:
     """A step's share of the host's clock over all measured ones; None where each was timed by it."""
     windows = [rank.window_ms for rank in record.ranks if rank.window_ms is not None]
     return max(windows) / len(record.ranks[0].step_ms) if windows else None
-
-
-def _skipped(record: Record) -> float | None:
-    return record.skipped_steps if record.results else None
-
-
-def _build(record: Record) -> float | None:
-    return max((rank.build_ms for rank in record.ranks), default=None)
-
-
-def _save(record: Record) -> float | None:
-    return median([one.ms for one in record.checkpoints.saves]) if record.checkpoints.saves else None
 
 
 _LOSSES_OF_A_TARGET = 5
@@ -216,65 +196,56 @@ def _to_target(unit: str) -> Read:
     return value
 
 
-def _error_of_cost(records: Sequence[Record]) -> float | None:
-    """The error of the cost of communication, from pairs of steps in a run; older records have no pairs."""
-    for record in records:
-        if record.twin is not None and record.twin.costs_ms:
-            low, high = median_interval(record.twin.costs_ms)
-            return (high - low) / 2
-    return None
-
-
-def _table() -> Iterator[tuple[str, str, str, Read]]:
-    """Name, title, unit and value of each."""
+def _table() -> Iterator[tuple[str, str, str, Read | str]]:
+    """Name, title, unit and value of each; a value may be a path in the record."""
     for name in ("p50", "p10", "p90", "p99", "mean"):
-        yield f"step/{name}_ms", f"step {name}", "ms", _read(f"results.step.{name}")
-    yield "step/planned_ms", "step, planned", "ms", _read("planned.step_ms")
+        yield f"step/{name}_ms", f"step {name}", "ms", f"results.step.{name}"
+    yield "step/planned_ms", "step, planned", "ms", "planned.step_ms"
     yield PACED, "step, paced", "×", _paced
     yield "step/wall_mean_ms", "step mean, wall", "ms", _wall
     for name in ("spread", "drift"):
-        yield f"step/{name}", f"step {name}", "", _read(f"results.step.{name}")
+        yield f"step/{name}", f"step {name}", "", f"results.step.{name}"
     for name in ("p50", "p90"):
-        yield f"step/skew_{name}_ms", f"skew {name}", "ms", _read(f"results.skew.{name}")
+        yield f"step/skew_{name}_ms", f"skew {name}", "ms", f"results.skew.{name}"
     for unit in UNITS:
         for end, title in (("", ""), ("_per_rank", " a rank"), ("_per_device", " a device")):
             name = f"throughput/{unit}_per_s{end}"
             yield name, f"throughput{title}", f"{unit}/s", _throughput(unit, f"throughput{end}")
-    yield "mfu", "MFU", "", _read("results.utilisation.mfu")
+    yield "mfu", "MFU", "", "results.utilisation.mfu"
     flops = _read("results.utilisation.model_flops_per_s", 1e-12)
     yield "model_tflops_per_s_per_device", "model FLOPs a device", "TFLOP/s", flops
     for name, title, value in (
-        ("peak_host", "peak host", _in_mib("results.peak_host_bytes")),
-        ("peak_host_minimum", "peak host, least", _in_mib("results.peak_host_bytes_minimum")),
-        ("peak_allocated", "peak CUDA", _in_mib("results.peak_allocated_bytes")),
-        ("peak_allocated_minimum", "peak CUDA, least", _in_mib("results.peak_allocated_bytes_minimum")),
-        ("peak_reserved", "peak CUDA reserved", _in_mib("results.peak_reserved_bytes")),
+        ("peak_host", "peak host", "results.peak_host_bytes"),
+        ("peak_host_minimum", "peak host, least", "results.peak_host_bytes_minimum"),
+        ("peak_allocated", "peak CUDA", "results.peak_allocated_bytes"),
+        ("peak_allocated_minimum", "peak CUDA, least", "results.peak_allocated_bytes_minimum"),
+        ("peak_reserved", "peak CUDA reserved", "results.peak_reserved_bytes"),
         ("setup_allocated", "peak CUDA, setup", _device("setup_allocated_bytes")),
         ("device_used", "device used", _device("used_bytes")),
         ("step_peak", "peak in a step", _peak_in_a_step),
-        ("planned_peak", "peak, planned", _planned_peak),
+        ("planned_peak", "peak, planned", "planned.total_bytes"),
         ("state", "state", _state("memory_bytes")),
         ("state_predicted", "state, formula", _state("predicted_memory_bytes")),
     ):
         yield f"memory/{name}_mib", title, "MiB", value
-    yield "comm/cost_ms", "communication", "ms", _read("results.communication_ms")
-    yield "comm/twin_p50_ms", "compute only", "ms", _read("twin.step.p50")
-    yield "comm/exposed_ms", "exposed", "ms", _read("phases.exposed_communication_ms")
+    yield "comm/cost_ms", "communication", "ms", "results.communication_ms"
+    yield "comm/twin_p50_ms", "compute only", "ms", "twin.step.p50"
+    yield "comm/exposed_ms", "exposed", "ms", "phases.exposed_communication_ms"
     for name in ("forward", "backward", "optimizer"):
-        yield f"phase/{name}_ms", name, "ms", _read(f"phases.{name}_ms")
-    yield "traffic/mib_per_step", "moved a step", "MiB", _in_mib("traffic.bytes")
-    yield "traffic/predicted_mib_per_step", "moved, formula", "MiB", _in_mib("traffic.predicted_bytes")
-    yield "traffic/elements_per_step", "elements moved a step", "", _read("traffic.elements")
+        yield f"phase/{name}_ms", name, "ms", f"phases.{name}_ms"
+    yield "traffic/mib_per_step", "moved a step", "MiB", "traffic.bytes"
+    yield "traffic/predicted_mib_per_step", "moved, formula", "MiB", "traffic.predicted_bytes"
+    yield "traffic/elements_per_step", "elements moved a step", "", "traffic.elements"
     for name in OPERATIONS:
         yield f"bus/{name}_gb_per_s", f"bus, {name.replace('_', '-')}", "GB/s", _bandwidth(name)
-    yield "loss_first", "first loss", "", _read("results.loss_first")
-    yield "loss_last", "last loss", "", _read("results.loss_last")
+    yield "loss_first", "first loss", "", "results.loss_first"
+    yield "loss_last", "last loss", "", "results.loss_last"
     for unit in UNITS:
         yield f"to_target/{unit}", "to the target loss", unit, _to_target(unit)
-    yield "skipped_steps", "skipped steps", "", _skipped
-    yield "build_ms", "build", "ms", _build
-    yield "checkpoint/save_ms", "save", "ms", _save
-    yield "checkpoint/load_ms", "load", "ms", _read("checkpoints.load_ms")
+    yield "skipped_steps", "skipped steps", "", lambda one: one.skipped_steps if one.results else None
+    yield "build_ms", "build", "ms", lambda one: max((rank.build_ms for rank in one.ranks), default=None)
+    yield "checkpoint/save_ms", "save", "ms", "checkpoints.median_save_ms"
+    yield "checkpoint/load_ms", "load", "ms", "checkpoints.load_ms"
 
 
 _COUNTED = ("memory/state", "memory/planned_peak", "step/planned", "traffic/", "loss_", "skipped_steps")
@@ -291,7 +262,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         name: Metric(
             *(name, title, unit),
             better="higher" if unit.endswith("/s") or name == "mfu" else "lower",
-            value=value,
+            value=_read(value, 1 / MIB if unit == "MiB" else 1.0) if isinstance(value, str) else value,
             counted=name.startswith(_COUNTED),
             additive=name in ("comm/cost_ms", "step/drift"),
         )

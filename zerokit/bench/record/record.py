@@ -131,10 +131,10 @@ def _require_consistent(record: Record) -> None:
         raise ValueError("ranks: ranks have different numbers of steps")
     if any(rank.window_ms is not None and not rank.step_ms for rank in record.ranks):
         raise ValueError("ranks: window_ms is set, but there are no steps")
-    if record.twin is not None:
-        for name in ("own_ms", "pace_ms"):
-            if len(getattr(record.twin, name)) not in (0, len(record.twin.step_ms)):
-                raise ValueError(f"twin.{name}: the number of steps differs from step_ms")
+    if (twin := record.twin) is not None and not 0 < len(twin.step_ms) == len(twin.own_ms) == len(
+        twin.pace_ms
+    ):
+        raise ValueError("twin: step_ms, own_ms and pace_ms have different numbers of steps, or none")
     for node, samples in enumerate(record.system):
         _check_series(f"system[{node}].series", samples.series, samples.seconds)
     if record.timeline is not None:
@@ -249,7 +249,7 @@ def summarise(
         skew=Summary.of(skew([rank.step_ms for rank in ranks])),
         throughput=throughput,
         throughput_per_rank=per_rank,
-        communication_ms=None if twin is None else median(twin.costs_ms or [step.p50 - twin.step.p50]),
+        communication_ms=None if twin is None else median(twin.costs_ms),
         utilisation=use if one_kind else None,
         loss_first=loss[0],
         loss_last=loss[-1],

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
@@ -261,54 +261,44 @@ class Settings:
                 raise UsageError(f"{name} must be above {how.above}, not {value}")
         if self.clip == 0:
             object.__setattr__(self, "clip", None)
-        self._check_local_steps()
-        self._check_mesh()
-        if self.save is None and (self.resume or self.save_every is not None or self.background):
-            raise UsageError("save_every, background and resume need a run directory: give --save as well")
-        if self.elastic and self.save is None:
-            raise UsageError(
-                "an elastic bench resumes from its checkpoints: give a run directory with --save"
-            )
-        if self.save is not None and self.engine != "zerokit":
-            raise UsageError(f"--save writes zerokit's checkpoints, which engine {self.engine!r} cannot")
+        if (contradiction := next(self._contradictions(), None)) is not None:
+            raise UsageError(contradiction)
 
-    def _check_local_steps(self) -> None:
-        if self.every is None:
-            if self.fragments != 1 or self.delay:
-                raise UsageError("--fragments and --delay belong to local steps: give --every too")
-            return
-        if self.outer_stage is not None:
-            raise UsageError("--every synchronises over the outer axis itself: omit --outer-stage")
-        if self.world == 1:
-            raise UsageError("--every needs islands to synchronise: give at least 2 ranks")
-        if self.delay >= self.every:
-            raise UsageError(f"--delay {self.delay} must be under --every {self.every}")
-        if self.fragments > self.every:
-            raise UsageError(f"--fragments {self.fragments} must be at most --every {self.every}")
-
-    def _check_mesh(self) -> None:
-        if self.mesh is None:
+    def _contradictions(self) -> Iterator[str]:
+        if self.every is None and (self.fragments != 1 or self.delay):
+            yield "--fragments and --delay belong to local steps: give --every too"
+        if self.every is not None:
             if self.outer_stage is not None:
-                raise UsageError(
-                    "--outer-stage is the stage of a mesh's outer axis: give --mesh, such as 2x4, too"
+                yield "--every synchronises over the outer axis itself: omit --outer-stage"
+            if self.world == 1:
+                yield "--every needs islands to synchronise: give at least 2 ranks"
+            if self.delay >= self.every:
+                yield f"--delay {self.delay} must be under --every {self.every}"
+            if self.fragments > self.every:
+                yield f"--fragments {self.fragments} must be at most --every {self.every}"
+        if self.mesh is None and self.outer_stage is not None:
+            yield "--outer-stage is the stage of a mesh's outer axis: give --mesh, such as 2x4, too"
+        if self.mesh is not None:
+            outer, inner = parse_mesh(self.mesh)
+            islands = self.every is not None and outer > 1
+            if outer * inner != self.world or (1 in (outer, inner) and not islands):
+                yield (
+                    f"mesh {self.mesh} has {outer * inner} ranks, and there are {self.world}: the product of its axes "
+                    "must be the number of ranks, and neither axis 1"
                 )
-            return
-        outer, inner = parse_mesh(self.mesh)
-        islands = self.every is not None and outer > 1
-        if outer * inner != self.world or (1 in (outer, inner) and not islands):
-            raise UsageError(
-                f"mesh {self.mesh} has {outer * inner} ranks, and there are {self.world}: the product of its axes must "
-                "be the number of ranks, and neither axis 1"
-            )
-        if self.outer_stage is not None and not 0 <= self.outer_stage <= self.stage:
-            raise UsageError(
-                f"outer stage {self.outer_stage} with stage {self.stage}: it lies between 0 and the inner one"
-            )
-        if self.elastic and not (islands and outer == self.nodes):
-            raise UsageError(
-                "an elastic bench changes the number of ranks, which a mesh fixes: leave --mesh out, or let each "
-                "node be an island (--mesh NODESxRANKS with --every)"
-            )
+            if self.outer_stage is not None and self.outer_stage > self.stage:
+                yield f"outer stage {self.outer_stage} with stage {self.stage}: it lies between 0 and the inner one"
+            if self.elastic and not (islands and outer == self.nodes):
+                yield (
+                    "an elastic bench changes the number of ranks, which a mesh fixes: leave --mesh out, or let each "
+                    "node be an island (--mesh NODESxRANKS with --every)"
+                )
+        if self.save is None and (self.resume or self.save_every is not None or self.background):
+            yield "save_every, background and resume need a run directory: give --save as well"
+        if self.elastic and self.save is None:
+            yield "an elastic bench resumes from its checkpoints: give a run directory with --save"
+        if self.save is not None and self.engine != "zerokit":
+            yield f"--save writes zerokit's checkpoints, which engine {self.engine!r} cannot"
 
     @property
     def shape(self) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ anything for want of memory meanwhile. Standard library only.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import astuple, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -95,7 +96,11 @@ def write_progress(path: Path | None, progress: Progress) -> None:
 def read_progress(path: Path) -> Progress | None:
     """The newest whole line, if any."""
     try:
-        whole, newline, _ = path.read_bytes().rpartition(b"\n")
+        with path.open(
+            "rb"
+        ) as file:  # its end: a long bench has megabytes, and this is asked many times a second
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1000))
+            whole, newline, _ = file.read().rpartition(b"\n")
     except FileNotFoundError:
         return None
     return Progress(*json.loads(whole.splitlines()[-1])) if newline else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from zerokit.bench.record.settings import DIMENSIONS, OPTIONS, Settings
@@ -27,12 +28,26 @@ def title_of(name: str) -> str:
 
 
 def value_in_words(name: str, value: Any) -> str:
-    """A setting's value as shown in a label: "batch 4", "1 node"; "default precision" for None."""
-    if value is None:
-        return f"default {name}"
+    """A setting's value as shown in a label: "batch 4", "1 node"."""
     words = OPTIONS[name].words if name in OPTIONS else None
     text = words.format(value) if words else f"{title_of(name)} {value}"
     return re.sub(r"^1 (\S+?)(?:(?<=ch)e)?s\b", r"1 \1", text)
+
+
+# How long was measured, what for, and how often: not what was measured.
+_ASIDE = {"repeat", *(name for name, how in OPTIONS.items() if how.same_cell)}
+_DESCRIBING = [one.name for one in fields(Settings) if one.name not in _ASIDE]
+
+
+def identity(settings: Settings) -> dict[str, Any]:
+    """The settings that describe a cell, by name, without duration and repetition."""
+    return {name: getattr(settings, name) for name in _DESCRIBING}
+
+
+def varying(cells: Iterable[Settings]) -> list[str]:
+    """The settings in which these cells differ; None does not count."""
+    rows = list(cells)
+    return [name for name in _DESCRIBING if len({getattr(row, name) for row in rows} - {None}) > 1]
 
 
 def unusual(settings: Settings, without: Iterable[str] = ()) -> list[str]:
@@ -44,23 +59,6 @@ def unusual(settings: Settings, without: Iterable[str] = ()) -> list[str]:
         for name, value in values.items()
         if value is not None and value != getattr(usual, name)
     ]
-
-
-def varying(cells: Iterable[Settings]) -> tuple[str, ...]:
-    """The settings in which these cells differ."""
-    rows = list(cells)
-    return tuple(name for name in DIMENSIONS if len({getattr(row, name) for row in rows}) > 1)
-
-
-def label(cell: Settings, dimensions: Iterable[str] = ()) -> str:
-    """Engine and stage, then the other settings that distinguish this cell: "fsdp2 stage 3, batch 4, round 2"."""
-    parts = [f"{cell.engine} stage {cell.stage}"]
-    for name in dimensions:
-        if name not in ("engine", "stage"):
-            parts.append(value_in_words(name, getattr(cell, name)))
-    if cell.repeat:
-        parts.append(f"round {cell.repeat + 1}")
-    return ", ".join(parts)
 
 
 def slug(text: str) -> str:

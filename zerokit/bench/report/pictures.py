@@ -20,13 +20,14 @@ from typing import Any
 
 import altair as alt
 
-from zerokit.bench.comparison.cells import Cell, name_of, varying
+from zerokit.bench.catalogue.engines import label_of
+from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.differences import difference
-from zerokit.bench.comparison.tables import Scale, having, memory_metric, percent, within_noise
-from zerokit.bench.record.metrics import METRICS, MIB, UNITS
+from zerokit.bench.comparison.tables import Scale, having, memory_metric, percent, scale_of, within_noise
+from zerokit.bench.record.metrics import MIB, UNITS
 from zerokit.bench.record.settings import DIMENSIONS, OPTIONS
 from zerokit.bench.record.statistics import quantile, slowest
-from zerokit.bench.record.words import title_of
+from zerokit.bench.record.words import title_of, varying
 
 _THEME = json.loads(Path(__file__).with_name("theme.json").read_text(encoding="utf-8"))
 COLOURS: dict[str, list[str]] = _THEME["colours"]
@@ -219,15 +220,16 @@ def _throughput(cells: Sequence[Cell], unit: str) -> Picture | None:
     """Curves over the number of ranks, or over the first number that varies; bars where none does."""
     metric, name = f"throughput/{unit}_per_s", f"throughput-{unit}"
     shown = having(cells, metric)
-    scale = Scale.of(f"{unit}/s", [cell.value(metric) for cell in shown])
-    names = varying(cell.first for cell in shown)
+    scale = scale_of(metric, [cell.value(metric) for cell in shown])
+    names = varying(cell.first.settings for cell in shown)
     numbers = [one for one in DIMENSIONS if one in names and OPTIONS[one].minimum is not None]
     worlds = [one for one in numbers if one in ("nodes", "nproc_per_node")]
     axis = worlds or numbers[:1]
     others = [one for one in names if one not in axis]
     points: dict[str, tuple[str, list[tuple[float, float]]]] = {}
     for cell in shown if axis else ():
-        label = (f"{cell.run}: " if len({one.run for one in shown}) > 1 else "") + name_of(cell.first, others)
+        label = f"{cell.run}: " if len({one.run for one in shown}) > 1 else ""
+        label += " · ".join(label_of(cell.first.settings, others))
         at = math.prod(float(cell.settings[one]) for one in axis)
         value = (cell.value(metric) or 0.0) * scale.factor
         points.setdefault(label, (cell.role, []))[1].append((at, value))
@@ -247,7 +249,7 @@ def _ranked(cells: Sequence[Cell], metric: str, called: str, name: str) -> Pictu
     """A bar a cell of one metric, with the difference from its baseline."""
     if not having(cells, metric):
         return None
-    scale = Scale.of(METRICS[metric].unit, [cell.value(metric) for cell in cells])
+    scale = scale_of(metric, [cell.value(metric) for cell in cells])
     rows = []
     for cell in cells:
         if (measured := cell.measure(metric)) is None:
@@ -265,7 +267,7 @@ def _ranked(cells: Sequence[Cell], metric: str, called: str, name: str) -> Pictu
 
 def _steps(cells: Sequence[Cell]) -> Picture | None:
     """A box a cell: the middle half of its steps, whiskers, and the steps beyond."""
-    scale = Scale.of("ms", [cell.value("step/p50_ms") for cell in cells])
+    scale = scale_of("step/p50_ms", [cell.value("step/p50_ms") for cell in cells])
     data, said = list[Plot](), list[tuple[str, str]]()
     for cell in cells:
         of_ranks = ([rank.step_ms for rank in record.ranks] for record in cell.measured_records)
@@ -299,7 +301,7 @@ def _communication(cells: Sequence[Cell]) -> Picture | None:
     name = "comm/cost_ms"
     if not (shown := having(cells, name, "step/p50_ms")):
         return None
-    scale = Scale.of("ms", [cell.value("step/p50_ms") for cell in shown])
+    scale = scale_of("step/p50_ms", [cell.value("step/p50_ms") for cell in shown])
     rows = []
     for cell in shown:
         step, cost = cell.value("step/p50_ms") or 0.0, cell.value(name) or 0.0
@@ -320,7 +322,7 @@ def _communication(cells: Sequence[Cell]) -> Picture | None:
 def _state(cells: Sequence[Cell]) -> Picture | None:
     if not (shown := having(cells, "memory/state_mib")):
         return None
-    scale = Scale.of("MiB", [cell.value("memory/state_mib") for cell in shown])
+    scale = scale_of("memory/state_mib", [cell.value("memory/state_mib") for cell in shown])
     rows = []
     for cell in shown:
         total, formula = cell.value("memory/state_mib") or 0.0, cell.value("memory/state_predicted_mib")

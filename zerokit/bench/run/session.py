@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from zerokit.bench.catalogue.engines import ENGINES, refuse_if_too_large, this_machine, unsupported
+from zerokit.bench.catalogue.engines import ENGINES, Machine, refuse_if_too_large, this_machine, unsupported
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.record import Record, RecordError, read_record, require_writable, write_record
@@ -110,15 +110,15 @@ class Host:
     """What starts and watches the ranks.
 
     `interrupted` is called between the parts and raises one of `interruptions` if the user wants no more: such a cell
-    is killed, any other error failed. `fits` says why a cell cannot fit into the memory there is, and `max_restarts`
-    how often an elastic bench is started again.
+    is killed, any other error failed. `memory` tells what ranks have, None where that is not known here, and
+    `max_restarts` how often an elastic bench is started again.
     """
 
     launch: Launch
     interrupted: Callable[[], None]
     interruptions: tuple[type[BaseException], ...]
     watch: Watch
-    fits: Callable[[Settings], str | None] = lambda settings: refuse_if_too_large(settings, this_machine())
+    memory: Callable[[], Machine] | None = this_machine
     max_restarts: int = 0
 
 
@@ -170,30 +170,18 @@ def run_cell(
     if (refused := refusal(settings, host)) is not None:
         return put(replace(asked, **refused._asdict()))
     journal = Journal(Path(settings.save)) if settings.elastic and settings.save else None
-    work = Path(tempfile.mkdtemp(prefix="zerokit-bench-"))
-    keep = False
+    work, kept = Path(tempfile.mkdtemp(prefix="zerokit-bench-")), False
     try:
-        made = _train(settings, work, host, sweep, journal)
-        if isinstance(made, Record):
-            record = replace(made, id=asked.id)
-        else:
-            outcome, error = made
-            # The ranks' output is there; a reason that names it has to be true.
-            keep = outcome.status is Status.FAILED or str(work) in outcome.reason
-            record = replace(
-                asked,
-                status=outcome.status,
-                reason=outcome.reason[:_REASON_LENGTH],
-                created=_now(),
-                parts=journal.story().parts if journal else [],
-            )
-            if outcome.status is Status.KILLED or not isinstance(error, ZerokitError):
-                put(record)
-                raise error
+        record, error = _train(asked, work, host, journal)
+        # The ranks' output is there; a reason that names it has to be true.
+        kept = record.status is Status.FAILED or str(work) in (record.reason or "")
     finally:
-        if not keep:
+        if not kept:
             shutil.rmtree(work, ignore_errors=True)
-    return put(record)
+    put(record)
+    if error is not None and (record.status is Status.KILLED or not isinstance(error, ZerokitError)):
+        raise error
+    return record
 
 
 def refusal(settings: Settings, host: Host) -> Outcome | None:
@@ -204,7 +192,7 @@ def refusal(settings: Settings, host: Host) -> Outcome | None:
     reason = reason or describe(settings.model).missing
     if reason is not None:
         return Outcome(Status.UNSUPPORTED, reason)
-    too_large = host.fits(settings)
+    too_large = None if host.memory is None else refuse_if_too_large(settings, host.memory())
     return None if too_large is None else Outcome(Status.OUT_OF_MEMORY, too_large)
 
 
@@ -222,14 +210,18 @@ def what_happened(error: BaseException, job: Path, oom_kills_before: int | None)
 
 
 def _train(
-    settings: Settings, work: Path, host: Host, sweep: str | None, journal: Journal | None
-) -> Record | tuple[Outcome, BaseException]:
-    """Launch the ranks; those of an elastic bench that remain again, where others were killed."""
+    asked: Record, work: Path, host: Host, journal: Journal | None
+) -> tuple[Record, BaseException | None]:
+    """Launch the ranks; those of an elastic bench that remain again, where others were killed.
+
+    Returns the record, and how the last launch failed if it did.
+    """
+    settings = asked.settings
     for restarts in itertools.count():
         folder = work / f"restart-{restarts}" if restarts else work
         kills, part = oom_kills(), journal.count() if journal else 0
         try:
-            return _launch(settings, folder, host, sweep)
+            return replace(_launch(settings, folder, host, asked.sweep), id=asked.id), None
         except BaseException as error:
             outcome, failed = what_happened(error, folder / JOB, kills), error
             if isinstance(error, host.interruptions):
@@ -245,7 +237,8 @@ def _train(
         host.watch.warn(
             f"{why}\nrestart {restarts + 1} of at most {host.max_restarts}: {_ranks(settings)} left"
         )
-    return outcome, failed
+    reason, parts = outcome.reason[:_REASON_LENGTH], journal.story().parts if journal else []
+    return replace(asked, status=outcome.status, reason=reason, created=_now(), parts=parts), failed
 
 
 def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record:

@@ -9,6 +9,7 @@ Nothing but records is remembered: a sweep goes on where the records of its cell
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import uuid
@@ -19,15 +20,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from zerokit import files
-from zerokit.bench.catalogue.engines import ENGINES, require_known, unsupported
+from zerokit.bench.catalogue.engines import ENGINES, label_of, require_known, unsupported
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.bench.record.record import Record, read_record, require_writable, write_text
 from zerokit.bench.record.schema import Count, SchemaError, from_plain, parse, to_plain
-from zerokit.bench.record.settings import DIMENSIONS, Settings
+from zerokit.bench.record.settings import DEFAULT_REPEATS, DIMENSIONS, STEPS_A_ROUND, Settings
 from zerokit.bench.record.status import Status
-from zerokit.bench.record.words import label, slug, varying
-from zerokit.bench.run.session import Host, run_cell
+from zerokit.bench.record.words import slug, varying
+from zerokit.bench.run.session import Host, refusal, run_cell
 from zerokit.errors import UsageError, ZerokitError
 
 FORMAT = "zerokit.sweep/1"
@@ -63,7 +63,7 @@ class Sweep:
         """A new one."""
         dimensions = varying(cells)
         made = [
-            Trial(number, label(settings, dimensions), settings.key, settings)
+            Trial(number, ", ".join(label_of(settings, dimensions, rounds=True)), settings.key, settings)
             for number, settings in enumerate(cells)
         ]
         return cls(uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"), options, made)
@@ -80,9 +80,11 @@ class Sweep:
         return f"{models} sweep of {' × '.join(several) or f'{len(self.cells)} cells'}"
 
 
-def _require_numbered(sweep: Sweep) -> None:
+def _check(sweep: Sweep) -> None:
     if [cell.number for cell in sweep.cells] != list(range(len(sweep.cells))) or not sweep.cells:
         raise ValueError("its cells are not numbered from 0")
+    for cell in sweep.cells:
+        require_known(cell.settings)
 
 
 class SweepFolder:
@@ -105,18 +107,17 @@ class SweepFolder:
         return (self.path / FILE).exists()
 
     def write(self, sweep: Sweep) -> None:
-        """Start a sweep in this folder; raises `RecordError` if it cannot be written."""
-        require_writable(self.path)
+        """Start a sweep in this folder; raises `SweepError` if it cannot be written."""
         try:
             write_text(sweep_json(sweep), self.path / FILE)
         except OSError as error:
             raise SweepError(f"{self.path / FILE} cannot be written: {error.strerror}") from error
 
     def read(self) -> Sweep:
-        """Read the sweep of this folder; raises `SweepError`."""
+        """Read the sweep of this folder; raises `SweepError`, also for unknown engines and models."""
         path = self.path / FILE
         try:
-            return parse(Sweep, path.read_text(encoding="utf-8"), "sweep", SweepError, _require_numbered)
+            return parse(Sweep, path.read_text(encoding="utf-8"), "sweep", SweepError, _check)
         except FileNotFoundError as error:
             raise SweepError(f"{self.path} has no sweep: there is no {FILE} in it") from error
         except (OSError, UnicodeDecodeError, SweepError) as error:
@@ -133,10 +134,18 @@ class SweepFolder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock the folder against other processes; raises `SweepError` if one is running cells in it."""
-        with files.locked(self.path / FILE) as alone:
-            if not alone:
-                raise SweepError(f"another zerokit bench is running the sweep in {self.path}")
+        """Lock the folder against other processes; raises `SweepError` if one is running cells in it.
+
+        Without effect on a file system without locks. Raises `RecordError` if the folder cannot be written.
+        """
+        require_writable(self.path)
+        with (self.path / ".lock").open("w") as file:  # NFS locks only files that are open for writing
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SweepError(f"another zerokit bench is running the sweep in {self.path}") from None
+            except OSError:
+                pass
             yield
 
 
@@ -151,19 +160,19 @@ _DEFAULTS = Settings()
 def product(
     options: Mapping[str, Sequence[Any]],
     fixed: Mapping[str, Any],
-    repeats: int = 1,
+    repeats: int | None = 1,
     *,
     devices: int = 0,
     shared: bool = True,
 ) -> list[Settings]:
-    """Every combination of `options`, `repeats` times.
+    """Every combination of `options`, in rounds.
 
     Args:
         options: values by dimension, of which a value counts once; one that is left out, or empty, has its default.
             Without a stage an engine takes its own; a model of fewer positions than the default has sequences of them.
         fixed: the other fields of `Settings`, equal in all cells.
-        repeats: rounds through all cells. Every second one goes backwards, so that a steady drift of the machine
-            weighs equally on the first and the last.
+        repeats: rounds through all cells, None for the usual number. Every second one goes backwards, so that a steady
+            drift of the machine weighs equally on the first and the last. Several have fewer steps each by default.
         devices: of this machine; nodes have equal shares of them as their ranks (if not `shared`, each has as many).
 
     Raises `UsageError` for settings that do not fit together, or that no record could hold.
@@ -190,23 +199,15 @@ def product(
             raise UsageError(str(error)) from error
         once.append(require_known(settings))
     once = list(dict.fromkeys(once))
+    repeats = repeats or (DEFAULT_REPEATS if len(once) > 1 else 1)
+    if repeats > 1 and "steps" not in fixed:
+        once = [replace(cell, steps=STEPS_A_ROUND) for cell in once]
     rounds = []
     for number in range(repeats):
         cells = once if number % 2 == 0 else once[::-1]
         # What cannot run has one record.
         rounds += [replace(cell, repeat=number) for cell in cells if number == 0 or unsupported(cell) is None]
     return rounds
-
-
-def read_sweep(folder: SweepFolder) -> Sweep:
-    """The sweep started in this folder; raises `SweepError`, also for unknown engines and models."""
-    sweep = folder.read()
-    try:
-        for cell in sweep.cells:
-            require_known(cell.settings)
-    except UsageError as error:
-        raise SweepError(f"{folder.path}: malformed sweep: {error}") from error
-    return sweep
 
 
 def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
@@ -217,7 +218,7 @@ def prepare(folder: SweepFolder, asked: Sweep) -> Sweep:
     if not folder.exists():
         folder.write(asked)
         return asked
-    begun = read_sweep(folder)
+    begun = folder.read()
     if [cell.settings for cell in begun.cells] != [cell.settings for cell in asked.cells]:
         raise UsageError(
             f"{folder.path} has a sweep of other cells: continue it by --continue {folder.path} alone, "
@@ -241,6 +242,10 @@ def run_sweep(
         host.interrupted()
         record = folder.existing(cell)
         done = record is not None and record.status.final
+        if (
+            record is not None and record.status is Status.UNSUPPORTED
+        ):  # its package may have been installed since
+            done = refusal(cell.settings, host) is not None
         if record is None or not done:
             host.watch.began(cell.number, cell.label)
             path, identity = folder.record(cell), None if record is None else record.id

@@ -6,17 +6,17 @@ The same for a bench that is tracked while it runs and for one that is pushed a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Literal, NamedTuple
 
-from zerokit.bench.catalogue.engines import ENGINES
+from zerokit.bench.catalogue.engines import label_of
 from zerokit.bench.record.metrics import metrics_of
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.words import unusual, value_in_words
-from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
+from zerokit.bench.record.words import unusual
+from zerokit.bench.run.sweep import Sweep
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 # Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.
@@ -60,16 +60,8 @@ _Series = tuple[str, Sequence[float | None], Sequence[int]]
 
 def run_name(settings: Settings, varying: Sequence[str] = ()) -> str:
     """The run's name. MLflow's tables cut names after 16 letters, so what differs within its sweep comes first."""
-    engine = ENGINES.get(settings.engine)
-    only = engine is not None and engine.stages == (settings.stage,)
-    said = [settings.engine if only else f"{settings.engine} {settings.stage}"]
-    if settings.repeat:
-        said[0] += f" #{settings.repeat + 1}"
     usual = ("model", "batch_size", "precision")
-    for name in (*varying, *(name for name in usual if name not in varying)):
-        value = getattr(settings, name, None)
-        if value is not None and name not in ("engine", "stage"):
-            said.append(value_in_words(name, value))
+    said = label_of(settings, dict.fromkeys((*varying, *usual)), rounds=True)
     said += unusual(settings, without=(*usual, *varying, "nodes", "nproc_per_node"))
     return ", ".join([*said, f"world {settings.world}"])
 
@@ -160,17 +152,12 @@ def _system(record: Record, moment: int, room: int) -> list[_Series]:
     return found
 
 
-def moment_ms(record: Record) -> int:
-    """The time of the record, in milliseconds since the epoch; 0 if it has none."""
-    return milliseconds(record.created) or 0
-
-
-def milliseconds(moment: str) -> int | None:
-    """Milliseconds since the epoch for an ISO 8601 time; None for other text."""
+def moment_ms(record: Record | Sweep) -> int:
+    """When it was created, in milliseconds since the epoch; 0 for text that is no ISO 8601 time."""
     try:
-        return int(datetime.fromisoformat(moment).timestamp() * 1000)
+        return int(datetime.fromisoformat(record.created).timestamp() * 1000)
     except ValueError:
-        return None
+        return 0
 
 
 def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:
@@ -179,13 +166,3 @@ def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:
     if len(records) < len(sweep.cells) or "killed" in statuses:
         return "KILLED"
     return "FAILED" if "failed" in statuses else "FINISHED"
-
-
-def sweep_files(
-    sweep: Sweep, folder: SweepFolder, pictures: Callable[[], Mapping[str, bytes]]
-) -> dict[str, str | bytes]:
-    """The files of a sweep's MLflow run: its options, the page if there is one, and plots of all cells."""
-    files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
-    if folder.report.exists():
-        files[folder.report.name] = folder.report.read_bytes()
-    return files | {f"plots/{name}": content for name, content in pictures().items()}

@@ -10,18 +10,20 @@ import getpass
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from zerokit.bench.record.record import Record, json_below, read_record
-from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder
+from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
 from zerokit.bench.tracking import content
-from zerokit.bench.tracking.content import Status, Tag, milliseconds, moment_ms, sweep_files, sweep_status
+from zerokit.bench.tracking.content import Status, Tag, moment_ms, sweep_status
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError, ZerokitError
 
+Pictures = Callable[[Sequence[Record]], Mapping[str, bytes]]
+"""Plots of records by file name."""
 Pushed = Literal["new", "completed", "there", "left out"]
 # "Out of memory" and "unsupported" are results.
 _STATUSES: Mapping[str, Status] = {"failed": "FAILED", "killed": "KILLED"}
@@ -91,18 +93,19 @@ class Mirror:
         self._parents: dict[str, str] = {}
         self._varying: dict[str, list[str]] = {}
         """By sweep, the settings of which it has several values."""
-        self._own = {**content.SOURCE_TAGS, **_user()}
+        self._own = {**content.SOURCE_TAGS}
+        with suppress(OSError, KeyError):  # in some containers the user has no name
+            self._own["mlflow.user"] = getpass.getuser()
 
     def parent(self, sweep: str, plan: Sweep | None = None) -> str:
         """Find or create the run of a sweep, with its options if its `plan` is there; returns the run's id."""
         if sweep not in self._parents:
             tags = {Tag.SWEEP: sweep, Tag.KIND: "sweep"}
-            if (found := self.store.find(tags)) is not None:
-                self._parents[sweep] = found.info.run_id
-            else:
-                name = plan.title if plan else f"sweep {sweep[:8]}"
-                started = milliseconds(plan.created) if plan else None
-                self._parents[sweep] = self.store.create(name, tags | self._own, started)
+            name = plan.title if plan else f"sweep {sweep[:8]}"
+            started = moment_ms(plan) or None if plan else None
+            found = self.store.find(tags)
+            made = found.info.run_id if found else self.store.create(name, {**tags, **self._own}, started)
+            self._parents[sweep] = made
         if plan is not None and plan.options:
             lists = {
                 key: value if isinstance(value, list) else [value] for key, value in plan.options.items()
@@ -112,21 +115,25 @@ class Mirror:
             self.store.write(self._parents[sweep], params=params)
         return self._parents[sweep]
 
-    def end_sweep(
-        self, sweep: str, records: Sequence[Record], files: Mapping[str, str | bytes], status: Status
-    ) -> None:
+    def end_sweep(self, sweep: Sweep, folder: SweepFolder, pictures: Pictures) -> None:
         """Write a sweep's outcome to its run: counts by status, and files. The same once more changes nothing."""
-        run_id, counts = self.parent(sweep), Counter(record.status for record in records)
+        run_id, records = self.parent(sweep.id), folder.records(sweep)
+        counts = Counter(record.status for record in records)
         tags = {f"zerokit.cells.{name.replace(' ', '_')}": str(count) for name, count in counts.items()}
+        files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
+        if folder.report.exists():
+            files[folder.report.name] = folder.report.read_bytes()
+        files |= {f"plots/{name}": drawn for name, drawn in pictures(records).items()}
         self.store.write(run_id, tags=tags, files=files)
-        self.store.status(run_id, status, max(map(moment_ms, records), default=None))
+        ended = max(map(moment_ms, records), default=None)
+        self.store.client.set_terminated(run_id, sweep_status(sweep, records), ended)
 
     def end_unknown_sweep(self, sweep: str) -> None:
         """End the run of a sweep of which only some records are here, unless it has ended."""
         if self.store.client.get_run(self.parent(sweep)).info.status == "RUNNING":
-            self.store.status(self.parent(sweep), "FINISHED")
+            self.store.client.set_terminated(self.parent(sweep), "FINISHED")
 
-    def push(self, record: Record, pictures: Callable[[Record], Mapping[str, bytes]]) -> tuple[Pushed, str]:
+    def push(self, record: Record, pictures: Pictures) -> tuple[Pushed, str]:
         """Write a record to its run and end it; returns what was done, and the run's id.
 
         `pictures` makes plots by file name, and is called only when they are needed.
@@ -151,27 +158,19 @@ class Mirror:
         if record.sweep is not None:
             tags[Tag.PARENT] = self.parent(record.sweep)
         files: dict[str, str | bytes] = {"record.json": text}
-        files |= {f"plots/{name}": drawn for name, drawn in pictures(record).items()}
+        files |= {f"plots/{name}": drawn for name, drawn in pictures([record]).items()}
         params, points = content.run_params(record), content.run_points(record)
         self.store.write(run_id, params=params, tags=tags, points=points, files=files)
         ended = max(moment_ms(record), started)  # of a cell that was refused the record is older than the run
-        self.store.status(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
+        self.store.client.set_terminated(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
         self.store.write(run_id, tags={Tag.COMPLETE: digest})
         return "new" if begun is None else "completed", run_id
-
-
-def _user() -> dict[str, str]:
-    """What MLflow shows as a run's creator; nothing where the user has no name, as in some containers."""
-    try:
-        return {"mlflow.user": getpass.getuser()}
-    except (OSError, KeyError):
-        return {}
 
 
 def push(
     found: Found,
     mirror: Mirror,
-    pictures: Callable[[Sequence[Record]], Mapping[str, bytes]],
+    pictures: Pictures,
     *,
     going_on: bool = False,
     interrupted: Callable[[], None] = lambda: None,
@@ -191,7 +190,7 @@ def push(
         mirror.parent(sweep.id, sweep)
     for path, record in found.records:
         interrupted()
-        outcome, run_id = mirror.push(record, lambda one: pictures([one]))
+        outcome, run_id = mirror.push(record, pictures)
         known = record.sweep is not None and record.sweep in found.sweeps
         shown = mirror.parent(str(record.sweep)) if known else run_id
         results.append(Done(path, outcome, run_id or None, page=mirror.store.link(shown)))
@@ -199,9 +198,7 @@ def push(
     if going_on:
         return results
     for sweep, folder in found.sweeps.values():
-        records = folder.records(sweep)
-        files = sweep_files(sweep, folder, partial(pictures, records))
-        mirror.end_sweep(sweep.id, records, files, sweep_status(sweep, records))
+        mirror.end_sweep(sweep, folder, pictures)
     for identity in {record.sweep for _, record in found.records if record.sweep} - found.sweeps.keys():
         mirror.end_unknown_sweep(identity)
     return results
@@ -215,7 +212,7 @@ class Tracker:
     """
 
     tracking: Tracking | None
-    pictures: Callable[[Sequence[Record]], Mapping[str, bytes]]
+    pictures: Pictures
     warn: Callable[[str], None]
     later: str
     lost: bool = field(default=False, init=False)

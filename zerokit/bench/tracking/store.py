@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokit.bench.record.record import FORMAT, Record, RecordError, Run, in_folder, is_record, read_record
-from zerokit.bench.tracking.content import Point, Status
+from zerokit.bench.tracking.content import Point
 from zerokit.errors import UsageError, ZerokitError
 from zerokit.text import without_secrets
 
@@ -41,8 +41,9 @@ _ENVIRONMENT = {
 # MLflow shows experiments of this kind with its pages for training, others with those for language models' traces.
 _TRAINING = {"mlflow.experimentKind": "custom_model_development"}
 _OLDEST_FIRST = ["attributes.start_time ASC"]
-# A server refuses a batch with more than these.
+# A server refuses calls with more than these.
 _MOST_A_CALL = {"params": 100, "tags": 100, "metrics": 1000}
+_MOST_RUNS = 50_000
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -203,10 +204,6 @@ class Store:
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
             self.client.log_artifacts(run_id, folder)
 
-    def status(self, run_id: str, status: Status, ended_ms: int | None = None) -> None:
-        """End the run with a status."""
-        self.client.set_terminated(run_id, status, ended_ms)
-
     def link(self, run_id: str) -> str:
         """The URL of a run; for a store without a server, the URL that `mlflow ui` would serve."""
         uri = without_secrets(self.tracking.uri).replace("***@", "")
@@ -221,55 +218,43 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
     any, `TrackingError` where MLflow does not answer.
     """
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         records = list(in_folder(path))
-    elif path.exists():
+    elif name and path.exists():
         records = [read_record(path)]
     elif path.suffix == ".json" or "/" in name:
         raise UsageError(f"{name}: no such file or folder")
-    elif _RUN_ID.fullmatch(name):
-        client = _known(name, tracking_uri)
-        experiment = client.get_run(name).info.experiment_id
-        children = _search(client, experiment, f"tags.`mlflow.parentRunId` = '{name}'")
-        records = [record for run in (name, *children) for record in _artifacts(client, run)]
     else:
-        client = _known(name, tracking_uri)
-        if (experiment := client.get_experiment_by_name(name)) is None:
-            raise UsageError(
-                f"{name!r} is not a file or folder, and not a run id or experiment in MLflow at "
-                f"{without_secrets(client.uri)}"
-            )
-        runs = _search(client, experiment.experiment_id, "")
-        records = [record for run in runs for record in _artifacts(client, run)]
+        records = _logged(name, resolve_uri(tracking_uri))
     if not records:
         raise RecordError(f"{name} has no bench record ({FORMAT})")
     # One may lie in several places, such as a sweep's folder and a copy.
     return Run(name, tuple({record.id: record for record in records}.values()))
 
 
-def _known(name: str, tracking_uri: str | None) -> Client:
-    uri = resolve_uri(tracking_uri)
-    file = uri.removeprefix("sqlite:///")
+def _logged(name: str, uri: str) -> list[Record]:
+    """The records of an MLflow run and its children, or of an experiment, the oldest first."""
+    file = uri.removeprefix("sqlite:///").partition("?")[0]
     if uri.startswith("sqlite:///") and not Path(file).exists():
         raise UsageError(
             f"{name!r} is not a file or folder, and not an MLflow run, because there is no {file}; "
             "give a record, a folder of records, or --tracking-uri"
         )
-    return connect(uri)
-
-
-def _search(client: Client, experiment: str, wanted: str) -> Iterator[str]:
-    """Runs by id, the oldest first."""
-    token: str | None = ""
-    while token is not None:
-        page = client.search_runs([experiment], wanted, order_by=_OLDEST_FIRST, page_token=token or None)
-        yield from (run.info.run_id for run in page)
-        token = page.token or None
-
-
-def _artifacts(client: Client, run_id: str) -> list[Record]:
-    """The records among a run's artifacts."""
+    client, runs, wanted = connect(uri), [], ""
+    if _RUN_ID.fullmatch(name):
+        experiment = client.get_run(name).info.experiment_id
+        runs, wanted = [name], f"tags.`mlflow.parentRunId` = '{name}'"
+    elif known := client.get_experiment_by_name(name) if name else None:
+        experiment = known.experiment_id
+    else:
+        raise UsageError(
+            f"{name!r} is not a file or folder, and not a run id or experiment in MLflow at {without_secrets(uri)}"
+        )
+    found = client.search_runs([experiment], wanted, max_results=_MOST_RUNS, order_by=_OLDEST_FIRST)
+    records = []
     with tempfile.TemporaryDirectory(prefix="zerokit-compare-") as folder:
-        names = [one.path for one in client.list_artifacts(run_id) if one.path.endswith(".json")]
-        files = [Path(client.download_artifacts(run_id, name, folder)) for name in names]
-        return [read_record(file) for file in files if is_record(file)]
+        for run_id in [*runs, *(run.info.run_id for run in found)]:
+            names = [one.path for one in client.list_artifacts(run_id) if one.path.endswith(".json")]
+            files = [Path(client.download_artifacts(run_id, name, folder)) for name in names]
+            records += [read_record(file) for file in files if is_record(file)]
+    return records

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from zerokit.bench.machine.accelerator import gather
-from zerokit.bench.record.journal import Journal, PartWriter
+from zerokit.bench.record.journal import Journal, Part, PartWriter
 from zerokit.bench.record.measured import Checkpoints, Save
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
@@ -99,12 +99,9 @@ class Keeper:
             )
         gather(None)  # none of them begins a part before all have checked
         if dist.get_rank() == 0:
+            steps, samples = (begin.step + 1, begin.step), (begin.samples, settings.samples_per_step)
             self._journal = journal.begin_part(
-                world=settings.world,
-                nodes=settings.nodes,
-                step=begin.step,
-                samples=begin.samples,
-                samples_per_step=settings.samples_per_step,
+                Part(settings.world, settings.nodes, *steps, *samples, ended="")
             )
 
     def _load_newest(self, run: Path, optimizer: ZeroOptimizer) -> Position:

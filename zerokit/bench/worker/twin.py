@@ -113,7 +113,6 @@ def _fits(settings: Settings, parameters: int, accelerator: Accelerator) -> bool
     if accelerator.is_cuda:
         room: float = torch.cuda.mem_get_info(accelerator.device)[0]
     else:
-        available = available_bytes()
         ranks_here = settings.nproc_per_node * int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
-        room = math.inf if available is None else available / ranks_here
+        room = available_bytes() / ranks_here
     return not any(accelerator.maximum([needed > _MOST * room]))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from zerokit.bench.catalogue.engines import require_known, unsupported
+from zerokit.bench.catalogue.engines import label_of, require_known, unsupported
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.record.words import label, slug, varying
+from zerokit.bench.record.words import slug, varying
 from zerokit.bench.run.sweep import product
 from zerokit.errors import UsageError
 
@@ -60,19 +60,18 @@ def test_every_second_round_goes_backwards() -> None:
 def test_a_label_tells_what_varies() -> None:
     cells = product({"batch_size": (1, 2), "bucket_mb": (0.5, 25.0), "stage": (3,)}, TINY, repeats=2)
     dimensions = varying(cells)
-    assert dimensions == ("batch_size", "bucket_mb")
-    assert label(cells[0], dimensions) == "zerokit stage 3, batch 1, bucket 0.5 MiB"
-    assert label(cells[-1], dimensions) == "zerokit stage 3, batch 1, bucket 0.5 MiB, round 2"
-    assert len({label(cell, dimensions) for cell in cells}) == len(cells)
+    assert dimensions == ["batch_size", "bucket_mb"]
+    assert label_of(cells[0], dimensions) == ["zerokit 3", "batch 1", "bucket 0.5 MiB"]
+    assert label_of(cells[-1], dimensions, rounds=True)[0] == "zerokit 3 #2"
     wires = product({"engine": ("zerokit", "ddp"), "wire": ("own", "bf16")}, TINY)
-    assert label(wires[1], varying(wires)) == "zerokit stage 2, bf16 wire"
-    assert label(Settings(), ("precision",)) == "zerokit stage 2, default precision"
+    assert label_of(wires[1], varying(wires)) == ["zerokit 2", "bf16 wire"]
+    assert label_of(Settings(engine="ddp", stage=0), ("precision",)) == ["DDP"]
 
 
 def test_a_slug_is_fit_for_a_file_name() -> None:
     assert slug("fsdp2 stage 3, my.package:factory/../x") == "fsdp2-stage-3-my.package-factory-..-x"
     assert slug("../..") == ""
-    assert "/" not in slug("/etc/passwd")
+    assert slug("/etc/passwd") == "etc-passwd"
 
 
 def test_what_cannot_run_is_recorded_in_the_first_round_only() -> None:
@@ -97,7 +96,6 @@ def test_numbers_that_no_record_holds_are_refused(option: str, value: float, mes
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"model": "gpt-9"}, "model 'gpt-9' is unknown: did you mean gpt"),
         ({"engine": "horovod"}, "engine 'horovod' is unknown"),
         ({"stage": 4}, "stage 4 is unknown"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown"),
@@ -106,14 +104,12 @@ def test_numbers_that_no_record_holds_are_refused(option: str, value: float, mes
         ({"nodes": 0}, "nodes must be at least 1, not 0"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"warmup": -1}, "warmup must be at least 0"),
-        ({"seq_len": 257}, "seq_len 257 exceeds the 256 positions of gpt-5m"),
         ({"mesh": "2x3"}, "has 6 ranks, and there are 4"),
         ({"mesh": "4x1"}, "neither axis 1"),
         ({"mesh": "2,2"}, "expected OUTERxINNER"),
         ({"outer_stage": 1}, "give --mesh"),
         ({"mesh": "2x2", "outer_stage": 3}, "it lies between 0 and the inner one"),
         ({"mesh": "2x2", "elastic": True, "save": "run"}, "leave --mesh out"),
-        ({"elastic": True}, "give a run directory with --save"),
         ({"fragments": 2}, "give --every too"),
         ({"every": 4, "delay": 4}, "must be under"),
         ({"every": 4, "nproc_per_node": 1}, "needs islands"),
