@@ -123,7 +123,9 @@ def _finished(chart: Any, **properties: Any) -> Plot:
 
 def _rows(names: Sequence[str]) -> tuple[alt.Y, dict[str, Any]]:
     """The axis of cells in this order, each name with its figures below it, and the room for them."""
-    axis = alt.Axis(labelExpr="split(datum.label, '\\n')", labelLimit=200, labelColor=colour("text"))
+    lines = "split(datum.label, '\\n')"
+    cut = f"[truncate({lines}[0], 32, 'center'), {lines}[1]]"
+    axis = alt.Axis(labelExpr=cut, labelLimit=200, labelColor=colour("text"))
     return alt.Y("cell:N", sort=list(names), title=None, axis=axis), {"height": alt.Step(44)}
 
 
@@ -166,7 +168,11 @@ def _legend(roles: Mapping[str, str], width: float = NARROW, **look: Any) -> alt
     """Colours by name, and a legend of as many columns as fit `width` pixels."""
     columns = max(1, int(width / (24 + _LETTER * max(map(len, roles), default=1))))
     scale = alt.Scale(domain=list(roles), range=[colour(role) for role in roles.values()])
-    return alt.Color("part:N", scale=scale, legend=alt.Legend(columns=columns, **look))
+    return alt.Color(
+        "part:N",
+        scale=scale,
+        legend=alt.Legend(columns=columns, labelExpr="truncate(datum.label, 48, 'center')", **look),
+    )
 
 
 def _tooltip(**titles: str) -> list[alt.Tooltip]:
