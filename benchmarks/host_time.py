@@ -135,7 +135,7 @@ def main() -> int:
 
         for name in processes:
             take(name, WARM_UP)
-        turns = in_rounds(list(processes), arguments.rounds, take, progress=False)
+        turns = in_rounds(list(processes), arguments.rounds, take)
     steps, forwards = ({name: [one[part] for one in turns[name]] for name in turns} for part in (0, 1))
 
     def say(engine: str, to: str) -> str:

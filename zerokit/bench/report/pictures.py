@@ -352,8 +352,10 @@ def _loss(cells: Sequence[Cell]) -> Picture | None:
             curves.append(Curve(cell.label, cell.role, points))
     if not curves:
         return None
-    pairs = [(dict(one.points), other.points) for one in curves for other in curves]
-    apart = max(abs(y - values[x]) for values, points in pairs for x, y in points if x in values)
+    at: dict[float, list[float]] = {}
+    for x, y in (point for curve in curves for point in curve.points):
+        at.setdefault(x, []).append(y)
+    apart = max((max(ys) - min(ys) for ys in at.values() if len(ys) == len(curves)), default=None)
     return _curved(
         "loss", "Loss", curves, "step", "loss", marked=False, told=apart if len(curves) > 1 else None
     )

@@ -245,7 +245,9 @@ def load(settings: Settings) -> Loaded:
         own = resolve(workload.name)
 
         def batch(first: int) -> tuple[Tensor, ...]:  # whose samples may depend on each other
-            drawn = own.batch(generator(draw_seed(seed=settings.seed, sample=first)), settings.batch_size)
+            drawn: Any = own.batch(
+                generator(draw_seed(seed=settings.seed, sample=first)), settings.batch_size
+            )
             if isinstance(drawn, tuple | list) and all(isinstance(one, Tensor) for one in drawn):
                 return tuple(drawn)
             raise UsageError(
