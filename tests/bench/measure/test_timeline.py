@@ -1,10 +1,9 @@
-"""Memory: peaks, and in the course of a step what is held, counted by hand, at every operation."""
+"""Memory in the course of a step: what is held, counted by hand, at every operation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,12 +16,11 @@ from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.memory import (
     READINGS,
     Held,
-    MemoryMeter,
     MemoryTracker,
     condense,
     measure_timeline,
 )
-from zerokit.bench.record.measured import DeviceMemory, MemoryTimeline
+from zerokit.bench.record.measured import MemoryTimeline
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load
@@ -116,15 +114,3 @@ def test_what_is_elsewhere_or_has_no_storage_is_not_counted() -> None:
         assert track(tracker)[ACTIVATIONS] == kept.numel() * ELEMENT
     assert there.is_meta
     assert sparse.is_sparse
-
-
-def test_the_peak_of_construction_is_not_that_of_the_steps() -> None:
-    cuda = Mock(spec=torch.cuda)
-    meter = MemoryMeter("one", cuda)
-    cuda.max_memory_allocated.return_value, cuda.max_memory_reserved.return_value = 650, 700
-    meter.begin()
-    cuda.reset_peak_memory_stats.assert_called_once_with("one")
-    cuda.max_memory_allocated.return_value = 420
-    cuda.mem_get_info.return_value = 150, 1000
-    assert meter.peaks() == (420, 700)
-    assert meter.account(batch_bytes=30) == DeviceMemory(650, 700, 30, 850, 1000)

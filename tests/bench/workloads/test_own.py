@@ -55,9 +55,6 @@ def unparted():
 def wordy():
     return Own(build=Net, batch=draw, unit="words")
 
-def countless():
-    return Own(build=Net, batch=draw, units_per_sample=0)
-
 def wrong():
     return Net()
 
@@ -109,7 +106,6 @@ def test_a_module_that_is_not_there_is_refused(folder: Path, module: str) -> Non
             "mine_for_tests:wordy",
             "unit 'words', 1 of them a sample: expected tokens, images, samples, and at",
         ),
-        ("mine_for_tests:countless", "unit 'samples', 0 of them a sample"),
         ("mine_for_tests:broken", r"broken\(\) failed: RuntimeError: no weights today"),
         ("bad_for_tests:tiny", "importing bad_for_tests failed: ModuleNotFoundError"),
     ],
