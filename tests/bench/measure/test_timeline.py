@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,6 @@ from zerokit.bench.engines.trainer import make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.memory import (
     READINGS,
-    Held,
     MemoryTracker,
     condense,
     measure_timeline,
@@ -37,13 +35,9 @@ def track(tracker: MemoryTracker) -> dict[str, int]:
     return tracker.readings[-1][1]
 
 
-def nothing() -> Iterator[Held]:
-    return iter(())
-
-
 def test_what_operations_return_is_counted_once_and_for_as_long_as_it_lives() -> None:
     before = torch.ones(1000)
-    with MemoryTracker(nothing) as tracker:
+    with MemoryTracker(tuple) as tracker:
         one = before * 2
         views = [one.view(10, 100), one[:5], before[3:]]
         assert track(tracker)[ACTIVATIONS] == 2 * 1000 * ELEMENT  # a view makes what it shows known
@@ -59,7 +53,7 @@ def test_what_operations_return_is_counted_once_and_for_as_long_as_it_lives() ->
 def test_an_engines_own_figure_is_what_counts() -> None:
     weight, shard = torch.zeros(100), torch.zeros(100)
     use = [(PARAMETERS, weight, 400), (BUFFERS, shard, 40)]
-    tracker = MemoryTracker(lambda: iter(use))
+    tracker = MemoryTracker(lambda: use)
     assert track(tracker) == dict.fromkeys(MEMORY_KINDS, 0) | {PARAMETERS: 400, BUFFERS: 40}
     use[1:] = [(PARAMETERS, shard, 40), (PARAMETERS, shard, 400)]  # gathered, and this rank's part in it
     assert track(tracker) == dict.fromkeys(MEMORY_KINDS, 0) | {PARAMETERS: 800}
@@ -107,7 +101,7 @@ def test_zerokit_on_two_ranks() -> None:
 
 def test_what_is_elsewhere_or_has_no_storage_is_not_counted() -> None:
     elsewhere = torch.ones(10, device="meta")
-    with MemoryTracker(lambda: iter([(OPTIMIZER, elsewhere, 40)])) as tracker:
+    with MemoryTracker(lambda: [(OPTIMIZER, elsewhere, 40)]) as tracker:
         there, sparse = elsewhere + 1, torch.ones(0, 3).to_sparse()
         assert track(tracker) == dict.fromkeys(MEMORY_KINDS, 0)
         kept = torch.ones(10)
