@@ -15,7 +15,7 @@ from math import log
 from pathlib import Path
 from statistics import median
 
-from benchmarks.measuring import read_options
+from benchmarks.measuring import plain_table, read_options
 from zerokit.bench.catalogue.workloads import GPTConfig, LlamaConfig
 from zerokit.formulas import ElementBytes
 from zerokit.layout import Layout, Parameter, Segment, build_layout
@@ -303,20 +303,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             own = [row for row in rows if row.one_node and row.device == device]
             shares[device] = calibrate(own, shares.get(device, SHARES["h100-80"]))
             print(f'    "{device}": {shares[device]},')
-    print(
-        f"{'model':<12} {'seq':>6} {'GPUs':>5} {'published':>9} {'planned':>9} {'error':>7} {'exposed':>8}  table"
-    )
+    lines: list[list[str]] = []
     found: dict[str, list[float]] = {}
     for row in rows:
         step = plan_row(row, shares[row.device])
         planned = row.tokens_per_step / step.total_s
         error = planned / row.tokens_per_s_per_gpu - 1
         found.setdefault(purpose(row, shares[row.device]), []).append(abs(error))
-        print(
-            f"{row.model:<12} {row.seq_len:>6} {row.gpus:>5} {row.tokens_per_s_per_gpu:>9.0f} {planned:>9.0f} "
-            f"{error:>+7.1%} {step.exposed_total_s / step.total_s:>8.1%}  {row.table}"
-            f"{f' (outlier: {row.outlier})' if row.outlier else ''}"
-        )
+        speeds = f"{row.tokens_per_s_per_gpu:.0f} {planned:.0f} {error:+.1%} {step.exposed_total_s / step.total_s:.1%}"
+        table = f"{row.table}{f' (outlier: {row.outlier})' if row.outlier else ''}"
+        lines.append([row.model, str(row.seq_len), str(row.gpus), *speeds.split(), table])
+    columns = ["model", "seq", "GPUs", "published", "planned", "error", "exposed", "table"]
+    print(plain_table("Tokens a second and GPU", columns, lines))
     for name, errors in sorted(found.items()):
         within = sum(error <= 0.15 for error in errors)
         print(
