@@ -99,7 +99,8 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     figures = [
-        all(cell.lstrip("+-")[:1].isdigit() or not cell for cell in cells) for cells in zip(*rows, strict=True)
+        all(cell.lstrip("+-")[:1].isdigit() or not cell for cell in cells)
+        for cells in zip(*rows, strict=True)
     ] or [False] * len(columns)
     text = []
     for line in lines:
