@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,10 +40,8 @@ HELD_BAR = 1.3
 
 def busy_seconds() -> float:
     """Busy time of all processors since boot: this process alone leaves out what the kernel writes back for it."""
-    user, nice, system, _idle, _waiting, interrupts, soft = map(
-        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
-    )
-    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 def train(directory: str, size_mb: float, rounds: int) -> list[dict[str, float]]:

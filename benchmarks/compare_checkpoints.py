@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,14 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from benchmarks.measuring import (
-    ROOT,
-    in_rounds,
-    plain_table,
-    read_options,
-    spread,
-    write_json,
-)
+from benchmarks.measuring import ROOT, in_rounds, plain_table, read_options, spread, write_json
 from benchmarks.ranks import run_ranks
 from benchmarks.synthetic import make_checkpoint
 from zerokit.bench.machine.host import cores
@@ -157,13 +150,8 @@ class Task:
     floor: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The figures of all runs of one task. Memory is that of its largest process; a call has seconds alone."""
-
-    seconds: list[float]
-    processor_s: list[float] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)
+Figures = dict[str, list[float]]
+"""Of all runs of a task: "seconds"; of a command also "processor_s" and, of its largest process, "peak_bytes"."""
 
 
 # A process of its own: a child's peak memory begins with that of the process that it was forked from.
@@ -203,11 +191,12 @@ def run_tasks(tasks: Sequence[Task], repeats: int) -> dict[str, Figures]:
         remove(Path(commands[name][-1]))
         return figures
 
-    found = {}
-    for name, runs in in_rounds(list(commands), repeats + 1, once).items():
-        seconds, processor, peaks = zip(*runs[1:], strict=True)
-        found[name] = Figures(list(seconds), list(processor), list(peaks))
-    return found
+    names = "seconds", "processor_s", "peak_bytes"
+    rounds = in_rounds(list(commands), repeats + 1, once)
+    return {
+        task: dict(zip(names, map(list, zip(*runs[1:], strict=True)), strict=True))
+        for task, runs in rounds.items()
+    }
 
 
 def offline_tasks(directory: Path, step: Path, world: int) -> list[Task]:
@@ -280,7 +269,7 @@ def live(directory: Path, size_gb: float, repeats: int) -> dict[str, Figures]:
     """Times of save and load calls."""
     print(f"save and load, {repeats} rounds", file=sys.stderr, flush=True)
     (seconds,) = run_ranks(measure, str(directory), size_gb, repeats, world=1, threads=cores())
-    return {name: Figures(times) for name, times in seconds.items()}
+    return {name: {"seconds": times} for name, times in seconds.items()}
 
 
 def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) -> None:
@@ -288,10 +277,10 @@ def show(figures: Mapping[str, Figures], floors: Mapping[str, str], title: str) 
     rows = []
     for name, found in figures.items():
         floor = figures.get(floors.get(name, ""))
-        beside = f"{median(found.seconds) / median(floor.seconds):.2f}" if floor else ""
-        processor = f"{median(found.processor_s):.2f}" if found.processor_s else ""
-        peak = f"{max(found.peak_bytes) / 2**20:.0f}" if found.peak_bytes else ""
-        rows.append([name, spread(found.seconds, 2), beside, processor, peak])
+        beside = f"{median(found['seconds']) / median(floor['seconds']):.2f}" if floor else ""
+        processor = f"{median(found['processor_s']):.2f}" if "processor_s" in found else ""
+        peak = f"{max(found['peak_bytes']) / 2**20:.0f}" if "peak_bytes" in found else ""
+        rows.append([name, spread(found["seconds"], 2), beside, processor, peak])
     columns = ["", "seconds (min–max)", "÷ floor", "processor s", "peak RSS MiB"]
     print(plain_table(title, columns, rows))
 
@@ -331,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = {
         "format": "zerokit.compare-checkpoints/1",
         "settings": {key: str(value) for key, value in vars(options).items()},
-        "figures": {name: asdict(found) for name, found in figures.items()},
+        "figures": figures,
         "floors": floors,
     }
     write_json(options.json, record)

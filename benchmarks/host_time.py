@@ -23,7 +23,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,8 +33,7 @@ from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_
 from zerokit import ZeroOptimizer
 from zerokit.placement import stage_of
 
-Loop = tuple[Callable[[], Tensor], Callable[[Tensor], None]]
-_loops: list[Loop] = []
+_steps: list[Callable[[], None]] = []
 
 WORLD, BLOCKS, WIDTH, BATCH = 64, 100, 64, 2
 BUCKET_MB = 0.07
@@ -49,25 +48,21 @@ def prepare(engine: str) -> None:
     """Make the engine of this process."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    _loops.append(make_step(engine))
+    _steps.append(make_step(engine))
 
 
-def take_steps(steps: int) -> tuple[float, float]:
-    """Milliseconds of processor time of a step and of its forward, medians of `steps`."""
-    forward, rest = _loops[0]
-    times, forwards = [], []
+def take_steps(steps: int) -> float:
+    """Milliseconds of processor time of a step, the median of `steps`."""
+    times = []
     for _ in range(steps):
         started = time.process_time()
-        loss = forward()
-        after_forward = time.process_time()
-        rest(loss)
+        _steps[0]()
         times.append(time.process_time() - started)
-        forwards.append(after_forward - started)
-    return median(times) * 1e3, median(forwards) * 1e3
+    return median(times) * 1e3
 
 
-def make_step(engine: str) -> Loop:
-    """The user's loop, once around: the forward, and what follows it."""
+def make_step(engine: str) -> Callable[[], None]:
+    """The user's loop, once around."""
     torch.manual_seed(0)
 
     def block() -> nn.Module:
@@ -98,26 +93,26 @@ def make_step(engine: str) -> Loop:
             lr=1e-4,
         )
 
-        def step(loss: Tensor) -> None:
-            zero.backward(loss)
+        def step() -> None:
+            zero.backward(model(x))
             zero.clip_grad_norm_(1.0)
             zero.step()
             zero.zero_grad()
 
-        return lambda: model(x), step
+        return step
     if engine == "fsdp2":
         for one in model.blocks:
             fully_shard(one)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def plain_step(loss: Tensor) -> None:
-        loss.backward()
+    def plain_step() -> None:
+        model(x).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return lambda: model(x), plain_step
+    return plain_step
 
 
 def main() -> int:
@@ -130,27 +125,24 @@ def main() -> int:
             for name in arguments.engines
         }
 
-        def take(name: str, steps: int = STEPS) -> tuple[float, float]:
+        def take(name: str, steps: int = STEPS) -> float:
             return processes[name].submit(take_steps, steps).result()
 
         for name in processes:
             take(name, WARM_UP)
-        turns = in_rounds(list(processes), arguments.rounds, take, progress=False)
-    steps, forwards = ({name: [one[part] for one in turns[name]] for name in turns} for part in (0, 1))
+        turns = in_rounds(list(processes), arguments.rounds, take)
 
     def say(engine: str, to: str) -> str:
-        return f"{ratio(steps[engine], steps[to]):.2f}" if to in turns else ""
-
-    def ms(times: list[float]) -> str:
-        return f"{median(times):.1f}"
+        return f"{ratio(turns[engine], turns[to]):.2f}" if to in turns else ""
 
     rows = [
-        [name, ms(steps[name]), say(name, "torch"), say(name, "fsdp2"), ms(forwards[name])] for name in turns
+        [name, f"{median(times):.1f}", say(name, "torch"), say(name, "fsdp2")]
+        for name, times in turns.items()
     ]
-    print(plain_table("Processor time of a step", ["engine", "ms", "/ torch", "/ FSDP2", "forward ms"], rows))
-    write_json(arguments.json, {"step_ms, forward_ms": turns})
+    print(plain_table("Processor time of a step", ["engine", "ms", "/ torch", "/ FSDP2"], rows))
+    write_json(arguments.json, {"step_ms": turns})
     known = [pair for pair in BARS if set(pair) <= set(turns)]
-    held = [bar_holds(f"{one} of {to}", ratio(steps[one], steps[to]), BARS[one, to]) for one, to in known]
+    held = [bar_holds(f"{one} of {to}", ratio(turns[one], turns[to]), BARS[one, to]) for one, to in known]
     return 0 if all(held) else 1
 
 

@@ -29,9 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_options
 from benchmarks.ranks import run_ranks
 from zerokit import ZeroOptimizer
-from zerokit.placement import stage_of
 
-WORLD, STAGE, WARMUP = 2, 3, 4
+WORLD, WARMUP = 2, 4
 LENGTH, BATCH, RATE = 128, 2, 1e-4
 BAR = 1.03
 """The most that a step may take of the plain loop's."""
@@ -66,7 +65,7 @@ def train_plainly(steps: int, folder: str) -> None:
     """zerokit's loop, as the README has it."""
     dist.init_process_group("gloo")
     model, data = _model(), _data(steps * BATCH * WORLD)
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(STAGE), precision="fp32", lr=RATE)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=3, precision="fp32", lr=RATE)
     sampler: Any = DistributedSampler(data, shuffle=False)  # type: ignore[arg-type]
     loader: Any = DataLoader(data, batch_size=BATCH, sampler=sampler)  # type: ignore[arg-type]
     for batch in loader:
@@ -80,7 +79,7 @@ def train_by_accelerate(steps: int, folder: str) -> None:
     """accelerate's loop over `ZeroAccelerator`."""
     from zerokit.integrations.accelerate import ZeroAccelerator
 
-    accelerator = ZeroAccelerator(stage=stage_of(STAGE), cpu=True)
+    accelerator = ZeroAccelerator(stage=3, cpu=True)
     model = _model()
     made = torch.optim.AdamW(model.parameters(), lr=RATE)
     model, optimizer, loader = accelerator.prepare(model, made, _loader(steps))
@@ -109,7 +108,7 @@ def train_by_transformers(steps: int, folder: str) -> None:
         dataloader_pin_memory=False,
     )
     data: Any = _data(steps * BATCH * WORLD)
-    ZeroTrainer(_model(), arguments, train_dataset=data, stage=stage_of(STAGE)).train()
+    ZeroTrainer(_model(), arguments, train_dataset=data, stage=3).train()
 
 
 def train_by_lightning(steps: int, folder: str) -> None:
@@ -130,7 +129,7 @@ def train_by_lightning(steps: int, folder: str) -> None:
             return torch.optim.AdamW(self.parameters(), lr=RATE)
 
     lightning.Trainer(
-        strategy=ZeroStrategy(stage=stage_of(STAGE)),
+        strategy=ZeroStrategy(stage=3),
         accelerator="cpu",
         devices=WORLD,
         max_steps=steps,

@@ -10,11 +10,12 @@ compared is the loss on held-out text after the last step: the mean over seeds o
 A file keeps what is done, and the same command goes on with what is left.
 
 python benchmarks/losses.py wires wires.json --model gpt-tiny --lr 3e-3 --steps 400
-python benchmarks/losses.py islands islands.json --minutes 4
+python benchmarks/losses.py islands islands.json
 """
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 import zerokit
-from benchmarks.measuring import bar_holds, in_pieces, plain_table, read_options
+from benchmarks.measuring import bar_holds, plain_table, read_options, write_json
 from benchmarks.ranks import run_ranks
 from zerokit import LocalSteps, Precision, ZeroOptimizer
 from zerokit.bench.record.settings import Settings
@@ -115,7 +116,7 @@ def train(job: dict[str, Any], method: str, seed: int) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """A table of the methods; 1 when a bar is missed or some runs are left."""
+    """A table of the methods; 1 when a bar is missed."""
     options = read_options(
         __doc__,
         words,
@@ -129,21 +130,24 @@ def main(words: Sequence[str] | None = None) -> int:
         seeds=5,
         lr=1e-3,
         method=([], "only these beside exact sums"),
-        minutes=(1000.0, "begin no run after these"),
     )
     given = vars(options)
-    path, minutes, chosen = given.pop("file"), given.pop("minutes"), given.pop("method")
+    path, chosen = given.pop("file"), given.pop("method")
     if given["together"] is None:
         given["together"] = 300 if given["what"] == "islands" else 0
     names = [EXACT, *(chosen or methods(given["what"], given["every"]))]
-    jobs = {f"seed {seed}, {name}": (name, seed) for seed in range(given["seeds"]) for name in names}
     job = {**given, "folder": str(path.with_suffix("").absolute())}
-    done = in_pieces(path, given, list(jobs), lambda name: run_ranks(train, job, *jobs[name])[0], minutes)
-    if done is None:
-        return 1
-    ends = {
-        name: [done[f"seed {seed}, {name}"]["held_out"] for seed in range(given["seeds"])] for name in names
-    }
+    kept = json.loads(path.read_text()) if path.exists() else {"options": given, "jobs": {}}
+    if kept["options"] != given:
+        raise SystemExit(f"{path} was begun with {kept['options']}: use these, or another file")
+    ends: dict[str, list[float]] = {name: [] for name in names}
+    for seed in range(given["seeds"]):
+        for name in names:
+            if (run := f"seed {seed}, {name}") not in kept["jobs"]:
+                print(run, file=sys.stderr, flush=True)
+                kept["jobs"][run] = run_ranks(train, job, name, seed)[0]
+                write_json(path, kept)
+            ends[name].append(kept["jobs"][run]["held_out"])
     ratios = {
         name: [one / exact for one, exact in zip(found, ends[EXACT], strict=True)]
         for name, found in ends.items()

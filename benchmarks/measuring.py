@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -64,50 +63,18 @@ def in_rounds(
     rounds: int,
     measure: Callable[[str], T],
     keep: Callable[[dict[str, list[T]]], object] = lambda results: None,
-    *,
-    progress: bool = True,
 ) -> dict[str, list[T]]:
-    """What `measure` returned for each name, round by round.
+    """What `measure` returned for each name, round by round; `keep` is given what there is after every measurement.
 
     Every second round goes backwards, so that a machine that is slow for a while is so for all: trust the ratios.
-    `keep` is given what there is after every measurement; `progress` says on stderr what is measured.
     """
     results: dict[str, list[T]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            if progress:
-                print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr, flush=True)
+            print(f"round {number + 1}/{rounds}: {name}", file=sys.stderr, flush=True)
             results[name].append(measure(name))
             keep(results)
     return results
-
-
-def in_pieces(
-    path: Path, options: Mapping[str, object], jobs: Sequence[str], run: Callable[[str], Any], minutes: float
-) -> dict[str, Any] | None:
-    """What `run` returned for each job; None where some are left, for the same command to go on with.
-
-    Results are kept in the file `path`, with `options`, which must be the same each time: `SystemExit` where they are
-    not. No job begins after `minutes`.
-    """
-    content: dict[str, Any] = {"options": json.loads(json.dumps(options)), "machine": machine(), "jobs": {}}
-    if path.exists():
-        before = json.loads(path.read_text())
-        if before["options"] != content["options"]:
-            raise SystemExit(f"{path} was begun with {before['options']}: use these, or another file")
-        content = before
-    started = time.monotonic()
-    for number, job in enumerate(jobs, start=1):
-        if job in content["jobs"]:
-            continue
-        if time.monotonic() - started > 60 * minutes:
-            print(f"{number - 1} of {len(jobs)} are done: run the same command again", file=sys.stderr)
-            return None
-        print(f"{number} of {len(jobs)}: {job}", file=sys.stderr, flush=True)
-        content["jobs"][job] = run(job)
-        write_json(path, content)
-    jobs_done: dict[str, Any] = content["jobs"]
-    return jobs_done
 
 
 def spread(values: Sequence[float], decimals: int) -> str:
@@ -132,7 +99,8 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     figures = [
-        all(cell[:1].isdigit() or not cell for cell in cells) for cells in zip(*rows, strict=True)
+        all(cell.lstrip("+-")[:1].isdigit() or not cell for cell in cells)
+        for cells in zip(*rows, strict=True)
     ] or [False] * len(columns)
     text = []
     for line in lines:

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from benchmarks.measuring import bar_holds, plain_table
 from benchmarks.plan_rows import SHAPES, PublishedMemory, Row, read_rows
-from zerokit.bench.catalogue.workloads import LlamaConfig
 from zerokit.bench.workloads.models import Decoder
 from zerokit.formulas import ElementBytes
 from zerokit.placement import Mesh, Placement
@@ -37,10 +36,7 @@ class Model(nn.Module):
 
     def __init__(self, row: Row, memory: PublishedMemory) -> None:
         super().__init__()
-        shape = SHAPES[row.model]
-        sizes = (shape.vocabulary, row.seq_len, shape.width, shape.layers, shape.heads)
-        keys = shape.key_heads or shape.heads
-        self.decoder = Decoder(LlamaConfig(*sizes, keys, shape.hidden, tied=False))
+        self.decoder = Decoder(SHAPES[row.model])
         self._fp32 = memory.loss == "fp32"
         for block in blocks_of(self):
             options = _RECOMPUTATION[memory.recompute]

@@ -15,7 +15,8 @@ from math import log
 from pathlib import Path
 from statistics import median
 
-from benchmarks.measuring import read_options
+from benchmarks.measuring import plain_table, read_options
+from zerokit.bench.catalogue.workloads import GPTConfig, LlamaConfig
 from zerokit.formulas import ElementBytes
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.placement import Mesh, Placement
@@ -29,25 +30,16 @@ NODE = 8
 """GPUs of a node, unless a table says otherwise."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A decoder: `llama` has three matrices in its feed-forward, RMS norms, rotary positions and an untied head."""
-
-    width: int
-    layers: int
-    heads: int
-    vocabulary: int
-    hidden: int
-    llama: bool = False
-    key_heads: int = 0
+Shape = GPTConfig | LlamaConfig
+"""A decoder; the length of its sequences is the row's."""
 
 
 def _mpt(width: int, layers: int, heads: int) -> Shape:
-    return Shape(width, layers, heads, 50368, 4 * width)
+    return GPTConfig(50368, 2048, width, layers, heads)
 
 
 def _llama(width: int, layers: int, heads: int, hidden: int, vocabulary: int, key_heads: int) -> Shape:
-    return Shape(width, layers, heads, vocabulary, hidden, True, key_heads)
+    return LlamaConfig(vocabulary, 8192, width, layers, heads, key_heads, hidden, tied=False)
 
 
 SHAPES = {
@@ -144,6 +136,13 @@ def read_rows(path: Path = ROWS) -> list[Row]:
 # ---- a model's work, by arithmetic
 
 
+def _inside(shape: Shape) -> tuple[int, int]:
+    """The widths of all keys together, and of the feed-forward."""
+    if isinstance(shape, GPTConfig):
+        return shape.width, 4 * shape.width
+    return shape.width * shape.key_value_heads // shape.heads, shape.hidden
+
+
 def _products(tokens: int, inputs: int, outputs: int) -> tuple[Product, Product, Product]:
     """A linear layer: forward, and the gradients of its inputs and of its weights."""
     return (
@@ -162,23 +161,23 @@ def model_work(
     In a `compiled` one, norms, residual sums, rotary positions and activations read and write once what products and
     attention give and take.
     """
-    tokens, width = seq_len * samples, shape.width
-    keys = width * (shape.key_heads or shape.heads) // shape.heads
+    tokens, width, llama = seq_len * samples, shape.width, isinstance(shape, LlamaConfig)
+    keys, hidden = _inside(shape)
     matrices = [(width, width + 2 * keys), (width, width)]
-    matrices += [(width, shape.hidden)] * (2 if shape.llama else 1) + [(shape.hidden, width)]
+    matrices += [(width, hidden)] * (2 if llama else 1) + [(hidden, width)]
     linear = [_products(tokens, *matrix) for matrix in matrices]
     size = width // shape.heads
     scores = Product(seq_len, seq_len // 2, size, samples * shape.heads)
     values = Product(seq_len, size, seq_len // 2, samples * shape.heads)
     # Bytes a token that other operations move, as `zerokit.planning.trace` counts them for these shapes: norms,
     # residual sums, rotary positions in fp32, activations. Norms are fused, as in the sources.
-    by_width, by_hidden = ((92, 198), (10, 18)) if shape.llama else ((20, 66), (4, 6))
+    by_width, by_hidden = ((92, 198), (10, 18)) if llama else ((20, 66), (4, 6))
     if compiled:
         by_width, by_hidden = (22, 44), (6, 12)
     forward_moved, backward_moved = (
-        tokens * (by_width[way] * width + by_hidden[way] * shape.hidden) for way in range(2)
+        tokens * (by_width[way] * width + by_hidden[way] * hidden) for way in range(2)
     )
-    kernels = 45 if shape.llama else 12
+    kernels = 45 if llama else 12
     forward = Work((*(each[0] for each in linear), scores, values), forward_moved, kernels)
     backward = Work(
         (*(product for each in linear for product in each[1:]), scores, scores, scores, values, values),
@@ -196,7 +195,7 @@ def model_work(
     embedding = Work((), 4 * tokens * width, 4)
     unembedding = _products(tokens, width, shape.vocabulary)
     logits = tokens * shape.vocabulary
-    loss = (18, 26) if shape.llama else (2, 4)  # PyTorch's, in fp32; MPT's is fused
+    loss = (18, 26) if llama else (2, 4)  # PyTorch's, in fp32; MPT's is fused
     head = UnitWork(
         shape.layers + 1,
         Work(unembedding[:1], loss[0] * logits, 8),
@@ -208,15 +207,14 @@ def model_work(
 
 @cache
 def _layout(shape: Shape, seq_len: int, world: int) -> Layout:
-    keys = shape.width * (shape.key_heads or shape.heads) // shape.heads
-    feed = (3 if shape.llama else 2) * shape.hidden
-    block = shape.width * (2 * shape.width + 2 * keys + feed + 2)
+    llama, (keys, hidden) = isinstance(shape, LlamaConfig), _inside(shape)
+    block = shape.width * (2 * shape.width + 2 * keys + (3 if llama else 2) * hidden + 2)
     table = shape.vocabulary * shape.width
     names = ("embedding", *(f"blocks.{at}" for at in range(shape.layers)), "head")
     sizes = [
-        table + (0 if shape.llama else seq_len * shape.width),
+        table + (0 if llama else seq_len * shape.width),
         *[block] * shape.layers,
-        table + shape.width if shape.llama else shape.width,
+        table + shape.width if llama else shape.width,
     ]
     segments = [
         Segment(name if name.startswith("blocks") else None, (Parameter(f"{name}.weight", (size,)),))
@@ -305,20 +303,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             own = [row for row in rows if row.one_node and row.device == device]
             shares[device] = calibrate(own, shares.get(device, SHARES["h100-80"]))
             print(f'    "{device}": {shares[device]},')
-    print(
-        f"{'model':<12} {'seq':>6} {'GPUs':>5} {'published':>9} {'planned':>9} {'error':>7} {'exposed':>8}  table"
-    )
+    lines: list[list[str]] = []
     found: dict[str, list[float]] = {}
     for row in rows:
         step = plan_row(row, shares[row.device])
         planned = row.tokens_per_step / step.total_s
         error = planned / row.tokens_per_s_per_gpu - 1
         found.setdefault(purpose(row, shares[row.device]), []).append(abs(error))
-        print(
-            f"{row.model:<12} {row.seq_len:>6} {row.gpus:>5} {row.tokens_per_s_per_gpu:>9.0f} {planned:>9.0f} "
-            f"{error:>+7.1%} {step.exposed_total_s / step.total_s:>8.1%}  {row.table}"
-            f"{f' (outlier: {row.outlier})' if row.outlier else ''}"
-        )
+        speeds = f"{row.tokens_per_s_per_gpu:.0f} {planned:.0f} {error:+.1%} {step.exposed_total_s / step.total_s:.1%}"
+        table = f"{row.table}{f' (outlier: {row.outlier})' if row.outlier else ''}"
+        lines.append([row.model, str(row.seq_len), str(row.gpus), *speeds.split(), table])
+    columns = ["model", "seq", "GPUs", "published", "planned", "error", "exposed", "table"]
+    print(plain_table("Tokens a second and GPU", columns, lines))
     for name, errors in sorted(found.items()):
         within = sum(error <= 0.15 for error in errors)
         print(

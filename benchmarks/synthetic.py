@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
-from array import array
 from pathlib import Path
 
-from tests.support.checkpoints import common_file, example_extra
-from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest
-from zerokit.checkpoint.safetensors import Extent, Stream, rank_file
+from tests.support.checkpoints import Content, example_extra, write_checkpoint
+from zerokit.checkpoint.safetensors import Stream
 from zerokit.layout import Parameter, Segment, build_layout
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -33,39 +29,17 @@ def make_checkpoint(path: Path, size_gb: float, world: int) -> None:
         world=world,
         bucket_bytes=25 << 20,
     )
+    sizes = {parameter.name: 4 * parameter.numel for parameter in layout.parameters}
     noise = bytearray(random.Random(0).randbytes(8 << 20))
     noise[3::4] = b"\x3e" * (len(noise) // 4)  # numbers below 1: not every float fits bf16
 
-    def data(extent: Extent) -> bytes:
-        start = random.Random(extent.offset).randrange(1 << 18) * 4
-        return bytes((noise * (extent.size // len(noise) + 2))[start : start + extent.size])
+    class Values(dict[tuple[str, str], bytes]):
+        """Made when they are asked for: all of them may be more than the memory."""
+
+        def __missing__(self, key: tuple[str, str]) -> bytes:
+            start, size = random.Random(repr(key)).randrange(1 << 18) * 4, sizes[key[1]]
+            return bytes((noise * (size // len(noise) + 2))[start : start + size])
 
     streams = tuple(Stream(kind, "float32", tuple(range(len(layout.parameters)))) for kind in KINDS)
-    path.mkdir(parents=True)
-    files, crcs = [], {(stream, p): array("I") for stream in range(len(KINDS)) for p in streams[0].parameters}
-    for rank in range(layout.world):
-        file = rank_file(layout, streams, 1, rank)
-        with (path / file.name).open("wb") as out:
-            out.write(file.header)
-            for extent in file.extents:
-                content = data(extent)
-                crcs[extent.stream, extent.position].append(crc32(content))
-                out.write(content)
-        files.append(File(file.name, file.size, len(file.header), crc32(file.header)))
-    common, extra = common_file(()), json.dumps(example_extra(1, 1, user=None)).encode()
-    for name, content in ((COMMON_NAME, common), (EXTRA_NAME, extra)):
-        (path / name).write_bytes(content)
-    manifest = Manifest(
-        step=1,
-        layout=layout,
-        streams=streams,
-        scalars=(),
-        checksums=tuple(
-            array("I", [crc for p in stream.parameters for crc in crcs[number, p]])
-            for number, stream in enumerate(streams)
-        ),
-        files=tuple(files),
-        common=File(COMMON_NAME, len(common), 0, crc32(common)),
-        extra=File(EXTRA_NAME, len(extra), 0, crc32(extra)),
-    )
-    (path / NAME).write_bytes(manifest.to_bytes())
+    extra = example_extra(1, 1, user=None)
+    write_checkpoint(path, layout, Content(1, streams, Values(), scalars=(), common=(), extra=extra))

@@ -32,7 +32,7 @@ def test_commands_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_calls_and_peers_run(tmp_path: Path) -> None:
     figures = compare_checkpoints.live(tmp_path, 0.004, 1)
     assert {"write and sync", "zerokit.save", "zerokit.load", "dcp.save", "dcp.load"} == figures.keys()
-    assert all(seconds > 0 for found in figures.values() for seconds in found.seconds)
+    assert all(seconds > 0 for found in figures.values() for seconds in found["seconds"])
     assert zerokit.verify(tmp_path / "run").intact
     for task in compare_checkpoints.peer_tasks(tmp_path):
         python, option, *words = map(str, task.command)

@@ -23,9 +23,7 @@ def test_every_second_round_goes_backwards_and_all_is_kept() -> None:
         calls.append(name)
         return len(calls)
 
-    found = in_rounds(
-        ["a", "b"], 3, once, lambda results: kept.append(sum(map(len, results.values()))), progress=False
-    )
+    found = in_rounds(["a", "b"], 3, once, lambda results: kept.append(sum(map(len, results.values()))))
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
     assert kept == [1, 2, 3, 4, 5, 6]
@@ -54,7 +52,7 @@ def test_ranks_run_a_script_s_function_and_a_failure_says_why(
     monkeypatch.setattr(ranks, "start_rank", ForkedRank)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run_ranks(_divide, 1) == [1.0, 2.0]
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("zerokit-ranks-*")) == []
     with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
         run_ranks(_divide, 0, world=1)
 

@@ -121,7 +121,7 @@ def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
     files = []
     for rank in range(layout.world):
         file = rank_file(layout, content.streams, content.step, rank)
-        body = b""
+        body = bytearray()
         for extent in file.extents:
             stream = content.streams[extent.stream]
             name = layout.parameters[extent.position].name

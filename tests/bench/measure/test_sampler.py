@@ -117,12 +117,8 @@ def test_the_commit_of_a_repository_and_whether_it_was_changed(tmp_path: Path) -
 
 def test_only_variables_that_change_measurements_are_kept_without_their_secrets() -> None:
     kept = {"GLOO_SOCKET_IFNAME": "lo", "LD_PRELOAD": "libjemalloc.so", "MALLOC_ARENA_MAX": "2"}
-    kept |= {
-        "NCCL_ALGO": "Ring",
-        "OMP_NUM_THREADS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    }
-    kept |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    kept |= {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    kept |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     others = {"HOME": "/root", "AWS_SECRET_ACCESS_KEY": "x", "CUDA_HOME": "/usr/local/cuda", "PATH": "/bin"}
     secret = {"NCCL_HTTP_TOKEN": "hunter2", "NCCL_PROXY": "http://bob:hunter2@proxy:1"}
     hidden = {"NCCL_HTTP_TOKEN": "***", "NCCL_PROXY": "http://***@proxy:1"}

@@ -1,10 +1,8 @@
-"""Memory: peaks, and in the course of a step what is held, counted by hand, at every operation."""
+"""Memory in the course of a step: what is held, counted by hand, at every operation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,13 +14,11 @@ from zerokit.bench.engines.trainer import make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.memory import (
     READINGS,
-    Held,
-    MemoryMeter,
     MemoryTracker,
     condense,
     measure_timeline,
 )
-from zerokit.bench.record.measured import DeviceMemory, MemoryTimeline
+from zerokit.bench.record.measured import MemoryTimeline
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Loop
 from zerokit.bench.workloads.build import load
@@ -39,13 +35,9 @@ def track(tracker: MemoryTracker) -> dict[str, int]:
     return tracker.readings[-1][1]
 
 
-def nothing() -> Iterator[Held]:
-    return iter(())
-
-
 def test_what_operations_return_is_counted_once_and_for_as_long_as_it_lives() -> None:
     before = torch.ones(1000)
-    with MemoryTracker(nothing) as tracker:
+    with MemoryTracker(tuple) as tracker:
         one = before * 2
         views = [one.view(10, 100), one[:5], before[3:]]
         assert track(tracker)[ACTIVATIONS] == 2 * 1000 * ELEMENT  # a view makes what it shows known
@@ -61,7 +53,7 @@ def test_what_operations_return_is_counted_once_and_for_as_long_as_it_lives() ->
 def test_an_engines_own_figure_is_what_counts() -> None:
     weight, shard = torch.zeros(100), torch.zeros(100)
     use = [(PARAMETERS, weight, 400), (BUFFERS, shard, 40)]
-    tracker = MemoryTracker(lambda: iter(use))
+    tracker = MemoryTracker(lambda: use)
     assert track(tracker) == dict.fromkeys(MEMORY_KINDS, 0) | {PARAMETERS: 400, BUFFERS: 40}
     use[1:] = [(PARAMETERS, shard, 40), (PARAMETERS, shard, 400)]  # gathered, and this rank's part in it
     assert track(tracker) == dict.fromkeys(MEMORY_KINDS, 0) | {PARAMETERS: 800}
@@ -109,22 +101,10 @@ def test_zerokit_on_two_ranks() -> None:
 
 def test_what_is_elsewhere_or_has_no_storage_is_not_counted() -> None:
     elsewhere = torch.ones(10, device="meta")
-    with MemoryTracker(lambda: iter([(OPTIMIZER, elsewhere, 40)])) as tracker:
+    with MemoryTracker(lambda: [(OPTIMIZER, elsewhere, 40)]) as tracker:
         there, sparse = elsewhere + 1, torch.ones(0, 3).to_sparse()
         assert track(tracker) == dict.fromkeys(MEMORY_KINDS, 0)
         kept = torch.ones(10)
         assert track(tracker)[ACTIVATIONS] == kept.numel() * ELEMENT
     assert there.is_meta
     assert sparse.is_sparse
-
-
-def test_the_peak_of_construction_is_not_that_of_the_steps() -> None:
-    cuda = Mock(spec=torch.cuda)
-    meter = MemoryMeter("one", cuda)
-    cuda.max_memory_allocated.return_value, cuda.max_memory_reserved.return_value = 650, 700
-    meter.begin()
-    cuda.reset_peak_memory_stats.assert_called_once_with("one")
-    cuda.max_memory_allocated.return_value = 420
-    cuda.mem_get_info.return_value = 150, 1000
-    assert meter.peaks() == (420, 700)
-    assert meter.account(batch_bytes=30) == DeviceMemory(650, 700, 30, 850, 1000)

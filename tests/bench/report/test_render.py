@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.bench.records import make_cell, make_failure, make_record, make_sweep
+from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.plans.ask import plan
 from zerokit.bench.record.record import Run
 from zerokit.bench.report import render as drawing
+from zerokit.bench.report.pictures import make_pictures
 from zerokit.bench.report.plan_page import pictures, write_plan
-from zerokit.bench.report.render import bundle, plots, render, write_comparison
+from zerokit.bench.report.render import WIDE, bundle, plots, render, svg, write_comparison
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 
@@ -155,8 +157,19 @@ def test_what_differs_is_told_of_cells_that_ran(monkeypatch: pytest.MonkeyPatch)
     refused = make_failure("unsupported", "ddp has no stage 3: it has stage 0 only", "ddp", 3)
     page = render([Run("", (*cells, refused))])
     shown = page[page.index('id="differences"') : page.index('id="conditions"')]
+    shown = re.sub("</?span[^>]*>", "", shown)
     rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>.*?</tr>", shown)]
     assert rows == [["", "threads a rank"], ["zerokit 0", "1"], ["zerokit 1", "1"], ["zerokit 2", "2"]]
+
+
+def test_long_names_keep_both_ends() -> None:
+    cells = [make_cell(stage=stage) for stage in (0, 3)]
+    name = f"of_mine.{'deeply.' * 12}models:one"  # beside another model, so that labels name it
+    cells[1] = replace(cells[1], settings=replace(cells[1].settings, model=name))
+    for picture in make_pictures(make_cells([Run("", tuple(cells))])):
+        drawn = svg(picture, WIDE)
+        assert re.search("zerokit 3 · of_m[^<]*…[^<]*eply.models:one<", drawn)
+        assert name not in drawn
 
 
 def test_a_legend_of_two_rows_has_its_room() -> None:

@@ -41,6 +41,20 @@ def tiny():
 def picky():
     return Own(build=Picky, batch=draw, unit="images", units_per_sample=2)
 
+class Deep(Net):
+    def __init__(self):
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]  # as timm's; impossible on meta, too
+
+def deep():
+    return Own(build=Deep, batch=draw)
+
+def unparted():
+    return Own(build=Net, batch=lambda generator, size: draw(generator, size)[0])
+
+def wordy():
+    return Own(build=Net, batch=draw, unit="words")
+
 def wrong():
     return Net()
 
@@ -88,6 +102,10 @@ def test_a_module_that_is_not_there_is_refused(folder: Path, module: str) -> Non
         ("mine_for_tests:absent", "mine_for_tests has no absent"),
         ("mine_for_tests:number", "number is a int, not a function"),
         ("mine_for_tests:wrong", r"wrong\(\) returned a Net: expected a workload"),
+        (
+            "mine_for_tests:wordy",
+            "unit 'words', 1 of them a sample: expected tokens, images, samples, and at",
+        ),
         ("mine_for_tests:broken", r"broken\(\) failed: RuntimeError: no weights today"),
         ("bad_for_tests:tiny", "importing bad_for_tests failed: ModuleNotFoundError"),
     ],
@@ -125,3 +143,8 @@ def test_what_the_record_says_of_it(folder: Path) -> None:
     picky = load(Settings(model="mine_for_tests:picky")).model
     assert (picky.unit, picky.units_per_sample, picky.flops_per_unit) == ("images", 2, None)
     assert (picky.flops_convention or "").startswith("not counted: ")
+    deep = load(Settings(model="mine_for_tests:deep"))
+    deep.build()
+    assert (deep.model.parameters, deep.model.flops_per_unit) == (36, None)
+    with pytest.raises(UsageError, match=r"batch\(\) returned a Tensor: expected a tuple of tensors"):
+        load(Settings(model="mine_for_tests:unparted")).batch(0)

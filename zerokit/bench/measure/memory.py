@@ -1,6 +1,6 @@
-"""A rank's memory: torch's peaks before and during the measured steps, and what zerokit holds over one step, by kind.
+"""What zerokit holds over one step, by kind.
 
-For the latter every operation of torch is seen, and the storages of what it returns are followed for as long as they
+Every operation of torch is seen, and the storages of what it returns are followed for as long as they
 live; what the optimizer holds from step to step it says itself. What torch allocates within an operation is not seen.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerokit.bench.record.measured import DeviceMemory, MemoryTimeline
+from zerokit.bench.record.measured import MemoryTimeline
 from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS
 
 if TYPE_CHECKING:
@@ -154,27 +154,3 @@ def condense(readings: Sequence[Reading], most: int) -> list[Reading]:
     share = -(-len(readings) // most)
     shares = [readings[at : at + share] for at in range(0, len(readings), share)]
     return [max(some, key=lambda reading: sum(reading[1].values())) for some in shares]
-
-
-@dataclass
-class MemoryMeter:
-    """Separates the peak of the measured steps from the earlier peak; `cuda` is `torch.cuda`."""
-
-    device: Any
-    cuda: Any
-    _setup: tuple[int, int] = (0, 0)
-
-    def peaks(self) -> tuple[int, int]:
-        """Peak bytes that torch has allocated and reserved since `begin` or the start of the process."""
-        cuda, device = self.cuda, self.device
-        return cuda.max_memory_allocated(device), cuda.max_memory_reserved(device)
-
-    def begin(self) -> None:
-        """Reset the peaks at the start of the measured steps."""
-        self._setup = self.peaks()
-        self.cuda.reset_peak_memory_stats(self.device)
-
-    def account(self, batch_bytes: int) -> DeviceMemory:
-        """The record's entry for the device, taken right after the measured steps."""
-        free, total = self.cuda.mem_get_info(self.device)
-        return DeviceMemory(*self._setup, batch_bytes, total - free, total)

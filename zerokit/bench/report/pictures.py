@@ -124,7 +124,9 @@ def _finished(chart: Any, **properties: Any) -> Plot:
 
 def _rows(names: Sequence[str]) -> tuple[alt.Y, dict[str, Any]]:
     """The axis of cells in this order, each name with its figures below it, and the room for them."""
-    axis = alt.Axis(labelExpr="split(datum.label, '\\n')", labelLimit=200, labelColor=colour("text"))
+    lines = "split(datum.label, '\\n')"
+    cut = f"[truncate({lines}[0], 32, 'center'), {lines}[1]]"
+    axis = alt.Axis(labelExpr=cut, labelLimit=200, labelColor=colour("text"))
     return alt.Y("cell:N", sort=list(names), title=None, axis=axis), {"height": alt.Step(44)}
 
 
@@ -167,7 +169,11 @@ def _legend(roles: Mapping[str, str], width: float = NARROW, **look: Any) -> alt
     """Colours by name, and a legend of as many columns as fit `width` pixels."""
     columns = max(1, int(width / (24 + _LETTER * max(map(len, roles), default=1))))
     scale = alt.Scale(domain=list(roles), range=[colour(role) for role in roles.values()])
-    return alt.Color("part:N", scale=scale, legend=alt.Legend(columns=columns, **look))
+    return alt.Color(
+        "part:N",
+        scale=scale,
+        legend=alt.Legend(columns=columns, labelExpr="truncate(datum.label, 48, 'center')", **look),
+    )
 
 
 def _tooltip(**titles: str) -> list[alt.Tooltip]:
@@ -348,8 +354,10 @@ def _loss(cells: Sequence[Cell]) -> Picture | None:
             curves.append(Curve(cell.label, cell.role, points))
     if not curves:
         return None
-    pairs = [(dict(one.points), other.points) for one in curves for other in curves]
-    apart = max(abs(y - values[x]) for values, points in pairs for x, y in points if x in values)
+    at: dict[float, list[float]] = {}
+    for x, y in (point for curve in curves for point in curve.points):
+        at.setdefault(x, []).append(y)
+    apart = max((max(ys) - min(ys) for ys in at.values() if len(ys) == len(curves)), default=None)
     return _curved(
         "loss", "Loss", curves, "step", "loss", marked=False, told=apart if len(curves) > 1 else None
     )

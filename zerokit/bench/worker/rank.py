@@ -30,11 +30,11 @@ from zerokit.bench.machine.host import peak_host_bytes
 from zerokit.bench.measure.bandwidth import measure_bandwidth
 from zerokit.bench.measure.clock import measure_phases
 from zerokit.bench.measure.environment import look_around
-from zerokit.bench.measure.memory import MemoryMeter, measure_timeline
+from zerokit.bench.measure.memory import measure_timeline
 from zerokit.bench.measure.sampler import Sampler
 from zerokit.bench.plans.subjects import PlanBeside
 from zerokit.bench.record.journal import Journal, Story
-from zerokit.bench.record.measured import Rank, Traffic
+from zerokit.bench.record.measured import DeviceMemory, Rank, Traffic
 from zerokit.bench.record.record import Record, summarise, with_twin, write_record
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.bench.record.settings import Settings
@@ -103,11 +103,13 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     build_ms = (time.perf_counter() - started) * 1000.0
     loop = Loop(trainer, loaded, settings, accelerator)
     keeper = Keeper(settings, trainer.zero)
-    meter = MemoryMeter(accelerator.device, torch.cuda) if accelerator.is_cuda else None
+    setup: tuple[int, int] | None = None
 
     def begin() -> None:
-        if meter is not None:
-            meter.begin()
+        nonlocal setup
+        if accelerator.is_cuda:
+            setup = _peaks(accelerator.device)
+            torch.cuda.reset_peak_memory_stats(accelerator.device)
         if sampler is not None:
             sampler.start()
 
@@ -117,7 +119,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     settings = replace(settings, warmup=measured.warmup)
 
     # What follows the measured steps takes memory and sends bytes of its own: theirs are read first.
-    rank = _rank(measured, accelerator, build_ms, meter)
+    rank = _rank(measured, accelerator, build_ms, setup)
     skipped_steps = trainer.skipped_steps
     traffic, phases = None, None
     if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to measure
@@ -186,14 +188,26 @@ def _node() -> int:
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
-def _rank(measured: Measured, accelerator: Accelerator, build_ms: float, meter: MemoryMeter | None) -> Rank:
-    allocated, reserved = (None, None) if meter is None else meter.peaks()
+def _peaks(device: torch.device) -> tuple[int, int]:
+    """The most bytes that torch has allocated and reserved since the peaks were reset."""
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def _rank(
+    measured: Measured, accelerator: Accelerator, build_ms: float, setup: tuple[int, int] | None
+) -> Rank:
+    """This rank's figures, taken right after the measured steps; `setup` are the peaks before them, on CUDA."""
+    device, allocated, reserved, memory = accelerator.device, None, None, None
+    if setup is not None:
+        allocated, reserved = _peaks(device)
+        free, total = torch.cuda.mem_get_info(device)
+        memory = DeviceMemory(*setup, measured.batch_bytes, total - free, total)
     return Rank(
         rank=dist.get_rank(),
         node=_node(),
         host=socket.gethostname(),
         pid=os.getpid(),
-        device="cpu" if meter is None else torch.cuda.get_device_name(accelerator.device),
+        device="cpu" if setup is None else torch.cuda.get_device_name(device),
         step_ms=measured.step_ms[measured.warmup :],
         warmup_ms=measured.step_ms[: measured.warmup],
         build_ms=build_ms,
@@ -201,7 +215,7 @@ def _rank(measured: Measured, accelerator: Accelerator, build_ms: float, meter: 
         peak_allocated_bytes=allocated,
         peak_reserved_bytes=reserved,
         device_id=device_id(accelerator),
-        device_memory=None if meter is None else meter.account(measured.batch_bytes),
+        device_memory=memory,
         window_ms=measured.window_ms,
     )
 

@@ -165,6 +165,7 @@ class Loaded:
     batch: Batch
     init_fn: Callable[[nn.Module], None] | None
     own: Own | None = None
+    _parameters: int | None = None
 
     def build(self) -> nn.Module:
         """Build the model on the device of the `torch.device` context; `forward(*batch)` returns the scalar loss.
@@ -187,7 +188,9 @@ class Loaded:
         on_cuda = _default_device().type == "cuda"
         with torch.random.fork_rng(devices=[torch.cuda.current_device()] if on_cuda else []):
             torch.manual_seed(self.settings.seed)
-            return self.own.build()
+            model = self.own.build()
+        self._parameters = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        return model
 
     @cached_property
     def model(self) -> Model:
@@ -199,10 +202,14 @@ class Loaded:
         unit, units_per_sample = workload.unit, 1 if workload.text is None else settings.seq_len
         if own is not None:
             unit, units_per_sample = own.unit, own.units_per_sample
-        flops, convention = self._flops(units_per_sample)
+        flops, convention = self._flops(settings.batch_size * units_per_sample)
+        if (parameters := workload.parameters or self._parameters) is None:
+            with torch.device("meta"):
+                self._build()
+            parameters = self._parameters or 0
         return Model(
             name=workload.name,
-            parameters=self._parameters(),
+            parameters=parameters,
             config=config,
             unit=unit,
             units_per_sample=units_per_sample,
@@ -210,24 +217,20 @@ class Loaded:
             flops_convention=convention,
         )
 
-    def _parameters(self) -> int:
-        if self.workload.parameters is not None:
-            return self.workload.parameters
-        with torch.device("meta"):
-            model = self.build()
-        return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-    def _flops(self, units_per_sample: int) -> tuple[float | None, str | None]:
+    def _flops(self, units: int) -> tuple[float | None, str | None]:
+        """FLOPs of each of a micro-batch's `units`, forward and backward, and a note on how they were counted."""
         if self.workload.text is not None:
             return self.workload.text.flops(self.settings.seq_len)
         try:
-            a_sample, convention = count_flops(self.build, self.batch(0))
+            # Without recomputation, whose FLOPs are no work on the model.
+            return count_flops(self._build, self.batch(0)) / units, (
+                "counted by torch's FlopCounterMode over forward and backward: matrix products and convolutions only"
+            )
         except Exception as error:
             if self.own is None:
                 raise
             # The user's own model may do what is impossible on meta; it is trained all the same.
             return None, f"not counted: {type(error).__name__} on meta"
-        return a_sample / units_per_sample, convention
 
 
 def load(settings: Settings) -> Loaded:
@@ -242,8 +245,14 @@ def load(settings: Settings) -> Loaded:
         own = resolve(workload.name)
 
         def batch(first: int) -> tuple[Tensor, ...]:  # whose samples may depend on each other
-            drawn = generator(draw_seed(seed=settings.seed, sample=first))
-            return tuple(own.batch(drawn, settings.batch_size))
+            drawn: Any = own.batch(
+                generator(draw_seed(seed=settings.seed, sample=first)), settings.batch_size
+            )
+            if isinstance(drawn, tuple | list) and all(isinstance(one, Tensor) for one in drawn):
+                return tuple(drawn)
+            raise UsageError(
+                f"{workload.name}: batch() returned a {type(drawn).__name__}: expected a tuple of tensors"
+            )
 
         return Loaded(settings, workload, made_up(settings), batch, own.init_fn, own)
     return Loaded(settings, workload, *open_source(settings), init_module)
@@ -278,11 +287,10 @@ def _default_device() -> torch.device:
     return torch.empty(0).device
 
 
-def count_flops(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> tuple[float, str]:
-    """A model's FLOPs per sample, forward and backward, and a note on how they were counted.
+def count_flops(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> int:
+    """A model's FLOPs of a batch, forward and backward: nothing is computed, model and batch are on meta.
 
-    Nothing is computed: model and batch are on meta. Raises whatever a model raises that cannot run there. The first
-    dimension of the batch's first tensor counts samples.
+    Raises whatever a model raises that cannot run there.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -292,6 +300,4 @@ def count_flops(build: Callable[[], nn.Module], batch: tuple[Tensor, ...]) -> tu
     with counter:
         loss = model(*(tensor.to("meta") for tensor in batch))
         loss.backward()
-    return counter.get_total_flops() / len(batch[0]), (
-        "counted by torch's FlopCounterMode over forward and backward: matrix products and convolutions only"
-    )
+    return counter.get_total_flops()

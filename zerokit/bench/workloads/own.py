@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from zerokit.bench.record.metrics import UNITS
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,13 @@ class Own:
     unit: Literal["tokens", "images", "samples"] = "samples"
     units_per_sample: int = 1
     init_fn: Callable[[nn.Module], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit not in UNITS or self.units_per_sample < 1:
+            raise UsageError(
+                f"unit {self.unit!r}, {self.units_per_sample} of them a sample: expected {', '.join(UNITS)}, and at "
+                "least 1"
+            )
 
 
 def find(name: str) -> None:
