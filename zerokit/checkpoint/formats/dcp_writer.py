@@ -23,8 +23,7 @@ from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS
 from zerokit.checkpoint.formats import torchwriter
 from zerokit.checkpoint.formats.dcp_items import METADATA
 from zerokit.checkpoint.formats.description import plain_value
-from zerokit.checkpoint.formats.pickle_writer import to_pickle
-from zerokit.checkpoint.formats.pickles import Name, Record, Size
+from zerokit.checkpoint.formats.pickles import Name, Record, Size, to_pickle
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.prune import foreign_to
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES

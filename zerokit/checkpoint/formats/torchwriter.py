@@ -15,8 +15,7 @@ from typing import Any
 from zerokit.checkpoint.checksum import Piece, combine, crc32, damaged
 from zerokit.checkpoint.copying import NOT_WRITTEN, Copier
 from zerokit.checkpoint.disk import write_exactly
-from zerokit.checkpoint.formats.pickle_writer import to_pickle
-from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped
+from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped, to_pickle
 from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor
 from zerokit.checkpoint.requests import OpenFile, Request, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
