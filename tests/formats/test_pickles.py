@@ -20,8 +20,16 @@ from hypothesis import strategies as st
 from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats.description import plain_value
-from zerokit.checkpoint.formats.pickles import to_pickle
-from zerokit.checkpoint.formats.pickles import Name, Ordered, Persistent, Record, Size, mapped, parse_pickle
+from zerokit.checkpoint.formats.pickles import (
+    Name,
+    Ordered,
+    Persistent,
+    Record,
+    Size,
+    mapped,
+    parse_pickle,
+    to_pickle,
+)
 from zerokit.checkpoint.formats.torchfile import StoredTensor, read_torch_file
 from zerokit.checkpoint.formats.torchwriter import NewTensor, plan_torch_file, whole, write_torch_files
 from zerokit.errors import CheckpointError

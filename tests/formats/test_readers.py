@@ -153,9 +153,27 @@ def test_a_model_file_that_counts_other_steps_is_doubted(
             value["global_steps"] += 1
         return value, blobs
 
-    monkeypatch.setattr("zerokit.checkpoint.formats.deepspeed.read_states", later)
+    monkeypatch.setattr("zerokit.checkpoint.formats.deepspeed_files.read_states", later)
     with pytest.warns(ZerokitWarning, match=f"counts {STEPS + 1} steps, the optimizer's files {STEPS}: if"):
         open_source(made / kind).warn()
+
+
+def test_round_robin_gradients_order_parameters_anew_for_each_world(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every N-th parameter from the first, from the second, and so on."""
+
+    def round_robin(path: Path) -> Any:
+        value, blobs = read_states(path)
+        value["ds_config"]["zero_optimization"]["round_robin_gradients"] = True
+        return value, blobs
+
+    monkeypatch.setattr("zerokit.checkpoint.formats.deepspeed_files.read_states", round_robin)
+    zerokit.reshard(made / "deepspeed-2-fp32", 2, tmp_path / "two")
+    sources = [open_source(path) for path in (made / "deepspeed-2-fp32", tmp_path / "two")]
+    four, two = (list(source.described.details.shapes[1]) for source in sources)  # type: ignore[attr-defined]
+    assert two == [four[index] for index in (0, 3, 1, 2, 4)]
+    assert held_bytes(sources[1]) == held_bytes(sources[0])
 
 
 KINDS = ("wire_residual", "outer.anchor", "outer.momentum_buffer", "ema")
