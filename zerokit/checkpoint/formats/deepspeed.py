@@ -25,7 +25,7 @@ from zerokit.checkpoint.formats.description import (
     StoredParameter,
     StoredScalar,
     StoredStream,
-    as_buffer,
+    as_frozen,
     beside,
     plain_value,
     stretches_of,
@@ -117,13 +117,13 @@ class Reader:
         tied: dict[str, str] = model.get("shared_params") or {}
         buffer_names = frozenset(model.get("buffer_names") or ())
         streams, scalars = self._trained(), self._scalars()
-        parameters, buffers = [], {}
+        parameters, buffers = [], []
         for name, tensor in model["module"].items():
             if name in tied:
                 continue
             if name in buffer_names:
                 stream = stretches_of(tensor, 0, f"{path}: buffer {name}")
-                buffers[name] = as_buffer(stream, tensor.shape, self.paths)
+                buffers.append(as_frozen(name, tensor.shape, stream))
                 continue
             if name in group_of:
                 shape, held = self.shapes_by_name[name], streams[name]

@@ -132,7 +132,7 @@ class ForeignCheckpoint(Source):
             raise CheckpointError(f"{self.path}: its step is {self.described.step}")
         if not 1 <= self.described.world <= MAX_WORLD:
             raise CheckpointError(f"{self.path}: its files name {self.described.world} ranks")
-        for stored in self.described.parameters:
+        for stored in (*self.described.parameters, *self.described.buffers):
             parameter = stored.parameter
             for kind, stream in stored.streams.items():
                 starts = [*(stretch.interval.start for stretch in stream.stretches), parameter.numel]
@@ -240,20 +240,26 @@ class ForeignCheckpoint(Source):
             for stretch in stream.stretches
         )
 
-    @property
+    @cached_property
     def buffers(self) -> dict[str, StoredBuffer]:
-        return dict(self.described.buffers)
+        return {stored.parameter.name: self._buffer(stored) for stored in self.described.buffers}
+
+    def _buffer(self, stored: StoredParameter) -> StoredBuffer:
+        stream, shape = stored.streams[PARAM], stored.parameter.shape
+        place = next(iter(stream.stretches), Stretch(0, Interval(0, 0), 0))
+        size = stored.parameter.numel * ELEMENT_BYTES[stream.dtype]
+        return StoredBuffer(stream.dtype, shape, self.file_path(place.file), place.offset, size)
 
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        buffers = {BUFFER_PREFIX + name: (b.dtype, b.shape) for name, b in self.described.buffers.items()}
+        buffers = {BUFFER_PREFIX + name: (b.dtype, b.shape) for name, b in self.buffers.items()}
         return buffers | {name: (dtype, shape) for name, (dtype, shape, _) in self._small.items()}
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         if name in self._small:
             dtype, shape, content = self._small[name]
             return dtype, shape, bytearray(content)
-        buffer = self.described.buffers.get(name.removeprefix(BUFFER_PREFIX))
+        buffer = self.buffers.get(name.removeprefix(BUFFER_PREFIX))
         if buffer is None or not name.startswith(BUFFER_PREFIX):
             raise UsageError(f"{self.path} has no tensor {name!r}")
         read = read_part(buffer.path, buffer.offset, buffer.size)

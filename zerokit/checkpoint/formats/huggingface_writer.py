@@ -18,8 +18,8 @@ from itertools import chain
 from pathlib import Path
 
 from zerokit.checkpoint.copying import Copier, Options, converting
-from zerokit.checkpoint.disk import write_exactly, write_file
-from zerokit.checkpoint.formats.huggingface import INDEX, check_like, copied_names, copy_like, require_like
+from zerokit.checkpoint.disk import make_directory, read_whole, sync_directory, write_exactly, write_file
+from zerokit.checkpoint.formats.huggingface import INDEX, check_like, files_like
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
 from zerokit.checkpoint.prune import entries_of, named
 from zerokit.checkpoint.requests import Conversion, OpenFile, Request, requests_for
@@ -71,16 +71,20 @@ def write_weights(
     limit = parse_size(max_shard_size)
     model = None if like is None else Path(like)
     tensors = list(_tensors(source, DTYPES.get(dtype or ""), stream))
-    renewed: set[str] = set()
+    beside: dict[str, Path] = {}
     if model is not None:
         require_apart(model, target)
-        require_like(model)
+        beside = files_like(model)
         aliases = {alias: p.name for p in source.layout.parameters for alias in p.aliases}
         check_like(model, {tensor.name: tensor.shape for tensor in tensors}, aliases)
-        renewed = copied_names(model)
-    with converting(source, target, options, partial(_foreign, renewed=renewed)) as work:
-        if model is not None:
-            copy_like(model, work)
+    with converting(source, target, options, partial(_foreign, renewed=beside)) as work:
+        folders = {(work / name).parent for name in beside} - {work}
+        for folder in folders:
+            make_directory(folder)
+        for name, path in beside.items():
+            write_file(work / name, read_whole(path))
+        for folder in folders:
+            sync_directory(folder)
         _write(source, list(_shards(tensors, limit)), work, options)
 
 

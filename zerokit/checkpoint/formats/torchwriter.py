@@ -16,7 +16,7 @@ from zerokit.checkpoint.checksum import Piece, combine, crc32, damaged
 from zerokit.checkpoint.copying import NOT_WRITTEN, Copier
 from zerokit.checkpoint.disk import write_exactly
 from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped, to_pickle
-from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor
+from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor, row_major
 from zerokit.checkpoint.requests import OpenFile, Request, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
@@ -198,16 +198,6 @@ def whole(dtype: str, shape: tuple[int, ...], content: bytes) -> NewTensor:
 def flat(dtype: str, numel: int, parts: Sequence[Part]) -> NewTensor:
     """A tensor [numel] with a storage of its own."""
     return NewTensor(NewStorage(dtype, numel * ELEMENT_BYTES[dtype], parts), (numel,), (1,))
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _key(number: int, blob: Blob) -> str:
