@@ -113,7 +113,7 @@ def read_states(path: Path) -> tuple[dict[str, Any], list[Blob]]:
     with opened(path) as fd:
         value = read_torch_file(path, fd)
     require(isinstance(value, dict), path, f"a {type(value).__name__}, expected DeepSpeed's dict of states")
-    return value, sorted(set(_blobs(value)), key=lambda blob: blob.offset)
+    return value, sorted(set(_blobs(value)))
 
 
 def stage_of(optimizer: Mapping[str, Any]) -> int:

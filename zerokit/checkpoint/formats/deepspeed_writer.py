@@ -95,7 +95,7 @@ class _Writer:
         if self.reader.stage == 3 and rank:
             template["shared_params"] = {}  # DeepSpeed writes them into the first rank's file alone
         if self.reader.stage == 3 and template.get("frozen_param_fragments") is not None:
-            frozen = template["frozen_param_shapes"] or {}
+            frozen = template.get("frozen_param_shapes") or {}
             template["frozen_param_fragments"] = Ordered({name: self._frozen(name, rank) for name in frozen})
         return _as_it_was(template, 0)
 

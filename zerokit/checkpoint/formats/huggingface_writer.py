@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -232,7 +233,6 @@ def _foreign(folder: Path, renewed: Collection[str]) -> str:
 
 
 def _consolidated(path: Path) -> bool:
-    try:
+    with suppress(CheckpointError):
         return read_header(path).metadata.get("producer") == _PRODUCER
-    except CheckpointError:
-        return False
+    return False

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerokit.checkpoint.checksum import crc32, damaged
 from zerokit.checkpoint.disk import opened, read_exactly
@@ -61,8 +61,7 @@ PRODUCER = "producer"
 """The entry that marks files which zerokit has written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(NamedTuple):
     """Bytes of a file that have a CRC-32 of their own: an entry of a zip."""
 
     offset: int
