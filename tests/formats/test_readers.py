@@ -256,12 +256,14 @@ def test_an_average_beside_the_model_is_not_taken_for_it(tmp_path: Path, trained
 def test_groups_in_one_value_are_those_of_an_optimizer(tmp_path: Path) -> None:
     """As torch wrote them before 2.4."""
     weight, average = torch.ones(3, 2), torch.full((3, 2), 2.0)
-    state, groups = {"w": {"exp_avg": average}}, ({"lr": 0.1, "params": ["w"]},)
-    save_dcp(tmp_path, {"model": {"w": weight}, "optim": {"state": state, "param_groups": groups}})
-    source = open_source(tmp_path)
     expected = {"master/w": weight, "exp_avg/w": average}
-    assert held_bytes(source) == {key: tensor.numpy().tobytes() for key, tensor in expected.items()}
-    assert source.extra()["groups"] == [{"lr": 0.1}]
+    for kind, rate in ((tuple, 0.25), (list, torch.tensor(0.25))):  # a list's members are stored one by one
+        groups = kind([{"lr": rate, "params": ["w"]}])
+        optim = {"state": {"w": {"exp_avg": average}}, "param_groups": groups}
+        save_dcp(tmp_path / kind.__name__, {"model": {"w": weight}, "optim": optim})
+        source = open_source(tmp_path / kind.__name__)
+        assert held_bytes(source) == {key: tensor.numpy().tobytes() for key, tensor in expected.items()}
+        assert source.extra()["groups"] == [{"lr": 0.25}]
 
 
 def test_states_by_number_say_what_to_save_instead(tmp_path: Path) -> None:

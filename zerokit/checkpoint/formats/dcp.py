@@ -22,6 +22,7 @@ from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.torchfile import Blob, content_of
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.source import to_array
 from zerokit.layout import Parameter
 
 _FOLDERS = re.compile(r"pytorch_model_fsdp_\d+"), re.compile(r"optimizer_\d+")
@@ -126,7 +127,12 @@ class _Reader:
         by_number: dict[int, dict[str, Any]] = {}
         by_name: dict[str, dict[str, Any]] = {}
         start = f"{self.optimizer}param_groups."
-        for key, (path, value) in self.values.items():
+        tensors = {
+            key: (item.path, to_array(self._content(item), item.dtype, item.shape).tolist())
+            for key, item in self.tensors.items()
+            if key.startswith(start)  # such as a learning rate of a compiled optimizer
+        }
+        for key, (path, value) in (self.values | tensors).items():
             if not key.startswith(start):
                 continue
             if len(path) > 1 and isinstance(path[-2], int):
