@@ -51,12 +51,8 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.integers(2, 5))
-def test_what_python_pickles_is_read(value: Any, protocol: int) -> None:
+def test_python_and_we_read_each_others_pickles(value: Any, protocol: int) -> None:
     assert parse_pickle(pickle.dumps(value, protocol), "x") == value
-
-
-@given(VALUES)
-def test_what_is_written_python_and_we_read(value: Any) -> None:
     content = to_pickle(value)
     assert pickle.loads(content) == value
     assert parse_pickle(content, "x") == value
