@@ -138,7 +138,7 @@ def test_a_damaged_source_leaves_no_silent_state(made: Path, tmp_path: Path) -> 
     folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "bad"))
     source = open_source(folder)
     assert isinstance(source, ForeignCheckpoint)
-    stretch = source.described.parameters[0].streams["exp_avg"].stretches[1]
+    stretch = source.described.parameters[0].streams["exp_avg"].stretches[0]
     flip(source.file_path(stretch.file), stretch.offset)
     assert "damaged" in run_each(2, _refusal, [(folder, {})])[0][0]
 
