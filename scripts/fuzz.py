@@ -82,8 +82,7 @@ def check_extra(data: bytes) -> None:
 def check_pickle(data: bytes) -> None:
     """What is accepted is written again as it was understood; plain data is Python's, too."""
     from zerokit.checkpoint.formats.description import plain_value
-    from zerokit.checkpoint.formats.pickle_writer import to_pickle
-    from zerokit.checkpoint.formats.pickles import mapped, parse_pickle
+    from zerokit.checkpoint.formats.pickles import mapped, parse_pickle, to_pickle
 
     value = parse_pickle(data, "input")
     try:

@@ -310,20 +310,16 @@ def make_accelerate(out: Path) -> None:
     finish(out, expected, losses + train_plainly(model, optimizer, STEPS, 2 * STEPS))
 
 
+COMMANDS: dict[str, Callable[..., list[float] | None]] = {
+    "deepspeed": make_deepspeed,
+    "fsdp2": make_fsdp2,
+    "accelerate": make_accelerate,
+    "resume-deepspeed": resume_deepspeed,
+    "resume-fsdp2": resume_fsdp2,
+}
+
 if __name__ == "__main__":
-    target, what, *arguments = sys.argv[1:]
-    if what == "deepspeed":
-        make_deepspeed(Path(target), int(arguments[0]), arguments[1])
-    elif what == "fsdp2":
-        make_fsdp2(Path(target), arguments[0])
-    elif what == "accelerate":
-        make_accelerate(Path(target))
-    else:
-        if what == "resume-deepspeed":
-            resumed = resume_deepspeed(Path(target), int(arguments[0]), arguments[1], int(arguments[2]))
-        elif what == "resume-fsdp2":
-            resumed = resume_fsdp2(Path(target), int(arguments[0]))
-        else:
-            sys.exit(f"{what}: expected deepspeed, fsdp2, resume-deepspeed or resume-fsdp2")
-        if dist.get_rank() == 0:
-            print("RESUMED", json.dumps(resumed))
+    target, what, *words = sys.argv[1:]
+    resumed = COMMANDS[what](Path(target), *(int(word) if word.isdigit() else word for word in words))
+    if resumed is not None and dist.get_rank() == 0:
+        print("RESUMED", json.dumps(resumed))

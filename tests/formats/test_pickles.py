@@ -20,8 +20,16 @@ from hypothesis import strategies as st
 from zerokit.checkpoint.copying import Copier
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats.description import plain_value
-from zerokit.checkpoint.formats.pickle_writer import to_pickle
-from zerokit.checkpoint.formats.pickles import Name, Ordered, Persistent, Record, Size, mapped, parse_pickle
+from zerokit.checkpoint.formats.pickles import (
+    Name,
+    Ordered,
+    Persistent,
+    Record,
+    Size,
+    mapped,
+    parse_pickle,
+    to_pickle,
+)
 from zerokit.checkpoint.formats.torchfile import StoredTensor, read_torch_file
 from zerokit.checkpoint.formats.torchwriter import NewTensor, plan_torch_file, whole, write_torch_files
 from zerokit.errors import CheckpointError
@@ -43,12 +51,8 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.integers(2, 5))
-def test_what_python_pickles_is_read(value: Any, protocol: int) -> None:
+def test_python_and_we_read_each_others_pickles(value: Any, protocol: int) -> None:
     assert parse_pickle(pickle.dumps(value, protocol), "x") == value
-
-
-@given(VALUES)
-def test_what_is_written_python_and_we_read(value: Any) -> None:
     content = to_pickle(value)
     assert pickle.loads(content) == value
     assert parse_pickle(content, "x") == value

@@ -7,7 +7,9 @@ import pickle
 import shutil
 import struct
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,53 +119,62 @@ def test_missing_and_truncated_files_are_refused(
         ("expert_0_mp_rank_00_model_states.pt", "mixture of experts"),
         ("layer_00-model_states.pt", "pipeline"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor or pipeline parallelism"),
+        (
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "saved at stage 1, rank 0's file at stage 2: files of several",
+        ),
     ],
 )
-def test_weights_that_are_not_whole_say_what_to_do(
+def test_what_is_no_whole_checkpoint_says_what_to_do(
     made: Path, tmp_path: Path, name: str, expected: str
 ) -> None:
     folder = place = tmp_path
     if name.endswith(".pt"):
         folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "other"))
         place = folder / f"global_step{STEPS}"
-    (place / name).write_bytes(b"")
+    other = made / "deepspeed-1-fp32" / f"global_step{STEPS}" / name
+    (place / name).write_bytes(other.read_bytes() if other.exists() else b"")
     with pytest.raises(CheckpointError, match=expected):
         open_source(folder)
 
 
-def test_files_of_two_saves_are_not_mixed(made: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "mixed"))
-    other = made / "deepspeed-1-fp32" / f"global_step{STEPS}" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    shutil.copy(other, next(folder.rglob("zero_pp_rank_1_mp*")))
-    with pytest.raises(
-        CheckpointError, match="saved at stage 1, rank 0's file at stage 2: files of several saves"
-    ):
-        open_source(folder)
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has a change made to all states that are read from files of DeepSpeed's."""
+
+    def read(change: Callable[[Any], object], path: Path) -> Any:
+        value, blobs = read_states(path)
+        change(value)
+        return value, blobs
+
+    name = "zerokit.checkpoint.formats.deepspeed_files.read_states"
+    return lambda change: monkeypatch.setattr(name, partial(read, change))
 
 
 @pytest.mark.parametrize("kind", ["deepspeed-1-fp32", "deepspeed-2-fp32", "deepspeed-3-fp32"])
-def test_a_model_file_that_counts_other_steps_is_doubted(
-    made: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_file_that_counts_other_steps_is_doubted(made: Path, kind: str, changed: Any) -> None:
     assert not any("counts" in note for note in open_source(made / kind).notes)
-
-    def later(path: Path) -> Any:
-        value, blobs = read_states(path)
-        if "global_steps" in value:
-            value["global_steps"] += 1
-        return value, blobs
-
-    monkeypatch.setattr("zerokit.checkpoint.formats.deepspeed.read_states", later)
+    changed(lambda value: value.update(global_steps=STEPS + 1))
     with pytest.warns(ZerokitWarning, match=f"counts {STEPS + 1} steps, the optimizer's files {STEPS}: if"):
         open_source(made / kind).warn()
+
+
+def test_round_robin_gradients_order_parameters_anew_for_each_world(
+    made: Path, tmp_path: Path, changed: Any
+) -> None:
+    """Every N-th parameter from the first, from the second, and so on."""
+    changed(lambda value: value["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
+    zerokit.reshard(made / "deepspeed-2-fp32", 2, tmp_path / "two")
+    sources: Any = [open_source(path) for path in (made / "deepspeed-2-fp32", tmp_path / "two")]
+    four, two = (list(source.described.details.shapes[1]) for source in sources)
+    assert two == [four[index] for index in (0, 3, 1, 2, 4)]
+    assert held_bytes(sources[1]) == held_bytes(sources[0])
 
 
 KINDS = ("wire_residual", "outer.anchor", "outer.momentum_buffer", "ema")
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    """A checkpoint with what int8 wires, local steps and averages keep."""
+def test_residuals_and_states_of_islands_are_kept_or_named(tmp_path: Path) -> None:
     layout, content = example_layout(3), example_content(example_layout(1))
     line = list(layout.parameters)
     places = tuple(place for place, parameter in enumerate(line) if parameter.trainable)
@@ -179,11 +190,8 @@ def trained(tmp_path: Path) -> Path:
         values=values,
         extra=example_extra(user=("a", 1), local_steps={"every": 4, "done": 2}),
     )
-    write_checkpoint(tmp_path / "trained", layout, content)
-    return tmp_path / "trained"
-
-
-def test_residuals_and_states_of_islands_are_kept_or_named(trained: Path, tmp_path: Path) -> None:
+    trained = tmp_path / "trained"
+    write_checkpoint(trained, layout, content)
     zerokit.convert(trained, tmp_path / "two", world=2)
     assert zerokit.diff(trained, tmp_path / "two").same
     with pytest.warns(ZerokitWarning, match="DCP has no place for local_steps, extra: not carried over"):
@@ -225,34 +233,19 @@ def test_an_average_beside_the_model_is_not_taken_for_it(tmp_path: Path, trained
     save_dcp(tmp_path / "usual", {"app": both | others} if trained else both | others)
     held = held_bytes(open_source(tmp_path / "usual"))
     assert held["master/w" if trained else "param/w"] == weight.numpy().tobytes()
-    save_dcp(
-        tmp_path / "unclear",
-        {"ema": {"w": average, "v": average}, "net": {"w": weight, "v": weight}, **others},
-    )
-    with pytest.raises(
-        CheckpointError, match=r"weights of several models \(ema\., net\.\): zerokit reads one"
-    ):
-        open_source(tmp_path / "unclear")
 
 
 def test_groups_in_one_value_are_those_of_an_optimizer(tmp_path: Path) -> None:
     """As torch wrote them before 2.4."""
     weight, average = torch.ones(3, 2), torch.full((3, 2), 2.0)
-    state, groups = {"w": {"exp_avg": average}}, ({"lr": 0.1, "params": ["w"]},)
-    save_dcp(tmp_path, {"model": {"w": weight}, "optim": {"state": state, "param_groups": groups}})
-    source = open_source(tmp_path)
     expected = {"master/w": weight, "exp_avg/w": average}
-    assert held_bytes(source) == {key: tensor.numpy().tobytes() for key, tensor in expected.items()}
-    assert source.extra()["groups"] == [{"lr": 0.1}]
-
-
-def test_states_by_number_say_what_to_save_instead(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    save_dcp(
-        tmp_path, {"model": model.state_dict(), "optim": torch.optim.AdamW(model.parameters()).state_dict()}
-    )
-    with pytest.raises(CheckpointError, match=r"numbers instead of names: save what get_state_dict"):
-        open_source(tmp_path)
+    for kind, rate in ((tuple, 0.25), (list, torch.tensor(0.25))):  # a list's members are stored one by one
+        groups = kind([{"lr": rate, "params": ["w"]}])
+        optim = {"state": {"w": {"exp_avg": average}}, "param_groups": groups}
+        save_dcp(tmp_path / kind.__name__, {"model": {"w": weight}, "optim": optim})
+        source = open_source(tmp_path / kind.__name__)
+        assert held_bytes(source) == {key: tensor.numpy().tobytes() for key, tensor in expected.items()}
+        assert source.extra()["groups"] == [{"lr": 0.25}]
 
 
 ODD = {
@@ -280,16 +273,19 @@ def test_odd_tensors_go_through_every_format(tmp_path: Path) -> None:
         assert found == expected, form
 
 
+def _save_shard(folder: Path, rank: int, start: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Rows of tensors from `start` on, as DCP writes a rank's."""
+    placed = json.dumps({name: {"saved_offsets": [start, 0]} for name in tensors})
+    name = f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+    save_file(tensors, folder / name, {"DCP_SHARDING_INFO": placed})
+
+
 def test_integers_that_dcp_has_cut_are_whole_again(tmp_path: Path) -> None:
     """As quantised weights of FSDP2 in safetensors: each rank's file has rows of them."""
     whole = {name: torch.arange(48, dtype=torch.uint8).reshape(8, 6) + n for n, name in enumerate("ab")}
-    for rank in range(2):
-        rows = slice(4 * rank, 4 * rank + 4)
-        save_file(
-            {name: tensor[rows].contiguous() for name, tensor in whole.items()},
-            tmp_path / f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors",
-            {"DCP_SHARDING_INFO": json.dumps({key: {"saved_offsets": [4 * rank, 0]} for key in whole})},
-        )
+    for start in (0, 4):
+        rows = {name: tensor[start : start + 4].contiguous() for name, tensor in whole.items()}
+        _save_shard(tmp_path, 1 + start // 4, start, rows)
     zerokit.consolidate(tmp_path, tmp_path.with_name("model"))
     held = load_file(tmp_path.with_name("model") / "model.safetensors")
     assert all(held[name].equal(tensor) for name, tensor in whole.items())
@@ -297,11 +293,7 @@ def test_integers_that_dcp_has_cut_are_whole_again(tmp_path: Path) -> None:
 
 def test_a_file_that_a_save_of_more_ranks_has_left_is_refused(tmp_path: Path) -> None:
     for rank, start, stop in ((1, 0, 4), (2, 4, 8), (3, 6, 8)):
-        save_file(
-            {"a": torch.full((stop - start, 2), float(rank))},
-            tmp_path / f"shard-{rank:05d}-model-00001-of-00001.safetensors",
-            {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [start, 0]}})},
-        )
+        _save_shard(tmp_path, rank, start, {"a": torch.full((stop - start, 2), float(rank))})
     with pytest.raises(CheckpointError, match="each once; files of several saves may be mixed"):
         open_source(tmp_path)
 
@@ -327,12 +319,27 @@ def test_a_chunk_that_is_named_twice_is_refused(tmp_path: Path) -> None:
         open_source(tmp_path)
 
 
-def test_what_no_format_can_hold_is_named(tmp_path: Path) -> None:
-    save_dcp(tmp_path / "complex", {"model": {"c": torch.ones(2, dtype=torch.complex64)}})
-    with pytest.raises(
-        CheckpointError, match=r"model\.c has elements of complex64, which zerokit does not read"
-    ):
-        zerokit.convert(tmp_path / "complex", tmp_path / "out", format="zerokit")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"model": {"c": torch.ones(2, dtype=torch.complex64)}},
+            "has elements of complex64, which zerokit does not",
+        ),
+        (
+            {"model": {"w": torch.ones(2)}, "optim": {"param_groups": [{"params": [0], "lr": 0.1}]}},
+            "numbers instead of names: save what get_state_dict",
+        ),
+        (
+            {name: {"w": torch.ones(2), "v": torch.ones(3)} for name in ("ema", "net")},
+            r"weights of several models \(ema\., net\.\): zerokit reads one",
+        ),
+    ],
+)
+def test_what_cannot_be_told_or_held_is_named(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    save_dcp(tmp_path / "theirs", content)
+    with pytest.raises(CheckpointError, match=message):
+        zerokit.convert(tmp_path / "theirs", tmp_path / "out", format="zerokit")
     assert not (tmp_path / "out").exists()
 
 

@@ -112,13 +112,9 @@ def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     with working("converting") as progress:
         done = conversions.convert(checkpoint, output, progress=progress, **how)
     source = {"format": done.source_format, "world": done.source_world}
-    known: dict[str, Any] = {
-        "format": done.format,
-        "world": done.world,
-        "step": str(done.path),
-        "source": source,
-    }
-    print_output(done.output, as_json, **known)
+    print_output(
+        done.output, as_json, format=done.format, world=done.world, step=str(done.path), source=source
+    )
     ranks = f", {counted(done.world, 'rank')}" if done.format != "huggingface" else ""
     unsure = done.source_format == "huggingface"
     checked = "synced; its source has no checksums" if unsure else "verified and synced"

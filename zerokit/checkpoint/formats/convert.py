@@ -89,19 +89,19 @@ def convert(
     if type(ranks) is not int or not 1 <= ranks <= MAX_WORLD:
         raise UsageError(f"world={ranks!r}: expected an integer from 1 to {MAX_WORLD}")
     if kind != "huggingface" and (dtype is not None or like is not None or stream != "master"):
-        raise UsageError(f"dtype, stream and like are for format='huggingface', not {kind!r}")
+        raise UsageError(f"dtype, stream and like are for the format huggingface, not {kind}")
     path = (checkpoint.run or checkpoint.path).resolve()
     suffix = ranks if format in (None, checkpoint.format) else kind
     target = path.with_name(f"{path.name}.to-{suffix}") if output is None else Path(output)
     checkpoint.warn()
-    path = target
+    written = target
     if kind == "huggingface":
         if world is not None:
-            raise UsageError("a Hugging Face folder is not sharded: omit world")
+            raise UsageError("a Hugging Face folder is not sharded: omit world (--to)")
         ranks = 1
         write_weights(checkpoint, target, options, dtype, stream, max_shard_size, like)
     elif kind == "zerokit":
-        path = write_cut(checkpoint, ranks, target, options)
+        written = write_cut(checkpoint, ranks, target, options)
     elif kind == "dcp":
         write_dcp(checkpoint, ranks, target, options)
     elif isinstance(checkpoint, ForeignCheckpoint) and checkpoint.format == "deepspeed":
@@ -109,9 +109,9 @@ def convert(
     else:
         raise UsageError(
             f"{checkpoint.path} has format {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
-            "DeepSpeed, whose own settings it keeps; use format='zerokit' or 'dcp'"
+            "DeepSpeed, whose own settings it keeps; choose the format zerokit or dcp"
         )
-    return Converted(target, path, kind, checkpoint.step, checkpoint.format, checkpoint.world, ranks)
+    return Converted(target, written, kind, checkpoint.step, checkpoint.format, checkpoint.world, ranks)
 
 
 def reshard(

@@ -17,15 +17,15 @@ from typing import Any
 
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import description
+from zerokit.checkpoint.formats.checks import reading, require
 from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.torchfile import Blob, content_of
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
-from zerokit.errors import CheckpointError
+from zerokit.checkpoint.source import to_array
 from zerokit.layout import Parameter
 
-_MODEL_FOLDER = re.compile(r"pytorch_model_fsdp_\d+")
-_OPTIMIZER_FOLDER = re.compile(r"optimizer_\d+")
+_FOLDERS = re.compile(r"pytorch_model_fsdp_\d+"), re.compile(r"optimizer_\d+")
 _PARAM_GROUPS = re.compile(r"^(?:(.+?)\.)?param_groups\.")
 _STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,18})$")
 _State = tuple[dict[str, description.StoredStream], dict[str, description.StoredScalar]]
@@ -40,23 +40,17 @@ def recognises(path: Path) -> bool:
 
 
 def _folders(path: Path) -> list[Path]:
-    if (path / METADATA).is_file():
-        return [path]
-    if not path.is_dir():
-        return []
-    found = [
-        entry
-        for pattern in (_MODEL_FOLDER, _OPTIMIZER_FOLDER)
-        for entry in sorted(path.iterdir())
-        if pattern.fullmatch(entry.name) and entry.is_dir()
-    ]
+    if (path / METADATA).is_file() or not path.is_dir():
+        return [path] if path.is_dir() else []
+    entries = sorted(entry for entry in path.iterdir() if entry.is_dir())
+    found = [entry for pattern in _FOLDERS for entry in entries if pattern.fullmatch(entry.name)]
     # One of the two may be what a killed save has left: it is refused, not passed over.
     return found if any((entry / METADATA).is_file() for entry in found) else []
 
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the checkpoint at `path`. Raises `CheckpointError` for damaged, missing or unsupported data."""
-    with description.reading(path):
+    with reading(path):
         return ForeignCheckpoint(_Reader(path).describe())
 
 
@@ -72,14 +66,14 @@ class _Reader:
         options = [] if self.optimizer is None else self._options()
         trained = {name: number for number, (_, names) in enumerate(options) for name in names}
         model = self._model_prefix(trained)
-        parameters, buffers = [], {}
+        parameters, buffers = [], []
         weights = {
             key.removeprefix(model): item
             for key, item in self.tensors.items()
             if key.startswith(model) and not self._of_optimizer(key) and (model or len(item.path) == 1)
         }
-        if missing := [name for name in trained if name not in weights]:
-            raise CheckpointError(f"{self.path}: the optimizer has {missing[0]}, which has no weights")
+        for name in trained:
+            require(name in weights, self.path, f"the optimizer has {name}, which has no weights")
         states = {} if self.optimizer is None else self._states(weights, trained)
         aliases = _tied(weights, trained)
         tied = {alias for names in aliases.values() for alias in names}
@@ -88,7 +82,7 @@ class _Reader:
             if name in tied:
                 continue
             if name not in trained and len(item.stretches) == 1 and _is_buffer(name, item, divided=divided):
-                buffers[name] = description.as_buffer(item.stream, item.shape, self.files)
+                buffers.append(description.as_frozen(name, item.shape, item.stream))
                 continue
             streams, scalars = states.get(name, ({}, {}))
             streams = {description.MASTER if name in trained else description.PARAM: item.stream, **streams}
@@ -120,10 +114,8 @@ class _Reader:
         prefixes = {
             f"{match[1]}." if match[1] else "" for key in self.values if (match := _PARAM_GROUPS.match(key))
         }
-        if len(prefixes) > 1:
-            raise CheckpointError(
-                f"{self.path}: several optimizers ({', '.join(sorted(prefixes))}): zerokit reads one"
-            )
+        several = f"several optimizers ({', '.join(sorted(prefixes))}): zerokit reads one"
+        require(len(prefixes) < 2, self.path, several)
         return prefixes.pop() if prefixes else None
 
     def _of_optimizer(self, key: str) -> bool:
@@ -135,7 +127,12 @@ class _Reader:
         by_number: dict[int, dict[str, Any]] = {}
         by_name: dict[str, dict[str, Any]] = {}
         start = f"{self.optimizer}param_groups."
-        for key, (path, value) in self.values.items():
+        tensors = {
+            key: (item.path, to_array(self._content(item), item.dtype, item.shape).tolist())
+            for key, item in self.tensors.items()
+            if key.startswith(start)  # such as a learning rate of a compiled optimizer
+        }
+        for key, (path, value) in (self.values | tensors).items():
             if not key.startswith(start):
                 continue
             if len(path) > 1 and isinstance(path[-2], int):
@@ -151,11 +148,12 @@ class _Reader:
                     break
             else:
                 groups.append((options, [name]))
-        if not all(isinstance(name, str) for _, names in groups for name in names):
-            raise CheckpointError(
-                f"{self.path}: the optimizer's parameters have numbers instead of names: save what "
-                "get_state_dict(model, optimizer) gives, not optimizer.state_dict()"
-            )
+        require(
+            all(isinstance(name, str) for _, names in groups for name in names),
+            self.path,
+            "the optimizer's parameters have numbers instead of names: save what get_state_dict(model, optimizer) "
+            "gives, not optimizer.state_dict()",
+        )
         for options, _ in groups:
             options.pop("param_names", None)
         return [
@@ -172,8 +170,7 @@ class _Reader:
             name, _, kind = key.removeprefix(start).rpartition(".")
             if len(item.path) > 2 and item.path[-2] in trained:  # a kind may have a point in it
                 name, kind = item.path[-2:]
-            if name not in trained:
-                raise CheckpointError(f"{self.path}: {key} is of a parameter that is in no group")
+            require(name in trained, self.path, f"{key} is of a parameter that is in no group")
             streams, scalars = states.setdefault(name, ({}, {}))
             if item.shape == weights[name].shape and kind != "step":
                 streams[kind] = item.stream
@@ -185,11 +182,10 @@ class _Reader:
         return states
 
     def _content(self, item: StoredItem) -> bytes:
-        if len(item.stretches) != 1 or item.numel > 1 << 16:
-            raise CheckpointError(
-                f"{self.path}: {'.'.join(map(str, item.path))} has the shape {list(item.shape)}: zerokit reads "
-                "states of their parameter's shape, and small ones in one piece"
-            )
+        name, shape = ".".join(map(str, item.path)), list(item.shape)
+        known = "zerokit reads states of their parameter's shape, and small ones in one piece"
+        right = len(item.stretches) == 1 and item.numel <= 1 << 16
+        require(right, self.path, f"{name} has the shape {shape}: {known}")
         (place,) = item.stretches
         path, size = self.files[place.file], item.numel * ELEMENT_BYTES[item.dtype]
         with opened(path) as fd:
@@ -203,23 +199,17 @@ class _Reader:
             found = [key.removesuffix(name) for key in outside if key == name or key.endswith(f".{name}")]
             found = [start for start in found if all(start + one in self.tensors for one in trained)] or found
         else:
-            found = [
-                f"{self.tensors[key].path[0]}." if len(self.tensors[key].path) > 1 else "" for key in outside
-            ]
-        if not found:
-            raise CheckpointError(
-                f"{self.path}: no weights of a model: expected names such as 'model.{next(iter(trained), '')}'"
-            )
+            paths = [self.tensors[key].path for key in outside]
+            found = [f"{path[0]}." if len(path) > 1 else "" for path in paths]
+        expected = f"expected names such as 'model.{next(iter(trained), '')}'"
+        require(found, self.path, f"no weights of a model: {expected}")
         counts = Counter(found)
         usual = [start for start in counts if f".{start}".endswith(".model.")]
         if len(usual) == 1:
             return usual[0]
-        most = max(counts.values())
-        best = sorted(start for start in counts if counts[start] == most)
-        if len(best) > 1 and best[0]:  # a model and an average of it, say
-            raise CheckpointError(
-                f"{self.path}: weights of several models ({', '.join(best)}): zerokit reads one: save it as 'model'"
-            )
+        best = sorted(start for start in counts if counts[start] == max(counts.values()))
+        several = f"weights of several models ({', '.join(best)}): zerokit reads one: save it as 'model'"
+        require(len(best) == 1 or not best[0], self.path, several)  # a model and an average of it, say
         return best[0]
 
     def _user(self, model: str, states: Mapping[str, _State]) -> tuple[dict[str, Any], int]:

@@ -9,17 +9,20 @@ See torch/distributed/checkpoint/metadata.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened, read_whole
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.description import StoredStream
 from zerokit.checkpoint.formats.pickles import Name, Record, parse_pickle
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file, row_major
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Stretch
 from zerokit.errors import CheckpointError
@@ -66,41 +69,68 @@ class Items:
         self.identity = 0
         for folder in folders:
             with ExitStack() as stack:
-                self._read(folder, _Places(folder, self.files, stack))
+                self._read(folder, stack)
 
-    def _read(self, folder: Path, places: _Places) -> None:
-        content = read_whole(folder / METADATA)
+    def _read(self, folder: Path, stack: ExitStack) -> None:
+        """Add a folder's contents; its files stay open as long as `stack`."""
+        where = folder / METADATA
+        content = read_whole(where)
         self.identity = crc32(content, self.identity)
-        metadata = parse_pickle(content, str(folder / METADATA))
+        metadata = parse_pickle(content, str(where))
         if not isinstance(metadata, Record) or not metadata.name.endswith(".Metadata"):
-            raise CheckpointError(f"{folder / METADATA}: no metadata of torch.distributed.checkpoint")
-        fields = metadata.fields
-        paths: Mapping[str, tuple[Any, ...]] = fields.get("planner_data") or {}
-        for index, place in fields["storage_data"].items():
-            places.add(index.fields["fqn"], index.fields.get("offset"), place.fields)
-        for name, entry in fields["state_dict_metadata"].items():
-            path = tuple(paths.get(name) or (name,))
-            if name in self.tensors or name in self.values:
-                raise CheckpointError(f"{self.path}: {name} is in both of its folders")
-            if entry.name.endswith(".BytesStorageMetadata"):
-                self.values[name] = path, places.read(name, None)[1]
-            elif entry.name.endswith(".TensorStorageMetadata"):
-                self.tensors[name] = self._tensor(name, path, entry.fields, places)
+            raise CheckpointError(f"{where}: no metadata of torch.distributed.checkpoint")
+        places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
+        for index, place in metadata.fields["storage_data"].items():
+            offset = index.fields.get("offset")
+            places[index.fields["fqn"], None if offset is None else tuple(offset)] = place.fields
+        open_files: dict[str, tuple[int, int]] = {}
+
+        @cache  # names may share a chunk
+        def read(file: str, offset: int, length: int) -> tuple[int, Any]:
+            require("/" not in file and file[:2] != "..", where, f"names the file {file[:200]!r}, outside it")
+            if file not in open_files:
+                open_files[file] = len(self.files), stack.enter_context(opened(folder / file))
+                self.files.append(folder / file)
+            number, fd = open_files[file]
+            return number, read_torch_file(folder / file, fd, offset, length)
+
+        def chunk(name: str, offsets: tuple[int, ...] | None) -> tuple[int, Any]:
+            """The file's number and the value of one chunk."""
+            what = "it" if offsets is None else f"the chunk at {list(offsets)}"
+            require((name, offsets) in places, folder, f"{name}: no file has {what}")
+            place = places[name, offsets]
+            plain = not place.get("transform_descriptors")
+            require(plain, folder / place["relative_path"], "compressed by an extension: save it without one")
+            return read(place["relative_path"], place["offset"], place["length"])
+
+        paths: Mapping[str, tuple[Any, ...]] = metadata.fields.get("planner_data") or {}
+        for name, entry in metadata.fields["state_dict_metadata"].items():
+            path, kind = tuple(paths.get(name) or (name,)), entry.name.rpartition(".")[2]
+            known = name in self.tensors or name in self.values
+            require(not known, self.path, f"{name} is in both of its folders")
+            if kind == "BytesStorageMetadata":
+                self.values[name] = path, chunk(name, None)[1]
             else:
-                raise CheckpointError(f"{self.path}: {name} is a {entry.name}, which zerokit does not read")
+                require(
+                    kind == "TensorStorageMetadata",
+                    self.path,
+                    f"{name} is a {entry.name}, which zerokit does not read",
+                )
+                self.tensors[name] = self._tensor(name, path, entry.fields, chunk)
 
     def _tensor(
-        self, name: str, path: tuple[Any, ...], fields: Mapping[str, Any], places: _Places
+        self,
+        name: str,
+        path: tuple[Any, ...],
+        fields: Mapping[str, Any],
+        read: Callable[..., tuple[int, Any]],
     ) -> StoredItem:
         shape = tuple(fields["size"])
         properties = fields["properties"]
         dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
         kind = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else str(dtype)
-        if kind not in ELEMENT_BYTES:
-            raise CheckpointError(
-                f"{self.path}: {name} has elements of {kind[:60]}, which zerokit does not read"
-            )
-        width = ELEMENT_BYTES[kind]
+        unread = f"{name} has elements of {kind[:60]}, which zerokit does not read"
+        require(kind in ELEMENT_BYTES, self.path, unread)
         stretches: list[Stretch] = []
         crcs = []
         chunks = sorted(
@@ -109,61 +139,21 @@ class Items:
         for offsets, sizes in chunks:
             if not math.prod(sizes):
                 continue
-            number, tensor = places.read(name, offsets)
-            if not isinstance(tensor, StoredTensor) or tensor.shape != sizes or tensor.dtype != kind:
-                found = (
-                    f"{tensor.dtype} {list(tensor.shape)}"
-                    if isinstance(tensor, StoredTensor)
-                    else type(tensor).__name__
-                )
-                raise CheckpointError(
-                    f"{self.files[number]}: {name} at {list(offsets)} is {found}, expected {kind} {list(sizes)}"
-                )
-            if not tensor.contiguous:
-                raise CheckpointError(f"{self.files[number]}: {name} is not contiguous: save it contiguous")
+            number, tensor = read(name, offsets)
+            held = tensor if isinstance(tensor, StoredTensor) else None
+            found = f"{held.dtype} {list(held.shape)}" if held else type(tensor).__name__
+            expected = f"{kind} {list(sizes)}"
+            file, what = self.files[number], f"{name} at {list(offsets)} is {found}, expected {expected}"
+            require(found == expected, file, what)
+            require(tensor.contiguous, file, f"{name} is not contiguous: save it contiguous")
             self.blobs.setdefault(number, []).append(tensor.blob)
             crcs.append(tensor.blob.crc)
             stretches.extend(
-                Stretch(number, interval, tensor.offset + start * width)
+                Stretch(number, interval, tensor.offset + start * ELEMENT_BYTES[kind])
                 for interval, start in rows(shape, offsets, sizes, f"{self.path}: {name}")
             )
         stretches.sort(key=lambda stretch: stretch.interval.start)
         return StoredItem(path, kind, shape, tuple(stretches), tuple(crcs), len(chunks))
-
-
-class _Places:
-    """Which bytes of a folder's files hold each chunk, and what lies there."""
-
-    def __init__(self, folder: Path, files: list[Path], stack: ExitStack) -> None:
-        """Files that are read are added to `files`; they stay open as long as `stack`."""
-        self._folder, self._files, self._stack = folder, files, stack
-        self._places: dict[tuple[str, Any], Mapping[str, Any]] = {}
-        self._open: dict[str, tuple[int, int]] = {}
-        self._seen: dict[tuple[str, int, int], Any] = {}
-
-    def add(self, name: str, offsets: tuple[int, ...] | None, place: Mapping[str, Any]) -> None:
-        self._places[name, None if offsets is None else tuple(offsets)] = place
-
-    def read(self, name: str, offsets: tuple[int, ...] | None) -> tuple[int, Any]:
-        """The file's number and the value of one chunk. Names may share it, so it is read once."""
-        place = self._places.get((name, offsets))
-        if place is None:
-            where = "it" if offsets is None else f"the chunk at {list(offsets)}"
-            raise CheckpointError(f"{self._folder}: {name}: no file has {where}")
-        relative = place["relative_path"]
-        path = self._folder / relative
-        if "/" in relative or relative.startswith(".."):
-            raise CheckpointError(f"{self._folder / METADATA}: names the file {relative[:200]!r}, outside it")
-        if place.get("transform_descriptors"):
-            raise CheckpointError(f"{path}: compressed by an extension: save it without one")
-        if relative not in self._open:
-            self._open[relative] = len(self._files), self._stack.enter_context(opened(path))
-            self._files.append(path)
-        number, fd = self._open[relative]
-        where_in_file = relative, place["offset"], place["length"]
-        if where_in_file not in self._seen:
-            self._seen[where_in_file] = read_torch_file(path, fd, *where_in_file[1:])
-        return number, self._seen[where_in_file]
 
 
 def rows(
@@ -185,19 +175,13 @@ def rows(
     while inner > 0 and sizes[inner - 1] == shape[inner - 1]:
         inner -= 1
     inner = max(inner - 1, 0)
-    length = math.prod(sizes[inner:])
-    count = math.prod(sizes[:inner])
+    length, count = math.prod(sizes[inner:]), math.prod(sizes[:inner])
     if count > _MOST_ROWS:
         raise CheckpointError(
             f"{where}: a chunk of {list(sizes)} has {count} stretches, {_MOST_ROWS} are read"
         )
-    for number in range(count):
-        rest, start = number, 0
-        stride = math.prod(shape[inner:])
-        for dimension in range(inner - 1, -1, -1):
-            rest, index = divmod(rest, sizes[dimension])
-            start += (offsets[dimension] + index) * stride
-            stride *= shape[dimension]
-        if inner < len(shape):
-            start += offsets[inner] * math.prod(shape[inner + 1 :])
+    strides = row_major(shape)
+    corner = sum(start * stride for start, stride in zip(offsets, strides, strict=True))
+    for number, indices in enumerate(product(*map(range, sizes[:inner]))):
+        start = corner + sum(index * stride for index, stride in zip(indices, strides, strict=False))
         yield Interval(start, start + length), number * length

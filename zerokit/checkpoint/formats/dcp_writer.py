@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS
 from zerokit.checkpoint.formats import torchwriter
 from zerokit.checkpoint.formats.dcp_items import METADATA
 from zerokit.checkpoint.formats.description import plain_value
-from zerokit.checkpoint.formats.pickle_writer import to_pickle
-from zerokit.checkpoint.formats.pickles import Name, Record, Size
+from zerokit.checkpoint.formats.pickles import Name, Record, Size, to_pickle
+from zerokit.checkpoint.formats.torchfile import row_major
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.prune import foreign_to
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
@@ -33,8 +33,8 @@ from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Interval
 
 _FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
-_MODULE = "torch.distributed.checkpoint.metadata"
-_BEGIN = b"\x80\x02c" + _MODULE.encode() + b"\nMetadata\n"
+_MODULE = "torch.distributed.checkpoint"
+_BEGIN = b"\x80\x02c" + _MODULE.encode() + b".metadata\nMetadata\n"
 """How zerokit's metadata begins. torch pickles it with a newer protocol."""
 
 
@@ -56,60 +56,29 @@ class _Item:
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
-
-@dataclass(slots=True)
-class _Metadata:
-    state: dict[str, Record] = field(default_factory=dict)
-    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    storage: dict[Record, Record] = field(default_factory=dict)
-
-    def add(self, item: _Item, places: Sequence[tuple[str, torchwriter.TorchFile]]) -> None:
-        for path in item.paths:
-            name = ".".join(map(str, path))
-            self.paths[name] = path
-            if not item.dtype:
-                self.state[name] = _new(f"{_MODULE}.BytesStorageMetadata", {})
-                self._store({"fqn": name}, places[0])
-                continue
-            chunks = [
-                {"offsets": Size(chunk.offsets), "sizes": Size(chunk.content.shape)} for chunk in item.chunks
-            ]
-            properties = (
-                Name(f"torch.{item.dtype}"),
-                Record("torch.serialization._get_layout", ("torch.strided",)),
-                False,
-                Record(f"{_MODULE}._MEM_FORMAT_ENCODING", (0,)),
-                False,
-            )
-            fields = {
-                "properties": Record(f"{_MODULE}.TensorProperties", (), properties, new=True),
-                "size": Size(item.shape),
-                "chunks": [_new(f"{_MODULE}.ChunkStorageMetadata", chunk) for chunk in chunks],
-            }
-            self.state[name] = _new(f"{_MODULE}.TensorStorageMetadata", fields)
-            for index, (chunk, place) in enumerate(zip(item.chunks, places, strict=True)):
-                self._store({"fqn": name, "offset": Size(chunk.offsets), "index": index}, place)
-
-    def _store(self, index: dict[str, Any], place: tuple[str, torchwriter.TorchFile]) -> None:
-        name, file = place
-        info = {"relative_path": name, "offset": file.base, "length": file.size}
-        self.storage[_new(f"{_MODULE}.MetadataIndex", index)] = _new(
-            "torch.distributed.checkpoint.filesystem._StorageInfo", info
+    def described(self) -> Record:
+        if not self.dtype:
+            return _new("metadata.BytesStorageMetadata", {})
+        properties = (
+            Name(f"torch.{self.dtype}"),
+            Record("torch.serialization._get_layout", ("torch.strided",)),
+            False,
+            Record(f"{_MODULE}.metadata._MEM_FORMAT_ENCODING", (0,)),
+            False,
         )
-
-    def to_bytes(self) -> bytes:
+        places = [(Size(chunk.offsets), Size(chunk.content.shape)) for chunk in self.chunks]
         fields = {
-            "state_dict_metadata": self.state,
-            "planner_data": self.paths,
-            "storage_data": self.storage,
-            "storage_meta": None,
-            "version": "1.0.0",
+            "properties": Record(f"{_MODULE}.metadata.TensorProperties", (), properties, new=True),
+            "size": Size(self.shape),
+            "chunks": [
+                _new("metadata.ChunkStorageMetadata", {"offsets": at, "sizes": sizes}) for at, sizes in places
+            ],
         }
-        return to_pickle(_new(f"{_MODULE}.Metadata", fields))
+        return _new("metadata.TensorStorageMetadata", fields)
 
 
 def _new(name: str, state: dict[str, Any]) -> Record:
-    return Record(name, (), state, new=True)
+    return Record(f"{_MODULE}.{name}", (), state, new=True)
 
 
 def write_dcp(source: Source, world: int, target: Path, options: Options) -> None:
@@ -126,7 +95,10 @@ def _foreign(folder: Path) -> str:
 
 
 def _write(source: Source, world: int, work: Path, options: Options) -> None:
-    metadata, dropped = _Metadata(), list[str]()
+    state: dict[str, Record] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    storage: dict[Record, Record] = {}
+    dropped: list[str] = []
     files: list[list[torchwriter.TorchFile]] = [[] for _ in range(world)]
     ends = [0] * world
     for item in _items(source, world, dropped):
@@ -135,12 +107,25 @@ def _write(source: Source, world: int, work: Path, options: Options) -> None:
             file = torchwriter.plan_torch_file(chunk.content, "archive", ends[chunk.rank])
             files[chunk.rank].append(file)
             ends[chunk.rank] = file.base + file.size
-            places.append((f"__{chunk.rank}_0.distcp", file))
-        metadata.add(item, places)
+            place = {"relative_path": f"__{chunk.rank}_0.distcp", "offset": file.base, "length": file.size}
+            places.append(_new("filesystem._StorageInfo", place))
+        for path in item.paths:
+            name = ".".join(map(str, path))
+            paths[name], state[name] = path, item.described()
+            for number, (chunk, stored) in enumerate(zip(item.chunks, places, strict=True)):
+                part = {"offset": Size(chunk.offsets), "index": number} if item.dtype else {}
+                storage[_new("metadata.MetadataIndex", {"fqn": name, **part})] = stored
     with options.copying(source) as copier:
         for rank, parts in enumerate(files):
             torchwriter.write_torch_files(source, copier, work / f"__{rank}_0.distcp", parts)
-    write_file(work / METADATA, metadata.to_bytes())
+    fields = {
+        "state_dict_metadata": state,
+        "planner_data": paths,
+        "storage_data": storage,
+        "storage_meta": None,
+        "version": "1.0.0",
+    }
+    write_file(work / METADATA, to_pickle(_new("metadata.Metadata", fields)))
     if dropped:
         text = f"{source.path}: DCP has no place for {', '.join(dropped)}: not carried over"
         warnings.warn(text, ZerokitWarning, stacklevel=2)
@@ -227,4 +212,4 @@ def _chunks(stream: int, dtype: str, name: str, shape: tuple[int, ...], world: i
         parts = [torchwriter.Part(stream, name, interval, 0)] if interval.numel else []
         storage = torchwriter.NewStorage(dtype, interval.numel * ELEMENT_BYTES[dtype], parts)
         offsets = (start,) + (0,) * (len(shape) - 1) if shape else ()
-        yield _Chunk(torchwriter.NewTensor(storage, sizes, torchwriter.row_major(sizes)), rank, offsets)
+        yield _Chunk(torchwriter.NewTensor(storage, sizes, row_major(sizes)), rank, offsets)

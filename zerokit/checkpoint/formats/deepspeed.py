@@ -1,13 +1,13 @@
 """Reads checkpoints of DeepSpeed's ZeRO, stages 1, 2 and 3: the places of their elements.
 
-`deepspeed_files` finds the files, `deepspeed_files` says how parameters are cut for the ranks.
+`deepspeed_files` finds the files, and says how parameters are cut for the ranks.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -16,19 +16,8 @@ from typing import Any
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import deepspeed_files
-from zerokit.checkpoint.formats.deepspeed_files import (
-    KNOWN,
-    LATEST,
-    Cut,
-    Files,
-    Shapes,
-    find_files,
-    find_tag,
-    find_tags,
-    read_states,
-    shapes_of,
-    stage_of,
-)
+from zerokit.checkpoint.formats.checks import reading, require
+from zerokit.checkpoint.formats.deepspeed_files import KNOWN, LATEST, Cut, Files, Shapes
 from zerokit.checkpoint.formats.description import (
     MASTER,
     PARAM,
@@ -36,10 +25,9 @@ from zerokit.checkpoint.formats.description import (
     StoredParameter,
     StoredScalar,
     StoredStream,
-    as_buffer,
+    as_frozen,
     beside,
     plain_value,
-    reading,
     stretches_of,
 )
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
@@ -57,19 +45,19 @@ _COUNTS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a directory of DeepSpeed's: a tag's, or one with tags."""
-    return find_tag(path) is not None or bool(find_tags(path))
+    return deepspeed_files.find_tag(path) is not None or bool(deepspeed_files.find_tags(path))
 
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the checkpoint at `path`. Raises `CheckpointError` for damaged, missing or unsupported data."""
-    folder = find_tag(path)
+    folder = deepspeed_files.find_tag(path)
     if folder is None:
+        tags = ", ".join(deepspeed_files.find_tags(path)[:5])
         raise CheckpointError(
-            f"{path}: has checkpoints of DeepSpeed ({', '.join(find_tags(path)[:5])}), and no {LATEST} that names "
-            "one: give the directory of one"
+            f"{path}: has checkpoints of DeepSpeed ({tags}), and no {LATEST} that names one: give the directory of one"
         )
     with reading(folder):
-        reader = Reader(find_files(folder))
+        reader = Reader(deepspeed_files.find_files(folder))
         reader.dropped += beside(path)
         return ForeignCheckpoint(reader.describe(), path if folder != path else None)
 
@@ -88,11 +76,11 @@ class Reader:
         self.model = self.models[0]
         self.optimizer_files = [self._load(self._number(rank)) for rank in range(self.world)]
         self.optimizers = [file["optimizer_state_dict"] for file in self.optimizer_files]
-        self.stage = stage_of(self.optimizers[0])
+        self.stage = deepspeed_files.stage_of(self.optimizers[0])
         self._check()
 
     def _load(self, number: int) -> dict[str, Any]:
-        value, self.blobs[number] = read_states(self.paths[number])
+        value, self.blobs[number] = deepspeed_files.read_states(self.paths[number])
         self.identity = crc32(repr(self.blobs[number]).encode(), self.identity)
         return value
 
@@ -101,67 +89,56 @@ class Reader:
 
     def _check(self) -> None:
         """Raises `CheckpointError` unless the files belong to one save, of a kind that is read."""
-        folder, models, mixed = self.files.folder, self.models, "files of several saves are mixed"
-        stated = self.model.get("dp_world_size", self.world)
-        if stated != self.world:
-            raise CheckpointError(
-                f"{folder}: {self.world} ranks' optimizer states are there, expected {stated}: a file is missing"
-            )
-        if self.model.get("mp_world_size", 1) != 1:
-            raise CheckpointError(f"{folder}: saved with tensor parallelism, which zerokit does not read")
-        if self.stage == 3 and len(models) != self.world:
-            raise CheckpointError(f"{folder}: {len(models)} files of model states, expected {self.world}")
-        for rank, model in enumerate(models):
-            if model["global_steps"] != self.model["global_steps"]:
-                raise CheckpointError(f"{self.paths[rank]}: its global_steps differ from rank 0's: {mixed}")
-            if shapes_of(model) != self.shapes:
-                raise CheckpointError(f"{self.paths[rank]}: its param_shapes differ from rank 0's: {mixed}")
-        for rank, optimizer in enumerate(self.optimizers):
-            path = self.files.optimizers[rank]
-            if stage_of(optimizer) != self.stage:
-                raise CheckpointError(
-                    f"{path}: saved at stage {stage_of(optimizer)}, rank 0's file at stage {self.stage}: {mixed}"
-                )
-            if "ds_zero_partition_groups" in optimizer:
-                raise CheckpointError(f"{folder}: holds a mixture of experts, which zerokit does not read")
-            if self._groups(rank, []) != self._groups(0, []):
-                raise CheckpointError(f"{path}: its groups' options differ from rank 0's: {mixed}")
+        folder, mixed = self.files.folder, "files of several saves are mixed"
+        stated, parallel = self.model.get("dp_world_size", self.world), self.model.get("mp_world_size", 1)
+        found = f"{self.world} ranks' optimizer states are there, expected {stated}"
+        require(stated == self.world, folder, f"{found}: a file is missing")
+        require(parallel == 1, folder, "saved with tensor parallelism, which zerokit does not read")
+        files = len(self.models) if self.stage == 3 else self.world
+        require(files == self.world, folder, f"{files} files of model states, expected {self.world}")
+        for path, model in zip(self.files.models, self.models, strict=True):
+            steps = model["global_steps"], self.model["global_steps"]
+            require(steps[0] == steps[1], path, f"its global_steps differ from rank 0's: {mixed}")
+            same = deepspeed_files.shapes_of(model) == self.shapes
+            require(same, path, f"its param_shapes differ from rank 0's: {mixed}")
+        for rank, path in enumerate(self.files.optimizers):
+            optimizer, stage = self.optimizers[rank], deepspeed_files.stage_of(self.optimizers[rank])
+            differ = f"saved at stage {stage}, rank 0's file at stage {self.stage}"
+            require(stage == self.stage, path, f"{differ}: {mixed}")
+            experts = "ds_zero_partition_groups" in optimizer
+            require(not experts, folder, "holds a mixture of experts, which zerokit does not read")
+            same = self._groups(rank, []) == self._groups(0, [])
+            require(same, path, f"its groups' options differ from rank 0's: {mixed}")
 
     def describe(self) -> Description:
         model, path = self.model, self.files.models[0]
-        groups = self.groups
-        group_of = {name: number for number, group in enumerate(groups) for name in group}
+        group_of = {name: number for number, group in enumerate(self.groups) for name in group}
         frozen = {name: tuple(shape) for name, shape in (model.get("frozen_param_shapes") or {}).items()}
-        aliases: dict[str, list[str]] = {}
-        for alias, owner in (model.get("shared_params") or {}).items():
-            aliases.setdefault(owner, []).append(alias)
-        tied = {alias for names in aliases.values() for alias in names}
-        streams, scalars = self._trained(), self._scalars()
+        tied: dict[str, str] = model.get("shared_params") or {}
         buffer_names = frozenset(model.get("buffer_names") or ())
-        parameters, buffers = [], {}
+        streams, scalars = self._trained(), self._scalars()
+        parameters, buffers = [], []
         for name, tensor in model["module"].items():
             if name in tied:
                 continue
             if name in buffer_names:
                 stream = stretches_of(tensor, 0, f"{path}: buffer {name}")
-                buffers[name] = as_buffer(stream, tensor.shape, self.paths)
+                buffers.append(as_frozen(name, tensor.shape, stream))
                 continue
             if name in group_of:
-                shape, held = groups[group_of[name]][name], streams[name]
+                shape, held = self.shapes_by_name[name], streams[name]
             elif name in frozen or (self.stage == 1 and isinstance(tensor, StoredTensor)):
                 shape = frozen.get(name, tensor.shape)
                 held = {PARAM: self._frozen(name, shape, tensor)}
             else:
                 self.dropped.append(f"module.{name}")
                 continue
-            names = tuple(aliases.get(name, ()))
+            names = tuple(alias for alias, owner in tied.items() if owner == name)
             parameter = Parameter(name, shape, tensor.dtype, group_of.get(name, 0), name in group_of, names)
             parameters.append(StoredParameter(parameter, held, scalars.get(name, {})))
-        if missing := [name for name in (*group_of, *frozen) if name not in model["module"]]:
-            raise CheckpointError(
-                f"{path}: no {missing[0]} among the module's parameters: saved with exclude_frozen_parameters, or "
-                "changed since"
-            )
+        missing = next((name for name in (*group_of, *frozen) if name not in model["module"]), None)
+        excluded = "saved with exclude_frozen_parameters, or changed since"
+        require(missing is None, path, f"no {missing} among the module's parameters: {excluded}")
         own = {key: value for key, value in model.items() if key not in KNOWN}
         return Description(
             format="deepspeed",
@@ -184,11 +161,8 @@ class Reader:
     def _doubts(self, scalars: Mapping[str, Mapping[str, StoredScalar]]) -> list[str]:
         """That the model's file counts other steps than the optimizer's, as it may where a run loaded weights alone."""
         taken = int(self.model["global_steps"]) - int(self.model.get("skipped_steps", 0))
-        counts = [
-            int(struct.unpack(_COUNTS[step.dtype], step.content)[0])
-            for states in scalars.values()
-            if (step := states.get("step")) is not None and step.dtype in _COUNTS
-        ]
+        steps = [states["step"] for states in scalars.values() if "step" in states]
+        counts = [int(struct.unpack(_COUNTS[s.dtype], s.content)[0]) for s in steps if s.dtype in _COUNTS]
         if not counts or max(counts) == taken:
             return []
         return [
@@ -199,16 +173,21 @@ class Reader:
     @cached_property
     def shapes(self) -> list[Shapes]:
         """`param_shapes`: by optimizer group, at stage 3 by sub-group."""
-        return shapes_of(self.model)
+        return deepspeed_files.shapes_of(self.model)
 
     @cached_property
-    def groups(self) -> list[Shapes]:
-        if self.stage < 3:
-            return self.shapes
-        whole = {name: shape for shapes in self.shapes for name, shape in shapes.items()}
-        groups: list[Shapes] = [{} for _ in self.options(0)]
+    def shapes_by_name(self) -> Shapes:
+        return {name: shape for shapes in self.shapes for name, shape in shapes.items()}
+
+    def numels(self, names: Iterable[str]) -> dict[str, int]:
+        return {name: math.prod(self.shapes_by_name[name]) for name in names}
+
+    @cached_property
+    def groups(self) -> list[list[str]]:
+        """The names in each group of the optimizer."""
+        groups: list[list[str]] = [[] for _ in self.options(0)]
         for cut in self.cuts:
-            groups[cut.group].update({name: whole[name] for name in cut.members})
+            groups[cut.group] += cut.members
         return groups
 
     @cached_property
@@ -216,18 +195,25 @@ class Reader:
         """The groups of stages 1 and 2, the sub-groups of stage 3."""
         if self.stage < 3:
             return self.groups_for(self.world)
-        sizes = [tensor.numel for tensor in self.masters(0)]
         group_of = {n: group for group, options in enumerate(self.options(0)) for n in options["params"]}
-        try:
-            return deepspeed_files.saved_sub_groups(self.shapes, self.world, sizes, group_of)
-        except ValueError as error:
-            raise CheckpointError(f"{self.files.optimizers[0]}: {error}") from error
+        return [
+            deepspeed_files.cut_sub_group(group_of[number], self.numels(shapes), self.world)
+            for number, shapes in enumerate(self.shapes)
+        ]
 
     def groups_for(self, world: int) -> list[Cut]:
-        """The groups of stages 1 and 2, cut for so many ranks."""
-        paddings = self.optimizers[0].get("param_alignment_paddings") or [None] * len(self.groups)
-        groups = zip(self.groups, paddings, strict=True)
-        return [deepspeed_files.group_of(n, shapes, world, after) for n, (shapes, after) in enumerate(groups)]
+        """The groups of stages 1 and 2, cut for so many ranks: under `round_robin_gradients` in another order."""
+        paddings = self.optimizers[0].get("param_alignment_paddings") or [None] * len(self.shapes)
+        config = (self.model.get("ds_config") or {}).get("zero_optimization") or {}
+        cuts = []
+        for number, (shapes, after) in enumerate(zip(self.shapes, paddings, strict=True)):
+            names = list(shapes)
+            if config.get("round_robin_gradients") and world != self.world:
+                orders = (deepspeed_files.round_robin(len(names), ranks) for ranks in (self.world, world))
+                own = dict(zip(next(orders), names, strict=True))
+                names = [own[index] for index in next(orders)]
+            cuts.append(deepspeed_files.cut_group(number, self.numels(names), world, after))
+        return cuts
 
     def state(self, rank: int) -> dict[int, dict[str, Any]]:
         """The optimizer's states of a rank, by group (stages 1 and 2) or sub-group."""
@@ -267,49 +253,44 @@ class Reader:
         return found
 
     def _trained(self) -> dict[str, dict[str, StoredStream]]:
-        found: dict[str, dict[str, list[tuple[str, Stretch]]]] = {
-            name: {MASTER: []} for shapes in self.shapes for name in shapes
-        }
-        for number, cut in enumerate(self.cuts):
-            for rank, path in enumerate(self.files.optimizers):
-                held = self.kinds(rank, number)
-                if held[MASTER].numel not in (cut.unpadded[rank], cut.partition):
-                    raise CheckpointError(
-                        f"{path}: group {number} has {held[MASTER].numel} elements, expected {cut.unpadded[rank]}: a "
-                        "file of another save, or states that were offloaded to NVMe"
-                    )
-                for piece, (kind, tensor) in product(cut.pieces[rank], held.items()):
+        found: dict[str, dict[str, list[Stretch]]] = {name: {MASTER: []} for name in self.shapes_by_name}
+        dtypes: dict[tuple[int, str], str] = {}
+        for (number, cut), rank in product(enumerate(self.cuts), range(self.world)):
+            path, held, size = self.files.optimizers[rank], self.kinds(rank, number), cut.unpadded[rank]
+            require(
+                held[MASTER].numel in (size, cut.partition),
+                path,
+                f"group {number} has {held[MASTER].numel} elements, expected {size}: a file of another save, or states "
+                "that were offloaded to NVMe, which zerokit does not read",
+            )
+            for kind, tensor in held.items():
+                dtype = dtypes.setdefault((number, kind), tensor.dtype)
+                require(
+                    tensor.dtype == dtype, path, f"{kind} of group {number} is not {dtype}, as in other files"
+                )
+                for piece in cut.pieces[rank]:
                     end = piece.start + piece.interval.numel
-                    if end > tensor.numel or not tensor.contiguous:
-                        raise CheckpointError(
-                            f"{path}: {kind} of group {number} has {tensor.numel} elements, {piece.name} is expected "
-                            f"up to {end}"
-                        )
+                    short = f"{kind} of group {number} has {tensor.numel} elements, {piece.name} ends with the {end}th"
+                    require(end <= tensor.numel and tensor.contiguous, path, short)
                     offset = tensor.offset + piece.start * tensor.element_bytes
                     stretch = Stretch(self._number(rank), piece.interval, offset)
-                    found[piece.name].setdefault(kind, []).append((tensor.dtype, stretch))
+                    found[piece.name].setdefault(kind, []).append(stretch)
         return {
-            name: {kind: self._stream(f"{kind} of {name}", parts) for kind, parts in kinds.items()}
-            for name, kinds in found.items()
+            name: {
+                kind: StoredStream(dtypes[number, kind], tuple(held)) for kind, held in found[name].items()
+            }
+            for number, cut in enumerate(self.cuts)
+            for name in cut.members
         }
-
-    def _stream(self, what: str, parts: Sequence[tuple[str, Stretch]]) -> StoredStream:
-        dtypes = sorted({dtype for dtype, _ in parts}) or ["float32"]
-        if len(dtypes) > 1:
-            raise CheckpointError(f"{self.files.folder}: {what} has dtypes {dtypes}")
-        return StoredStream(dtypes[0], tuple(stretch for _, stretch in parts))
 
     def _scalars(self) -> dict[str, dict[str, StoredScalar]]:
         """States of another shape, such as step counts: equal on all ranks, and for all parameters of a group."""
         scalars: dict[str, dict[str, StoredScalar]] = {}
         for number, cut in enumerate(self.cuts):
             first = self._scalars_of(0, number)
-            for rank in range(1, self.world):
-                if self._scalars_of(rank, number) != first:
-                    raise CheckpointError(
-                        f"{self.files.optimizers[rank]}: the step count of group {number} differs from rank 0's: files "
-                        "of several saves are mixed"
-                    )
+            for rank, path in enumerate(self.files.optimizers):
+                differs = f"the step count of group {number} differs from rank 0's: files of several saves are mixed"
+                require(not rank or self._scalars_of(rank, number) == first, path, differs)
             scalars |= dict.fromkeys(cut.members, first)
         return scalars
 
@@ -335,29 +316,28 @@ class Reader:
 
     def content(self, rank: int, tensor: StoredTensor) -> bytes:
         """The bytes of a small tensor of a rank's optimizer file, verified."""
-        path = self.files.optimizers[rank]
-        if not tensor.contiguous or tensor.numel > 1 << 16:
-            raise CheckpointError(
-                f"{path}: a state of shape {list(tensor.shape)}, which is not a state of ZeRO"
-            )
+        path, small = self.files.optimizers[rank], tensor.contiguous and tensor.numel <= 1 << 16
+        require(small, path, f"a state of shape {list(tensor.shape)}, which is not a state of ZeRO")
         with opened(path) as fd:
             content, start = content_of(path, fd, tensor.blob), tensor.start * tensor.element_bytes
         return content[start : start + tensor.numel * tensor.element_bytes]
 
     def _frozen(self, name: str, shape: tuple[int, ...], tensor: StoredTensor) -> StoredStream:
         if self.stage < 3:
-            if tensor.shape != shape:
-                raise CheckpointError(
-                    f"{self.files.models[0]}: {name} is {list(tensor.shape)}, expected {list(shape)}"
-                )
-            return stretches_of(tensor, 0, f"{self.files.models[0]}: {name}")
+            path = self.files.models[0]
+            require(tensor.shape == shape, path, f"{name} is {list(tensor.shape)}, expected {list(shape)}")
+            return stretches_of(tensor, 0, f"{path}: {name}")
         stretches = []
         for rank, part in deepspeed_files.parts(math.prod(shape), self.world):
-            fragment = self.models[rank]["frozen_param_fragments"][name]
-            if part.numel > fragment.numel or not fragment.contiguous:
-                raise CheckpointError(
-                    f"{self.files.models[rank]}: {name} has {fragment.numel} elements, expected {part.numel}"
-                )
+            path, fragments = self.files.models[rank], self.models[rank]["frozen_param_fragments"]
+            require(
+                name in (fragments or ()),
+                path,
+                f"has no elements of {name}: files of several saves are mixed",
+            )
+            fragment, few = fragments[name], f"elements of {name}, expected {part.numel}"
+            right = part.numel <= fragment.numel and fragment.contiguous
+            require(right, path, f"{fragment.numel} {few}")
             stretches.append(Stretch(rank, part, fragment.offset))
         return StoredStream(tensor.dtype, tuple(stretches))
 

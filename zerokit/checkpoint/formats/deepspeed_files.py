@@ -13,14 +13,15 @@ deepspeed/runtime/zero (0.19) and deepspeed/utils/zero_to_fp32.py.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.disk import opened, read_whole
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import Record
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file
 from zerokit.errors import CheckpointError
@@ -82,51 +83,37 @@ def find_files(folder: Path) -> Files:
     """The files of a tag's directory. Raises `CheckpointError` where one is missing or of another kind."""
     models: dict[int, Path] = {}
     optimizers: dict[int, Path] = {}
+    advice = "which zerokit does not read: convert it with DeepSpeed's own tools first"
     for entry in sorted(folder.iterdir()):
-        if _EXPERTS.fullmatch(entry.name):
-            raise CheckpointError(
-                f"{entry}: belongs to a mixture of experts or a pipeline, which zerokit does not read: convert it "
-                "with DeepSpeed's own tools first"
-            )
+        experts = _EXPERTS.fullmatch(entry.name)
+        require(not experts, entry, f"belongs to a mixture of experts or a pipeline, {advice}")
         for pattern, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):
-            match = pattern.fullmatch(entry.name)
-            if match is None:
-                continue
-            if int(match[2]):
-                raise CheckpointError(
-                    f"{entry}: belongs to tensor or pipeline parallelism, which zerokit does not read: convert it "
-                    "with DeepSpeed's own tools first"
+            if match := pattern.fullmatch(entry.name):
+                require(int(match[2]) == 0, entry, f"belongs to tensor or pipeline parallelism, {advice}")
+                other = found.setdefault(int(match[1] or 0), entry)
+                both = f"{entry.name} and {other.name}"
+                require(
+                    other is entry,
+                    folder,
+                    f"{both} belong to the same rank: files of several saves are mixed",
                 )
-            rank = int(match[1] or 0)
-            if rank in found:
-                raise CheckpointError(
-                    f"{folder}: {entry.name} and {found[rank].name} belong to the same rank: files of several "
-                    "saves are mixed"
-                )
-            found[rank] = entry
-    if not optimizers:
-        raise CheckpointError(
-            f"{folder}: no optim_states of ZeRO beside the model's: zerokit reads checkpoints of stages 1 to 3"
-        )
-    return Files(
-        folder, _by_rank(folder, "model_states", models), _by_rank(folder, "optim_states", optimizers)
+    require(
+        optimizers,
+        folder,
+        "no optim_states of ZeRO beside the model's: zerokit reads checkpoints of stages 1 to 3",
     )
-
-
-def _by_rank(folder: Path, what: str, found: dict[int, Path]) -> tuple[Path, ...]:
-    missing = next((rank for rank in range(len(found)) if rank not in found), None)
-    if missing is not None:
-        raise CheckpointError(f"{folder}: rank {missing}'s file of {what} is missing")
-    return tuple(found[rank] for rank in range(len(found)))
+    for what, found in (("model_states", models), ("optim_states", optimizers)):
+        for rank in range(len(found)):
+            require(rank in found, folder, f"rank {rank}'s file of {what} is missing")
+    return Files(folder, *(tuple(found[rank] for rank in sorted(found)) for found in (models, optimizers)))
 
 
 def read_states(path: Path) -> tuple[dict[str, Any], list[Blob]]:
     """A file's states, and the storages in it by their offsets."""
     with opened(path) as fd:
         value = read_torch_file(path, fd)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: a {type(value).__name__}, expected DeepSpeed's dict of states")
-    return value, sorted(set(_blobs(value)), key=lambda blob: blob.offset)
+    require(isinstance(value, dict), path, f"a {type(value).__name__}, expected DeepSpeed's dict of states")
+    return value, sorted(set(_blobs(value)))
 
 
 def stage_of(optimizer: Mapping[str, Any]) -> int:
@@ -191,15 +178,15 @@ class Cut:
     pieces: tuple[list[Piece], ...]
 
 
-def group_of(
-    number: int, shapes: Mapping[str, Sequence[int]], world: int, paddings: Sequence[int] | None = None
+def cut_group(
+    group: int, numels: Mapping[str, int], world: int, paddings: Sequence[int] | None = None
 ) -> Cut:
     """A group of stages 1 and 2; `paddings` are elements that follow each of its parameters."""
     places: dict[str, Interval] = {}
     end = 0
-    for index, (name, shape) in enumerate(shapes.items()):
-        places[name] = Interval(end, end + math.prod(shape))
-        end = places[name].stop + (paddings[index] if paddings else 0)
+    for (name, numel), padding in zip(numels.items(), paddings or repeat(0), strict=False):
+        places[name] = Interval(end, end + numel)
+        end += numel + padding
     size = -(-end // (ALIGNMENT * world)) * ALIGNMENT
     pieces: tuple[list[Piece], ...] = tuple([] for _ in range(world))
     for name, place in places.items():
@@ -209,10 +196,16 @@ def group_of(
                 break
             pieces[rank].append(Piece(name, part.shifted(-place.start), part.start - rank * size))
     unpadded = tuple(min(size, max(0, end - rank * size)) for rank in range(world))
-    return Cut(number, tuple(places), size, unpadded, pieces)
+    return Cut(group, tuple(places), size, unpadded, pieces)
 
 
-def _sub_group(group: int, numels: Mapping[str, int], world: int) -> Cut:
+def round_robin(count: int, world: int) -> list[int]:
+    """The order of a group's parameters under `round_robin_gradients`: every N-th from the first, from the second, …"""
+    return [index for first in range(world) for index in range(first, count, world)]
+
+
+def cut_sub_group(group: int, numels: Mapping[str, int], world: int) -> Cut:
+    """A sub-group of stage 3."""
     pieces: tuple[list[Piece], ...] = tuple([] for _ in range(world))
     size = 0
     for name, numel in numels.items():
@@ -236,46 +229,16 @@ def parts(numel: int, world: int) -> Iterator[tuple[int, Interval]]:
             yield rank, part
 
 
-def sub_groups(groups: Sequence[Mapping[str, Sequence[int]]], world: int, limit: int) -> Iterator[Cut]:
+def sub_groups(groups: Sequence[Mapping[str, int]], world: int, limit: int) -> Iterator[Cut]:
     """Sub-groups as DeepSpeed makes them: each ends with the parameter that fills `limit` elements a rank."""
-    for number, shapes in enumerate(groups):
+    for number, numels in enumerate(groups):
         members: dict[str, int] = {}
         filled = 0
-        for name, shape in shapes.items():
-            members[name] = math.prod(shape)
-            filled += part_size(members[name], world)
+        for name, numel in numels.items():
+            members[name] = numel
+            filled += part_size(numel, world)
             if filled >= limit:
-                yield _sub_group(number, members, world)
+                yield cut_sub_group(number, members, world)
                 members, filled = {}, 0
         if members:
-            yield _sub_group(number, members, world)
-
-
-def saved_sub_groups(
-    groups: Sequence[Mapping[str, Sequence[int]]],
-    world: int,
-    sizes: Sequence[int],
-    groups_of: Mapping[int, int],
-) -> list[Cut]:
-    """The sub-groups of a checkpoint: of `sizes` elements a rank, each of the group that `groups_of` says.
-
-    Raises `ValueError` where they do not end between parameters.
-    """
-    found: list[Cut] = []
-    members: dict[str, int] = {}
-    filled = 0
-    for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
-        members[name] = math.prod(shape)
-        filled += part_size(members[name], world)
-        number = len(found)
-        if number >= len(sizes) or filled > sizes[number]:
-            raise ValueError(
-                f"its sub-groups have {list(sizes)} elements and do not end between parameters, at {name}: zerokit "
-                "does not read states that were offloaded to NVMe"
-            )
-        if filled == sizes[number]:
-            found.append(_sub_group(groups_of[number], members, world))
-            filled, members = 0, {}
-    if len(found) != len(sizes) or members:
-        raise ValueError(f"{len(sizes)} sub-groups, but parameters fill {len(found)}")
-    return found
+            yield cut_sub_group(number, members, world)

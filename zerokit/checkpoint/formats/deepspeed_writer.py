@@ -21,7 +21,7 @@ from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, is_marked
-from zerokit.checkpoint.prune import entries_of, foreign_to
+from zerokit.checkpoint.prune import entries_of, foreign_to, named
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 
 _FILE = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
@@ -51,8 +51,11 @@ def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, options
 def _foreign(folder: Path) -> str:
     """What a directory holds beside one DeepSpeed checkpoint, or a run with one tag."""
     entries = entries_of(folder)
-    tags = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
-    if len(tags) == 1 and {entry.name for entry in entries} == {tags[0].name, LATEST}:
+    if any(entry.name == LATEST for entry in entries):
+        tags = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+        others = [entry for entry in entries if entry.name != LATEST and entry not in tags]
+        if others or len(tags) != 1:
+            return named((others or tags)[-1]) if others or tags else "no checkpoint"
         folder = Path(tags[0].path)
     models = [entry.path for entry in entries_of(folder) if entry.name.endswith("_model_states.pt")]
     if models and not is_marked(Path(models[0])):
@@ -70,7 +73,8 @@ class _Writer:
         else:
             config = reader.optimizer_files[0].get("ds_config") or {}
             limit = int(config.get("zero_optimization", {}).get("sub_group_size", _SUB_GROUP_NUMEL))
-            self.cuts = list(deepspeed_files.sub_groups(reader.groups, world, limit))
+            groups = [reader.numels(names) for names in reader.groups]
+            self.cuts = list(deepspeed_files.sub_groups(groups, world, limit))
 
     def files(self) -> Iterator[tuple[str, torchwriter.TorchFile]]:
         for rank in range(self.world if self.reader.stage == 3 else 1):
@@ -83,45 +87,30 @@ class _Writer:
             yield name, torchwriter.plan_torch_file(self._optimizer(rank), Path(name).stem)
 
     def _model(self, rank: int) -> dict[str, Any]:
-        storages: dict[tuple[int, Blob], torchwriter.NewStorage] = {}
-        template = dict(self.reader.model)
-        fragments = template.pop("frozen_param_fragments", None)
-        model = dict(_as_it_was(template, 0, storages))
-        model["dp_world_size"] = self.world
-        if self.reader.stage < 3:
-            model["frozen_param_fragments"] = _as_it_was(fragments, 0, storages)
-            return model
-        shapes = {name: shape for group in self.reader.shapes for name, shape in group.items()}
-        model["param_shapes"] = [
+        template, shapes = dict(self.reader.model), self.reader.shapes_by_name
+        template["dp_world_size"] = self.world
+        template["param_shapes"] = [
             Ordered({name: Size(shapes[name]) for name in cut.members}) for cut in self.cuts
         ]
-        if rank:
-            model["shared_params"] = {}  # DeepSpeed writes them into the first rank's file alone
-        model["frozen_param_fragments"] = (
-            None
-            if fragments is None
-            else Ordered({name: self._frozen(name, rank, fragments[name]) for name in fragments})
-        )
-        return model
+        if self.reader.stage == 3 and rank:
+            template["shared_params"] = {}  # DeepSpeed writes them into the first rank's file alone
+        if self.reader.stage == 3 and template.get("frozen_param_fragments") is not None:
+            frozen = template.get("frozen_param_shapes") or {}
+            template["frozen_param_fragments"] = Ordered({name: self._frozen(name, rank) for name in frozen})
+        return _as_it_was(template, 0)
 
-    def _frozen(self, name: str, rank: int, template: StoredTensor) -> torchwriter.NewTensor:
-        numel = math.prod(self.reader.model["frozen_param_shapes"][name])
+    def _frozen(self, name: str, rank: int) -> torchwriter.NewTensor:
+        stream, numel = self._stream(PARAM, name), math.prod(self.source.shapes[name])
         held = dict(deepspeed_files.parts(numel, self.world)).get(rank)
-        parts = [torchwriter.Part(self._stream(PARAM, name), name, held, 0)] if held else []
-        return torchwriter.flat(template.dtype, deepspeed_files.part_size(numel, self.world), parts)
+        parts = [torchwriter.Part(stream, name, held, 0)] if held else []
+        dtype = self.source.streams[stream].dtype
+        return torchwriter.flat(dtype, deepspeed_files.part_size(numel, self.world), parts)
 
     def _optimizer(self, rank: int) -> dict[str, Any]:
-        reader = self.reader
-        whole = dict(reader.optimizer_files[0])
-        template = dict(whole.pop("optimizer_state_dict"))
-        cut = self._groups if reader.stage < 3 else self._sub_groups
-        state = cut(rank, template)
-        storages: dict[tuple[int, Blob], torchwriter.NewStorage] = {}
-        first = len(reader.files.models)
-        return {
-            "optimizer_state_dict": _as_it_was(state, first, storages),
-            **_as_it_was(whole, first, storages),
-        }
+        template = dict(self.reader.optimizer_files[0])
+        cut = self._groups if self.reader.stage < 3 else self._sub_groups
+        template["optimizer_state_dict"] = cut(rank, template["optimizer_state_dict"])
+        return _as_it_was(template, len(self.reader.files.models))
 
     def _groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
         base = template["base_optimizer_state"]
@@ -193,9 +182,12 @@ class _Writer:
         return torchwriter.flat(dtype, numel, parts)
 
 
-def _as_it_was(value: Any, file: int, storages: dict[tuple[int, Blob], torchwriter.NewStorage]) -> Any:
+def _as_it_was(value: dict[str, Any], file: int) -> dict[str, Any]:
     """The value with the tensors of the source's file as they are."""
-    return mapped(
-        value,
-        lambda part: torchwriter.copied(part, file, storages) if isinstance(part, StoredTensor) else part,
-    )
+    storages: dict[tuple[int, Blob], torchwriter.NewStorage] = {}
+
+    def copied(part: Any) -> Any:
+        return torchwriter.copied(part, file, storages) if isinstance(part, StoredTensor) else part
+
+    copy: dict[str, Any] = mapped(value, copied)
+    return copy

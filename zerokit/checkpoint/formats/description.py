@@ -5,18 +5,14 @@ A reader lists parameters and buffers with the stretches of files that their ele
 
 from __future__ import annotations
 
-import math
 import re
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES
-from zerokit.checkpoint.source import StoredBuffer, Stretch
+from zerokit.checkpoint.source import Stretch
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Parameter
 
@@ -31,12 +27,6 @@ _BESIDE = re.compile(
     r"|scaler\.pt|training_args\.bin|trainer_state\.json|custom_checkpoint_\d+\.pkl"
 )
 """What accelerate and transformers' Trainer keep beside a model's checkpoint."""
-
-_UNEXPECTED = (
-    *(LookupError, TypeError, ValueError, AttributeError),
-    *(ArithmeticError, RecursionError, struct.error),
-)
-"""What other data than a reader expects leads to."""
 
 _MOST_PLAIN, _DEEPEST_PLAIN = 1 << 24, 100
 
@@ -82,7 +72,7 @@ class Description:
     world: int
     files: Sequence[Path]
     parameters: Sequence[StoredParameter]
-    buffers: Mapping[str, StoredBuffer]
+    buffers: Sequence[StoredParameter]
     groups: Sequence[Mapping[str, Any]] | None
     identity: int
     user: Any = None
@@ -114,18 +104,9 @@ def whole(numel: int, file: int, offset: int) -> tuple[Stretch, ...]:
     return (Stretch(file, Interval(0, numel), offset),) if numel else ()
 
 
-def as_buffer(stream: StoredStream, shape: tuple[int, ...], files: Sequence[Path]) -> StoredBuffer:
-    """A buffer from data in one stretch, or empty data."""
-    start = stream.stretches[0] if stream.stretches else Stretch(0, Interval(0, 0), 0)
-    size = math.prod(shape) * ELEMENT_BYTES[stream.dtype]
-    return StoredBuffer(stream.dtype, shape, files[start.file], start.offset, size)
-
-
-def as_frozen(name: str, buffer: StoredBuffer, files: Sequence[Path]) -> StoredParameter:
-    """A buffer converted to a frozen parameter."""
-    stretches = whole(math.prod(buffer.shape), files.index(buffer.path), buffer.offset)
-    parameter = Parameter(name, buffer.shape, buffer.dtype, trainable=False)
-    return StoredParameter(parameter, {PARAM: StoredStream(buffer.dtype, stretches)})
+def as_frozen(name: str, shape: tuple[int, ...], stream: StoredStream) -> StoredParameter:
+    """A frozen parameter, or a buffer."""
+    return StoredParameter(Parameter(name, shape, stream.dtype, trainable=False), {PARAM: stream})
 
 
 def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
@@ -163,16 +144,6 @@ def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
     return visit(root, name, 0)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Convert errors in unexpected data to `CheckpointError`, naming `path`."""
-    try:
-        yield
-    except _UNEXPECTED as error:
-        kind = type(error).__name__
-        raise CheckpointError(f"{path}: not in its framework's format: {kind}: {error}") from error
-
-
 Rename = Mapping[str, str] | Callable[[str], str]
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
@@ -202,30 +173,23 @@ def under_names(
     names = {name: first for first, names in model.parameters.items() for name in (first, *names)}
     known = names.keys() | model.buffers
     parameters: dict[str, StoredParameter] = {}
-    buffers: dict[str, StoredBuffer] = {}
-    for stored in described.parameters:
-        name = _renamed(stored.parameter.name, rename, known)
-        aliases = tuple(_renamed(alias, rename, known) for alias in stored.parameter.aliases)
-        stream = stored.streams.get(PARAM)
-        if name in model.buffers and stream is not None and len(stream.stretches) <= 1:
-            buffers[name] = as_buffer(stream, stored.parameter.shape, described.files)
+    buffers: list[StoredParameter] = []
+    for number, stored in enumerate((*described.parameters, *described.buffers)):
+        old, stream = stored.parameter, stored.streams.get(PARAM)
+        name = _renamed(old.name, rename, known)
+        aliases = tuple(_renamed(alias, rename, known) for alias in old.aliases)
+        renamed = replace(stored, parameter=replace(old, name=name, aliases=aliases))
+        likely = number >= len(described.parameters) and name not in names
+        if stream is not None and len(stream.stretches) <= 1 and (likely or name in model.buffers):
+            buffers.append(renamed)
             continue
-        first = names.get(name, name)
-        twin = parameters.get(first)
-        if twin is not None and name != twin.parameter.name and not stored.parameter.trainable:
+        twin = parameters.setdefault(names.get(name, name), renamed)
+        if twin is not renamed and name != twin.parameter.name and not old.trainable:
             require_equal(twin, stored)  # tied in the model, stored twice
-            continue
-        if twin is not None:
+        elif twin is not renamed:
             raise CheckpointError(
-                f"{described.path}: {stored.parameter.name} and another parameter are both {name} in the model"
+                f"{described.path}: {old.name} and another parameter are both {name} in the model"
             )
-        parameters[first] = replace(stored, parameter=replace(stored.parameter, name=name, aliases=aliases))
-    for old, buffer in described.buffers.items():
-        name = _renamed(old, rename, known)
-        if name in names and name not in model.buffers:
-            parameters[name] = as_frozen(name, buffer, described.files)
-        else:
-            buffers[name] = buffer
     return replace(described, parameters=list(parameters.values()), buffers=buffers)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, damaged
 from zerokit.checkpoint.disk import opened, read_part
 from zerokit.checkpoint.extra import encode
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.description import (
     MASTER,
     PARAM,
@@ -43,7 +44,7 @@ from zerokit.checkpoint.reader import file_checksum
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out
 from zerokit.checkpoint.source import Source, StoredBuffer, Stretch
 from zerokit.checkpoint.strict import compact
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import UsageError
 from zerokit.layout import Interval, Parameter, Segment, build_layout, default_bucket_bytes
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
@@ -69,16 +70,12 @@ class ForeignCheckpoint(Source):
         by_name = {stored.parameter.name: stored for stored in described.parameters}
         line = [by_name[parameter.name] for parameter in layout.parameters]
         held: dict[tuple[str, str], list[int]] = {}
-        scalars: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
+        scalars: dict[str, list[int]] = {}
         for position, stored in enumerate(line):
             for kind, stream in stored.streams.items():
                 held.setdefault((kind, stream.dtype), []).append(position)
-            for kind, scalar in stored.scalars.items():
-                scalars.setdefault((kind, scalar.dtype, scalar.shape), []).append(position)
-        if len({kind for kind, _, _ in scalars}) != len(scalars):
-            raise CheckpointError(
-                f"{self.path}: the same state has several dtypes or shapes: {sorted(scalars)}"
-            )
+            for kind in stored.scalars:
+                scalars.setdefault(kind, []).append(position)
         streams = sorted(
             (Stream(kind, dtype, tuple(positions)) for (kind, dtype), positions in held.items()),
             key=lambda stream: stream.order,
@@ -88,24 +85,22 @@ class ForeignCheckpoint(Source):
             for number, stream in enumerate(streams)
             for position in stream.parameters
         }
-        described_scalars = tuple(
-            Scalars(kind, dtype, shape, tuple(positions))
-            for (kind, dtype, shape), positions in scalars.items()
-        )
-        self._small = {
-            f"optimizer/{scalar.kind}": (
-                scalar.dtype,
-                (len(scalar.parameters), *scalar.shape),
-                b"".join(line[position].scalars[scalar.kind].content for position in scalar.parameters),
-            )
-            for scalar in described_scalars
-        }
+        self._small: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+        described_scalars = []
+        for kind, positions in scalars.items():
+            stored_scalars = [line[position].scalars[kind] for position in positions]
+            forms = {(scalar.dtype, scalar.shape) for scalar in stored_scalars}
+            require(len(forms) == 1, self.path, f"state {kind} has several dtypes or shapes: {sorted(forms)}")
+            ((dtype, shape),) = forms
+            content = b"".join(scalar.content for scalar in stored_scalars)
+            self._small[f"optimizer/{kind}"] = dtype, (len(positions), *shape), content
+            described_scalars.append(Scalars(kind, dtype, shape, tuple(positions)))
         self._extra = compact(_members(described))
         self.manifest = Manifest(
             described.step,
             layout,
             tuple(streams),
-            described_scalars,
+            tuple(described_scalars),
             tuple(() for _ in streams),
             (),
             File(COMMON_NAME, 0, 0, 0),
@@ -120,29 +115,23 @@ class ForeignCheckpoint(Source):
     def _require_equal(self, one: StoredParameter, other: StoredParameter) -> None:
         streams = [stored.streams.get(MASTER) or stored.streams[PARAM] for stored in (one, other)]
         crcs = [self._read_checksum(s.stretches, ELEMENT_BYTES[s.dtype]) for s in streams]
-        if crcs[0] != crcs[1]:
-            raise CheckpointError(
-                f"{self.path}: {one.parameter.name} and {other.parameter.name} are tied in the model, but differ here: "
-                "build the model with the two untied"
-            )
+        names = f"{one.parameter.name} and {other.parameter.name}"
+        differ = f"{names} are tied in the model, but differ here: build the model with the two untied"
+        require(crcs[0] == crcs[1], self.path, differ)
 
     def _check(self) -> None:
         """Raises `CheckpointError` unless every parameter is tiled by its stretches, in every stream."""
-        if not 0 <= self.described.step <= MAX_STEP:
-            raise CheckpointError(f"{self.path}: its step is {self.described.step}")
-        if not 1 <= self.described.world <= MAX_WORLD:
-            raise CheckpointError(f"{self.path}: its files name {self.described.world} ranks")
-        for stored in self.described.parameters:
-            parameter = stored.parameter
+        step, world = self.described.step, self.described.world
+        require(0 <= step <= MAX_STEP, self.path, f"its step is {step}")
+        require(1 <= world <= MAX_WORLD, self.path, f"its files name {world} ranks")
+        for stored in (*self.described.parameters, *self.described.buffers):
+            name, numel = stored.parameter.name, stored.parameter.numel
             for kind, stream in stored.streams.items():
-                starts = [*(stretch.interval.start for stretch in stream.stretches), parameter.numel]
+                starts = [*(stretch.interval.start for stretch in stream.stretches), numel]
                 ends = [0, *(stretch.interval.stop for stretch in stream.stretches)]
-                if starts != ends:
-                    end = next(end for start, end in zip(starts, ends, strict=True) if start != end)
-                    raise CheckpointError(
-                        f"{self.path}: {kind} of {parameter.name} has elements up to {end} of {parameter.numel}: "
-                        "all are expected, each once; files of several saves may be mixed"
-                    )
+                end = next((end for start, end in zip(starts, ends, strict=True) if start != end), None)
+                partly = f"{kind} of {name} has elements up to {end} of {numel}: all are expected, each once"
+                require(end is None, self.path, f"{partly}; files of several saves may be mixed")
 
     def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
         stretches = self._stretches[stream, position]
@@ -179,12 +168,12 @@ class ForeignCheckpoint(Source):
                 if pieces.setdefault(place.offset, piece) != piece:
                     # Two readings of the same bytes that differ cannot both be right.
                     pieces[place.offset] = Piece(~piece.crc & 0xFFFFFFFF, piece.size)
-        faults = []
-        for (file, blob), pieces in sorted(read.items(), key=lambda item: (item[0][0], item[0][1].offset)):
-            crc = self._whole_crc(file, blob, pieces)
-            if crc != blob.crc:
-                faults.append(f"{self.file_path(file).name}: {_damage(blob, crc)}")
-        return faults
+        crcs = ((place, self._whole_crc(*place, pieces)) for place, pieces in sorted(read.items()))
+        return [
+            f"{self.file_path(file).name}: {_damage(blob, crc)}"
+            for (file, blob), crc in crcs
+            if crc != blob.crc
+        ]
 
     def verified(self, progress: Callable[[int], None]) -> Iterator[tuple[str, str]]:
         """Read every byte that has a checksum; yields problems as file and text.
@@ -192,44 +181,41 @@ class ForeignCheckpoint(Source):
         `progress` is called with the bytes of each piece that was read.
         """
         for file, blobs in sorted(self._blobs.items()):
-            path = self.file_path(file)
-            with self.open_file(file) as fd:
-                for blob in dict.fromkeys(blobs):
-                    crc = _piece(fd, blob.offset, blob.offset + blob.size, path).crc
-                    if crc != blob.crc:
-                        yield path.name, _damage(blob, crc)
-                    progress(blob.size)
+            for blob in blobs:
+                crc = self._read(file, blob.offset, blob.offset + blob.size).crc
+                if crc != blob.crc:
+                    yield self.file_path(file).name, _damage(blob, crc)
+                progress(blob.size)
 
     @property
     def verifiable_size(self) -> int:
-        return sum(blob.size for blobs in self._blobs.values() for blob in dict.fromkeys(blobs))
+        return sum(blob.size for blobs in self._blobs.values() for blob in blobs)
 
     def _blob(self, file: int, offset: int) -> Blob | None:
         blobs = self._blobs.get(file, [])
         index = bisect_right(blobs, offset, key=lambda blob: blob.offset) - 1
-        if index < 0 or offset >= blobs[index].offset + blobs[index].size:
-            return None
-        return blobs[index]
+        return blobs[index] if index >= 0 and offset < blobs[index].offset + blobs[index].size else None
 
     @cached_property
     def _blobs(self) -> dict[int, list[Blob]]:
-        return {
-            file: sorted(blobs, key=lambda blob: blob.offset) for file, blobs in self.described.blobs.items()
-        }
+        """The blobs of each file, in order."""
+        return {file: sorted(set(blobs)) for file, blobs in self.described.blobs.items()}
 
     def _whole_crc(self, file: int, blob: Blob, pieces: Mapping[int, Piece]) -> int:
         """The CRC-32 of a blob of which some was read: padding, and what no one wanted, is read here."""
         parts, end = [], blob.offset
-        with self.open_file(file) as fd:
-            for offset, piece in sorted(pieces.items()):
-                if offset > end:
-                    parts.append(_piece(fd, end, offset, self.file_path(file)))
-                elif offset < end:
-                    continue  # shared storage: the bytes are counted already
-                parts.append(piece)
+        for offset, piece in sorted(pieces.items()):
+            if offset >= end:  # else of shared storage, whose bytes are counted already
+                parts += [self._read(file, end, offset), piece]
                 end = offset + piece.size
-            parts.append(_piece(fd, end, blob.offset + blob.size, self.file_path(file)))
-        return combine(parts).crc
+        return combine([*parts, self._read(file, end, blob.offset + blob.size)]).crc
+
+    def _read(self, file: int, start: int, stop: int) -> Piece:
+        """The checksum of bytes that are read for it."""
+        if start == stop:
+            return Piece(0, 0)
+        with self.open_file(file) as fd:
+            return Piece(file_checksum(fd, stop - start, self.file_path(file), start), stop - start)
 
     @property
     def data_size(self) -> int:
@@ -240,34 +226,38 @@ class ForeignCheckpoint(Source):
             for stretch in stream.stretches
         )
 
-    @property
+    @cached_property
     def buffers(self) -> dict[str, StoredBuffer]:
-        return dict(self.described.buffers)
+        return {stored.parameter.name: self._buffer(stored) for stored in self.described.buffers}
+
+    def _buffer(self, stored: StoredParameter) -> StoredBuffer:
+        stream, shape = stored.streams[PARAM], stored.parameter.shape
+        place = next(iter(stream.stretches), Stretch(0, Interval(0, 0), 0))
+        size = stored.parameter.numel * ELEMENT_BYTES[stream.dtype]
+        return StoredBuffer(stream.dtype, shape, self.file_path(place.file), place.offset, size)
 
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        buffers = {BUFFER_PREFIX + name: (b.dtype, b.shape) for name, b in self.described.buffers.items()}
+        buffers = {BUFFER_PREFIX + name: (b.dtype, b.shape) for name, b in self.buffers.items()}
         return buffers | {name: (dtype, shape) for name, (dtype, shape, _) in self._small.items()}
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         if name in self._small:
             dtype, shape, content = self._small[name]
             return dtype, shape, bytearray(content)
-        buffer = self.described.buffers.get(name.removeprefix(BUFFER_PREFIX))
+        buffer = self.buffers.get(name.removeprefix(BUFFER_PREFIX))
         if buffer is None or not name.startswith(BUFFER_PREFIX):
             raise UsageError(f"{self.path} has no tensor {name!r}")
-        read = read_part(buffer.path, buffer.offset, buffer.size)
-        blob = self._blob(self.described.files.index(buffer.path), buffer.offset)
-        if blob is not None and blob.size == buffer.size and crc32(read) != blob.crc:
-            raise CheckpointError(f"{buffer.path}: buffer {name}: {damaged(crc32(read), blob.crc)}")
-        return buffer.dtype, buffer.shape, read
+        file = self.described.files.index(buffer.path)
+        blob = self._blob(file, buffer.offset)
+        if blob is not None:
+            crc = self._read(file, blob.offset, blob.offset + blob.size).crc
+            require(crc == blob.crc, buffer.path, f"buffer {name}: {damaged(crc, blob.crc)}")
+        return buffer.dtype, buffer.shape, read_part(buffer.path, buffer.offset, buffer.size)
 
     def held_files(self) -> list[tuple[str, int]]:
-        return [(str(file.relative_to(self._root)), file.stat().st_size) for file in self.described.files]
-
-    @property
-    def _root(self) -> Path:
-        return self.path.parent if self.path.is_file() else self.path
+        root = self.path.parent if self.path.is_file() else self.path
+        return [(str(file.relative_to(root)), file.stat().st_size) for file in self.described.files]
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
         width = self.streams[stream].element_bytes
@@ -276,12 +266,11 @@ class ForeignCheckpoint(Source):
             yield self.layout.parameters[position].name, piece
 
     def _read_checksum(self, stretches: Sequence[Stretch], element_bytes: int) -> Piece:
-        pieces = []
-        for stretch in stretches:
-            start, size = stretch.offset, stretch.interval.numel * element_bytes
-            with self.open_file(stretch.file) as fd:
-                pieces.append(_piece(fd, start, start + size, self.file_path(stretch.file)))
-        return combine(pieces)
+        sizes = (stretch.interval.numel * element_bytes for stretch in stretches)
+        return combine(
+            self._read(stretch.file, stretch.offset, stretch.offset + size)
+            for stretch, size in zip(stretches, sizes, strict=True)
+        )
 
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         common = self._common_bytes()
@@ -301,12 +290,6 @@ class ForeignCheckpoint(Source):
 
 def _damage(blob: Blob, crc: int) -> str:
     return f"bytes {blob.offset} to {blob.offset + blob.size}: {damaged(crc, blob.crc)}"
-
-
-def _piece(fd: int, start: int, stop: int, path: Path) -> Piece:
-    if start == stop:
-        return Piece(0, 0)
-    return Piece(file_checksum(fd, stop - start, path, start), stop - start)
 
 
 def _segments(parameters: Sequence[Parameter]) -> list[Segment]:

@@ -18,8 +18,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.disk import explained, make_directory, read_whole, sync_directory, write_file
+from zerokit.checkpoint.disk import explained, read_whole
 from zerokit.checkpoint.formats import description
+from zerokit.checkpoint.formats.checks import reading, require
 from zerokit.checkpoint.formats.dcp_items import rows
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
@@ -27,17 +28,17 @@ from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Header, Tensor, read_h
 from zerokit.checkpoint.source import Stretch
 from zerokit.checkpoint.strict import member, parse_json, typed
 from zerokit.errors import CheckpointError
-from zerokit.layout import Parameter
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PICKLES_INDEX = "pytorch_model.bin.index.json"
 
 _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 _UNREAD = {
     "adapter_model.safetensors": "an adapter of PEFT: merge it into its base first, with merge_and_unload()",
     "adapter_model.bin": "an adapter of PEFT: merge it into its base first, with merge_and_unload()",
     "pytorch_model.bin": "weights in a pickle: save them with save_pretrained, as safetensors",
-    "pytorch_model.bin.index.json": "weights in pickles: save them with save_pretrained, as safetensors",
+    _PICKLES_INDEX: "weights in pickles: save them with save_pretrained, as safetensors",
 }
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -58,15 +59,13 @@ def _files(path: Path) -> list[Path]:
     # First, as in transformers, whose save_pretrained leaves an older index beside it.
     if (path / SINGLE).is_file():
         return [path / SINGLE]
-    if (path / INDEX).is_file():
-        names = sorted(set(weight_map(path / INDEX).values()))
-        for name in names:
-            if "/" in name or not name.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{path / INDEX}: names {name[:200]!r}, expected a safetensors file beside it"
-                )
-        return [path / name for name in names]
-    return _shards(path)
+    if not (path / INDEX).is_file():
+        return _shards(path)
+    names = sorted(set(weight_map(path / INDEX).values()))
+    for name in names:
+        beside = "/" not in name and name.endswith(".safetensors")
+        require(beside, path / INDEX, f"names {name[:200]!r}, expected a safetensors file beside it")
+    return [path / name for name in names]
 
 
 def _shards(path: Path) -> list[Path]:
@@ -84,40 +83,37 @@ def weight_map(index: Path) -> dict[str, str]:
     return named
 
 
-def _check_index(path: Path, files: list[Path], headers: list[Header]) -> None:
+def _check_index(index: Path, files: list[Path], headers: list[Header]) -> None:
     """Raises `CheckpointError` unless every tensor is where the index says, and there is no other."""
-    named = weight_map(path / INDEX)
+    named = weight_map(index)
     found = {name: file.name for file, header in zip(files, headers, strict=True) for name in header.tensors}
     for name in sorted(named.keys() | found.keys()):
-        if named.get(name) != found.get(name):
-            raise CheckpointError(
-                f"{path / INDEX}: says that {name[:200]!r} is in {named.get(name, 'no file')}, but it is in "
-                f"{found.get(name, 'none of its files')}: files of several saves may be mixed"
-            )
+        stated, actual = named.get(name, "no file"), found.get(name, "none of its files")
+        both = f"says that {name[:200]!r} is in {stated}, but it is in {actual}"
+        require(stated == actual, index, f"{both}: files of several saves may be mixed")
 
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the weights at `path`. Raises `CheckpointError` for damaged or missing data."""
-    with description.reading(path):
+    with reading(path):
         files = _files(path)
-        unread = [name for name in _UNREAD if (path / name).is_file()]
-        if not files and unread:
-            raise CheckpointError(f"{path}: only {unread[0]}, {_UNREAD[unread[0]]}")
+        unread = next((name for name in _UNREAD if (path / name).is_file()), "")
+        require(files, path, f"only {unread}, {_UNREAD.get(unread)}")
         headers = [read_header(file) for file in files]
-        if not (path.is_file() or (path / SINGLE).is_file()) and (path / INDEX).is_file():
-            _check_index(path, files, headers)
+        if files[0] not in (path, path / SINGLE) and (path / INDEX).is_file():
+            _check_index(path / INDEX, files, headers)
         sharded = any(_SHARDING in header.metadata for header in headers)
         stored = _sharded(path, headers) if sharded else _whole(path, headers)
-    parameters, buffers = [], {}
+    parameters: list[description.StoredParameter] = []
+    buffers: list[description.StoredParameter] = []
     for name, (dtype, shape, stretches) in stored.items():
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
-        stream = description.StoredStream(dtype, stretches)
         # A buffer lies in one place.
-        if dtype.startswith(("float", "bfloat")) or len(stretches) != 1 or size > description.LARGEST_BUFFER:
-            parameter = Parameter(name, shape, dtype, trainable=False)
-            parameters.append(description.StoredParameter(parameter, {description.PARAM: stream}))
-        else:
-            buffers[name] = description.as_buffer(stream, shape, files)
+        wide = (
+            dtype.startswith(("float", "bfloat")) or len(stretches) != 1 or size > description.LARGEST_BUFFER
+        )
+        stream = description.StoredStream(dtype, stretches)
+        (parameters if wide else buffers).append(description.as_frozen(name, shape, stream))
     identity = 0
     for file, header in zip(files, headers, strict=True):
         identity = crc32(repr((file.name, header)).encode(), identity)
@@ -144,8 +140,7 @@ def _whole(path: Path, headers: list[Header]) -> dict[str, _Stored]:
     stored: dict[str, _Stored] = {}
     for number, header in enumerate(headers):
         for name, tensor in header.tensors.items():
-            if name in stored:
-                raise CheckpointError(f"{path}: {name} is in two files")
+            require(name not in stored, path, f"{name} is in two files")
             stretches = description.whole(math.prod(tensor.shape), number, tensor.offset)
             stored[name] = tensor.dtype, tensor.shape, stretches
     return stored
@@ -157,28 +152,25 @@ def _sharded(path: Path, headers: list[Header]) -> dict[str, _Stored]:
         placed = parse_json(header.metadata[_SHARDING].encode())
         for name, tensor in header.tensors.items():
             offsets = tuple(placed[name]["saved_offsets"])
-            if len(offsets) != len(tensor.shape) or not all(type(n) is int and n >= 0 for n in offsets):
-                raise CheckpointError(f"{path}: {name} is placed at {str(offsets)[:60]}")
+            inside = len(offsets) == len(tensor.shape) and all(type(n) is int and n >= 0 for n in offsets)
+            require(inside, path, f"{name} is placed at {str(offsets)[:60]}")
             pieces.setdefault(name, []).append((offsets, number, tensor))
     stored: dict[str, _Stored] = {}
     for name, held in pieces.items():
-        shape = tuple(
-            max(offsets[i] + tensor.shape[i] for offsets, _, tensor in held) for i in range(len(held[0][0]))
-        )
+        dtype = held[0][2].dtype
+        ends = ([at + n for at, n in zip(offsets, tensor.shape, strict=True)] for offsets, _, tensor in held)
+        shape = tuple(map(max, zip(*ends, strict=True)))
         stretches: dict[int, Stretch] = {}
         for offsets, number, tensor in held:
-            if tensor.dtype != held[0][2].dtype:
-                raise CheckpointError(
-                    f"{path}: {name} is {held[0][2].dtype} in one file, {tensor.dtype} in another"
-                )
+            both = f"{name} is {dtype} in one file, {tensor.dtype} in another"
+            require(tensor.dtype == dtype, path, both)
             if not math.prod(tensor.shape):
                 continue
-            width = ELEMENT_BYTES[tensor.dtype]
             for interval, start in rows(shape, offsets, tensor.shape, f"{path}: {name}"):
                 # A replicated tensor is written by several ranks: one of them is enough.
-                stretches.setdefault(interval.start, Stretch(number, interval, tensor.offset + start * width))
-        ordered = tuple(stretches[start] for start in sorted(stretches))
-        stored[name] = held[0][2].dtype, shape, ordered
+                place = tensor.offset + start * ELEMENT_BYTES[dtype]
+                stretches.setdefault(interval.start, Stretch(number, interval, place))
+        stored[name] = dtype, shape, tuple(stretches[start] for start in sorted(stretches))
     return stored
 
 
@@ -220,40 +212,22 @@ _SHOWN = 3
 Shape = tuple[int, ...]
 
 
-def copy_like(model: Path, work: Path) -> None:
-    """Copy and sync everything but weights from the folder `model` into `work`. Links are followed.
+def files_like(model: Path) -> dict[str, Path]:
+    """The files of the folder `model` that belong beside weights, links followed, by their names in it.
 
-    Raises `CheckpointError` where a file cannot be read or written.
+    Raises `CheckpointError` unless there is a configuration among them.
     """
-    for path in _listed(model):
-        if path.is_file() and _copied(path.name):
-            write_file(work / path.name, read_whole(path))
-    if templates := _templates(model):
-        make_directory(work / TEMPLATES)
-        for path in templates:
-            write_file(work / TEMPLATES / path.name, read_whole(path))
-        sync_directory(work / TEMPLATES)
-
-
-def copied_names(model: Path) -> set[str]:
-    """The files that `copy_like` writes, as paths in its folder."""
-    names = {path.name for path in _listed(model) if path.is_file() and _copied(path.name)}
-    return names | {f"{TEMPLATES}/{path.name}" for path in _templates(model)}
-
-
-def _templates(model: Path) -> list[Path]:
-    return [path for path in _listed(model / TEMPLATES) if path.is_file() and path.suffix == ".jinja"]
-
-
-def require_like(model: Path) -> None:
-    """Raise `CheckpointError` unless the folder has a configuration."""
     with explained(model, "looked at"):
-        present = (model / CONFIG).is_file()
-    if not present:
-        raise CheckpointError(
-            f"{model}: has no {CONFIG}: give the folder that the model was loaded from, or make one with "
-            "model.config.save_pretrained(DIR) and tokenizer.save_pretrained(DIR)"
+        require(
+            (model / CONFIG).is_file(),
+            model,
+            f"has no {CONFIG}: give the folder that the model was loaded from, or make one with "
+            "model.config.save_pretrained(DIR) and tokenizer.save_pretrained(DIR)",
         )
+        names = [path.name for path in model.iterdir() if _copied(path.name)]
+        if (model / TEMPLATES).is_dir():
+            names += [f"{TEMPLATES}/{path.name}" for path in (model / TEMPLATES).glob("*.jinja")]
+        return {name: model / name for name in sorted(names) if (model / name).is_file()}
 
 
 def check_like(model: Path, ours: Mapping[str, Shape], aliases: Mapping[str, str]) -> None:
@@ -278,17 +252,13 @@ def check_like(model: Path, ours: Mapping[str, Shape], aliases: Mapping[str, str
     if theirs is None:
         return
     faults = min((_faults(prefix, ours, aliases, theirs) for prefix in _prefixes(ours, theirs)), key=len)
-    if faults:
-        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise CheckpointError(
-            f"{model}: its weights are not those of the checkpoint: {'; '.join(faults[:_SHOWN])}{more}. Give the "
-            "folder of this very model, or one without weights: model.config.save_pretrained(DIR)"
-        )
-
-
-def _listed(folder: Path) -> list[Path]:
-    with explained(folder, "listed"):
-        return sorted(folder.iterdir()) if folder.is_dir() else []
+    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    require(
+        not faults,
+        model,
+        f"its weights are not those of the checkpoint: {'; '.join(faults[:_SHOWN])}{more}. Give the folder of this "
+        "very model, or one without weights: model.config.save_pretrained(DIR)",
+    )
 
 
 def _copied(name: str) -> bool:
@@ -300,22 +270,18 @@ def _copied(name: str) -> bool:
 
 def _weights(model: Path) -> dict[str, Shape | None] | None:
     """Names, and shapes as far as files of safetensors have them; None where there is neither weights nor an index."""
-    for index in (INDEX, "pytorch_model.bin.index.json"):
-        path = model / index
-        if path.is_file():
-            held = weight_map(path)
-            shapes: dict[str, Shape | None] = dict.fromkeys(held)
-            for file in sorted(set(held.values())):
-                # A file of another folder is none of the model's.
-                if Path(file).name == file and file.endswith(".safetensors") and (model / file).is_file():
-                    shapes |= {name: shape for name, shape in _shapes(model / file).items() if name in held}
-            return shapes
-    path = model / SINGLE
-    return dict(_shapes(path)) if path.is_file() else None
-
-
-def _shapes(path: Path) -> dict[str, Shape]:
-    return {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
+    index = next((model / name for name in (INDEX, _PICKLES_INDEX) if (model / name).is_file()), None)
+    files, held = {SINGLE}, None
+    if index is not None:
+        held = weight_map(index)
+        files = set(held.values())
+    shapes: dict[str, Shape | None] = dict.fromkeys(held or ())
+    for file in sorted(files):
+        # A file of another folder is none of the model's.
+        if Path(file).name == file and file.endswith(".safetensors") and (model / file).is_file():
+            tensors = read_header(model / file).tensors.items()
+            shapes |= {name: tensor.shape for name, tensor in tensors if held is None or name in held}
+    return shapes or None
 
 
 def _prefixes(ours: Mapping[str, Shape], theirs: Mapping[str, Shape | None]) -> list[str]:

@@ -10,21 +10,22 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from zerokit.checkpoint.copying import Copier, Options, converting
-from zerokit.checkpoint.disk import write_exactly, write_file
-from zerokit.checkpoint.formats.huggingface import INDEX, check_like, copied_names, copy_like, require_like
+from zerokit.checkpoint.disk import make_directory, read_whole, sync_directory, write_exactly, write_file
+from zerokit.checkpoint.formats.checks import require
+from zerokit.checkpoint.formats.huggingface import INDEX, check_like, files_like
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
 from zerokit.checkpoint.prune import entries_of, named
-from zerokit.checkpoint.requests import Conversion, OpenFile, Request, requests_for
+from zerokit.checkpoint.requests import Conversion, Request, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out, read_header
-from zerokit.checkpoint.source import Source, StoredBuffer, to_array
+from zerokit.checkpoint.source import Source, to_array
 from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
@@ -46,10 +47,13 @@ class _Tensor:
 
     name: str
     shape: tuple[int, ...]
-    numel: int
     source_dtype: str
     dtype: str
     stream: int | None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def size(self) -> int:
@@ -71,16 +75,20 @@ def write_weights(
     limit = parse_size(max_shard_size)
     model = None if like is None else Path(like)
     tensors = list(_tensors(source, DTYPES.get(dtype or ""), stream))
-    renewed: set[str] = set()
+    beside: dict[str, Path] = {}
     if model is not None:
         require_apart(model, target)
-        require_like(model)
+        beside = files_like(model)
         aliases = {alias: p.name for p in source.layout.parameters for alias in p.aliases}
         check_like(model, {tensor.name: tensor.shape for tensor in tensors}, aliases)
-        renewed = copied_names(model)
-    with converting(source, target, options, partial(_foreign, renewed=renewed)) as work:
-        if model is not None:
-            copy_like(model, work)
+    with converting(source, target, options, partial(_foreign, renewed=beside)) as work:
+        folders = {(work / name).parent for name in beside} - {work}
+        for folder in folders:
+            make_directory(folder)
+        for name, path in beside.items():
+            write_file(work / name, read_whole(path))
+        for folder in folders:
+            sync_directory(folder)
         _write(source, list(_shards(tensors, limit)), work, options)
 
 
@@ -109,27 +117,20 @@ def _tensors(checkpoint: Source, dtype: str | None, weights: str) -> Iterator[_T
             "exists only if zerokit.Ema kept one"
         )
 
-    def tensor(name: str, shape: tuple[int, ...], source: str, own: str, stream: int | None) -> _Tensor:
+    parameters = (
+        (p.name, p.shape, checkpoint.streams[held[position]].dtype, p.dtype, held[position])
+        for position, p in enumerate(checkpoint.layout.parameters)
+    )
+    buffers = ((name, b.shape, b.dtype, b.dtype, None) for name, b in checkpoint.buffers.items())
+    for name, shape, source, own, stream in (*parameters, *buffers):
         wanted = dtype if dtype is not None and source in _FLOATING else own
-        if wanted != source and not (wanted in _FLOATING and source in _FLOATING):
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} is stored as {source} and cannot be written as {wanted}, its dtype in the "
-                "model: choose a dtype"
-            )
-        if name in seen:
-            raise CheckpointError(
-                f"{checkpoint.path}: no tensor can be written as {name!r}: that name is taken"
-            )
+        change = f"{name} is stored as {source} and cannot be written as {wanted}, its dtype in the model"
+        floating = wanted in _FLOATING and source in _FLOATING
+        require(wanted == source or floating, checkpoint.path, f"{change}: choose a dtype")
+        taken = f"no tensor can be written as {name!r}: that name is taken"
+        require(name not in seen, checkpoint.path, taken)
         seen.add(name)
-        return _Tensor(name, shape, math.prod(shape), source, wanted, stream)
-
-    for position, parameter in enumerate(checkpoint.layout.parameters):
-        number = held[position]
-        yield tensor(
-            parameter.name, parameter.shape, checkpoint.streams[number].dtype, parameter.dtype, number
-        )
-    for name, buffer in checkpoint.buffers.items():
-        yield tensor(name, buffer.shape, buffer.dtype, buffer.dtype, None)
+        yield _Tensor(name, shape, source, wanted, stream)
 
 
 def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
@@ -173,25 +174,21 @@ def _write_shard(source: Source, copier: Copier, path: Path, shard: Iterable[_Te
         # transformers refuses a file without the format; the producer marks an output of zerokit's.
         {"format": "pt", "producer": _PRODUCER},
     )
-    target = copier.target(path, offsets[-1])
+    target, buffers = copier.target(path, offsets[-1]), source.buffers
     write_exactly(target.fd, [header], 0, path)
-    buffers = source.buffers
-    requests = (
-        _requests(source, buffers, tensor, target, at) for tensor, at in zip(ordered, offsets, strict=False)
-    )
-    copier.copy(source, chain.from_iterable(requests))
+
+    def requests() -> Iterator[Request]:
+        for tensor, at in zip(ordered, offsets, strict=False):
+            name, conversion = tensor.name, _conversion(tensor)
+            if tensor.stream is None:
+                buffer, key = buffers[name], BUFFER_PREFIX + name
+                yield Request(key, buffer.path, buffer.offset, buffer.size, target, at, conversion)
+            else:
+                position, every = source.layout.positions[name], Interval(0, tensor.numel)
+                yield from requests_for(source, tensor.stream, position, every, target, at, conversion)
+
+    copier.copy(source, requests())
     copier.release(target)
-
-
-def _requests(
-    source: Source, buffers: Mapping[str, StoredBuffer], tensor: _Tensor, target: OpenFile, at: int
-) -> Iterable[Request]:
-    conversion = _conversion(tensor)
-    if tensor.stream is not None:
-        position, interval = source.layout.positions[tensor.name], Interval(0, tensor.numel)
-        return requests_for(source, tensor.stream, position, interval, target, at, conversion)
-    buffer, key = buffers[tensor.name], BUFFER_PREFIX + tensor.name
-    return [Request(key, buffer.path, buffer.offset, buffer.size, target, at, conversion)]
 
 
 def _conversion(tensor: _Tensor) -> Conversion | None:
@@ -228,7 +225,6 @@ def _foreign(folder: Path, renewed: Collection[str]) -> str:
 
 
 def _consolidated(path: Path) -> bool:
-    try:
+    with suppress(CheckpointError):
         return read_header(path).metadata.get("producer") == _PRODUCER
-    except CheckpointError:
-        return False
+    return False

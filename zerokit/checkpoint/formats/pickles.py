@@ -11,7 +11,7 @@ import io
 import pickle
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -289,3 +289,74 @@ def mapped(root: Any, change: Callable[[Any], Any]) -> Any:
         return copy
 
     return visit(root, 0)
+
+
+def to_pickle(value: Any) -> bytes:
+    """The pickle (protocol 2) of plain data, `Name`, `Record` and `Persistent`: `parse_pickle` gives it back.
+
+    What is shared stays shared. Raises `TypeError` for any other type.
+    """
+    file = io.BytesIO()
+    _Pickler(file, protocol=2).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle._Pickler):
+    """Python's own, for the types of `_SAVES` alone."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.identity if isinstance(value, Persistent) else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) in _SAVES:
+            return NotImplemented
+        raise TypeError(f"{type(value).__name__} is not written into a pickle")
+
+
+def _save_name(out: Any, value: Name) -> None:
+    module, _, name = value.text.rpartition(".")
+    out.write(f"c{module}\n{name}\n".encode())
+
+
+def _save_record(out: Any, value: Record) -> None:
+    out.save(Name(value.name))
+    out.save(value.args)
+    out.write(b"\x81" if value.new else b"R")
+    if id(value) in out.memo:  # an argument has led back to it, and it was written there
+        out.write(b"0" + out.get(out.memo[id(value)][0]))
+        return
+    out.memoize(value)
+    for item in value.items:
+        out.save(item)
+        out.write(b"a")
+    _save_pairs(out, value.pairs)
+    if value.state is not None:
+        out.save(value.state)
+        out.write(b"b")
+
+
+def _save_ordered(out: Any, value: Ordered) -> None:
+    out.write(b"ccollections\nOrderedDict\n)R")
+    out.memoize(value)
+    _save_pairs(out, value)
+
+
+def _save_pairs(out: Any, pairs: Mapping[Any, Any]) -> None:
+    for key, part in pairs.items():
+        out.save(key)
+        out.save(part)
+        out.write(b"s")
+
+
+_SAVES: dict[type, Any] = {
+    **{
+        kind: pickle._Pickler.dispatch[kind]
+        for kind in (type(None), bool, int, float, str, tuple, list, dict)
+    },
+    bytes: lambda out, value: _save_record(out, Record(BYTES, (value.decode("latin-1"), "latin1"))),
+    Name: _save_name,
+    Record: _save_record,
+    Ordered: _save_ordered,
+    Size: lambda out, value: _save_record(out, Record(SIZE, (tuple(value),))),
+}
+_Pickler.dispatch = _SAVES

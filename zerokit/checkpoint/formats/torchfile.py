@@ -10,15 +10,17 @@ from __future__ import annotations
 import io
 import math
 import os
+import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerokit.checkpoint.checksum import crc32, damaged
 from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import (
     MAX_PICKLE_BYTES,
     Name,
@@ -59,8 +61,7 @@ PRODUCER = "producer"
 """The entry that marks files which zerokit has written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blob:
+class Blob(NamedTuple):
     """Bytes of a file that have a CRC-32 of their own: an entry of a zip."""
 
     offset: int
@@ -89,16 +90,22 @@ class StoredTensor:
     @property
     def contiguous(self) -> bool:
         """Whether its elements lie one after the other in row-major order."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected and self.numel:
-                return False
-            expected *= size
-        return True
+        strides = zip(self.shape, self.stride, row_major(self.shape), strict=True)
+        return not self.numel or all(size == 1 or found == own for size, found, own in strides)
 
     @property
     def offset(self) -> int:
         return self.blob.offset + self.start * self.element_bytes
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = None) -> Any:
@@ -109,19 +116,17 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
     """
     whole = os.fstat(fd).st_size
     size = whole - offset if size is None else size
-    if offset < 0 or size < 0 or offset + size > whole:
-        raise CheckpointError(f"{path}: truncated: {whole} bytes, at least {offset + size} expected")
+    inside = offset >= 0 and 0 <= size <= whole - offset
+    require(inside, path, f"truncated: {whole} bytes, at least {offset + size} expected")
     entries = _entries(path, fd, offset, size)
     pickles = [name for name in entries if name.endswith("/data.pkl") or name == "data.pkl"]
-    if len(pickles) != 1:
-        raise CheckpointError(
-            f"{path}: not a file of torch.save: {len(pickles)} entries called data.pkl, expected 1"
-        )
+    found = f"{len(pickles)} entries called data.pkl, expected 1"
+    require(len(pickles) == 1, path, f"not a file of torch.save: {found}")
     prefix = pickles[0].removesuffix("data.pkl")
     content = content_of(path, fd, entries[pickles[0]])
     order = entries.get(f"{prefix}byteorder")
-    if order is not None and content_of(path, fd, order) != b"little":
-        raise CheckpointError(f"{path}: its numbers are big-endian: save it on a little-endian machine")
+    little = order is None or content_of(path, fd, order) == b"little"
+    require(little, path, "its numbers are big-endian: save it on a little-endian machine")
     return _resolved(parse_pickle(content, f"{path}: data.pkl"), entries, prefix, path)
 
 
@@ -139,47 +144,40 @@ def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
     try:
         with zipfile.ZipFile(_Window(fd, offset, size)) as archive:
             listed = archive.infolist()
-            if len(listed) > _MAX_ENTRIES:
-                raise ValueError(f"{len(listed)} entries, more than {_MAX_ENTRIES}")
-            entries = {}
-            for entry in listed:
-                if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                    raise ValueError(f"{entry.filename[:200]!r} is compressed, as torch.save never writes it")
-                if entry.flag_bits & 1:
-                    raise ValueError(f"{entry.filename[:200]!r} is encrypted")
-                start = entry.header_offset
-                head = bytearray(_LOCAL_HEADER_BYTES)
-                if start < 0 or start + len(head) > size:
-                    raise ValueError(f"{entry.filename[:200]!r} lies outside the file")
-                read_exactly(fd, [head], offset + start, path)
-                if head[:4] != b"PK\x03\x04":
-                    raise ValueError(f"{entry.filename[:200]!r} has no header of its own")
-                start += (
-                    len(head) + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-                )
-                if start + entry.file_size > size:
-                    raise ValueError(f"{entry.filename[:200]!r} ends behind the file")
-                if entry.filename in entries:
-                    raise ValueError(f"{entry.filename[:200]!r} is there twice")
-                entries[entry.filename] = Blob(offset + start, entry.file_size, entry.CRC)
-            placed = sorted(entries.values(), key=lambda blob: blob.offset)
-            if any(one.offset + one.size > other.offset for one, other in pairwise(placed)):
-                raise ValueError("entries overlap")
-            return entries
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError) as error:
         raise CheckpointError(f"{path}: not a file of torch.save, or truncated: {error}") from None
+    require(len(listed) <= _MAX_ENTRIES, path, f"{len(listed)} entries, more than {_MAX_ENTRIES}")
+    entries: dict[str, Blob] = {}
+    for entry in listed:
+        name, start, head = (
+            f"entry {entry.filename[:200]!r}",
+            entry.header_offset,
+            bytearray(_LOCAL_HEADER_BYTES),
+        )
+        stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
+        require(stored, path, f"{name} is compressed, as torch.save never writes it")
+        require(not entry.flag_bits & 1, path, f"{name} is encrypted")
+        require(0 <= start <= size - len(head), path, f"{name} lies outside the file")
+        read_exactly(fd, [head], offset + start, path)
+        require(head[:4] == b"PK\x03\x04", path, f"{name} has no header of its own")
+        start += len(head) + sum(struct.unpack_from("<2H", head, 26))
+        require(start + entry.file_size <= size, path, f"{name} ends behind the file")
+        require(entry.filename not in entries, path, f"{name} is there twice")
+        entries[entry.filename] = Blob(offset + start, entry.file_size, entry.CRC)
+    placed = sorted(entries.values(), key=lambda blob: blob.offset)
+    apart = all(one.offset + one.size <= other.offset for one, other in pairwise(placed))
+    require(apart, path, "its entries overlap, as torch.save never writes them")
+    return entries
 
 
 def content_of(path: Path, fd: int, blob: Blob) -> bytes:
     """A small entry's bytes, verified. Raises `CheckpointError`."""
-    if blob.size > MAX_PICKLE_BYTES:
-        raise CheckpointError(
-            f"{path}: an entry of {blob.size} bytes, more than the {MAX_PICKLE_BYTES} that are read whole"
-        )
+    limit = f"more than the {MAX_PICKLE_BYTES} that are read whole"
+    require(blob.size <= MAX_PICKLE_BYTES, path, f"an entry of {blob.size} bytes, {limit}")
     content = bytearray(blob.size)
     read_exactly(fd, [content], blob.offset, path)
-    if (crc := crc32(content)) != blob.crc:
-        raise CheckpointError(f"{path}: {damaged(crc, blob.crc)}")
+    crc = crc32(content)
+    require(crc == blob.crc, path, damaged(crc, blob.crc))
     return bytes(content)
 
 
@@ -220,11 +218,11 @@ def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str) -> St
     blob = entries.get(f"{prefix}data/{key}")
     if blob is None:
         raise ValueError(f"its storage {str(key)[:60]!r} is missing")
-    if not isinstance(shape, tuple) or not isinstance(stride, tuple) or len(shape) > _MAX_DIMENSIONS:
+    if not isinstance(shape, tuple) or not isinstance(stride, tuple):
         raise ValueError(f"shape {str(shape)[:60]} with strides {str(stride)[:60]}")
     shape, stride = tuple(shape), tuple(stride)
-    numbers = (start, *shape, *stride)
-    if len(shape) != len(stride) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+    numbers = all(type(n) is int and 0 <= n < 1 << 62 for n in (start, *shape, *stride))
+    if not numbers or not len(shape) == len(stride) <= _MAX_DIMENSIONS:
         raise ValueError(f"shape {str(shape)[:60]} with strides {str(stride)[:60]}")
     last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if math.prod(shape) and (last + 1) * ELEMENT_BYTES[dtype] > blob.size:

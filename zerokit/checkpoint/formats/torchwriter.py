@@ -15,13 +15,12 @@ from typing import Any
 from zerokit.checkpoint.checksum import Piece, combine, crc32, damaged
 from zerokit.checkpoint.copying import NOT_WRITTEN, Copier
 from zerokit.checkpoint.disk import write_exactly
-from zerokit.checkpoint.formats.pickle_writer import to_pickle
-from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped
-from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor
+from zerokit.checkpoint.formats.checks import require
+from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped, to_pickle
+from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor, row_major
 from zerokit.checkpoint.requests import OpenFile, Request, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
-from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
 ALIGNMENT = 64
@@ -115,7 +114,7 @@ class TorchFile:
         """
         directory = bytearray()
         for entry in self.entries:
-            crc = _crc(entry, source, target)
+            crc = combine(_pieces(entry.storage, source, target)).crc
             local, central = _headers(entry, crc, self.base)
             write_exactly(target.fd, [local], entry.header_offset, target.path)
             directory += central
@@ -201,44 +200,31 @@ def flat(dtype: str, numel: int, parts: Sequence[Part]) -> NewTensor:
     return NewTensor(NewStorage(dtype, numel * ELEMENT_BYTES[dtype], parts), (numel,), (1,))
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def _key(number: int, blob: Blob) -> str:
     return f"{number}@{blob.offset}"
 
 
-def _crc(entry: _Entry, source: Source, target: OpenFile) -> int:
-    storage = entry.storage
-    if storage.content is not None:
-        return crc32(storage.content)
-    if storage.blob is not None:
-        number, blob = storage.blob
-        crc = target.pieces.whole[_key(number, blob)].crc if blob.size else blob.crc
-        if crc != blob.crc:
-            raise CheckpointError(
-                f"{source.file_path(number)}: bytes {blob.offset} to {blob.offset + blob.size}: "
-                f"{damaged(crc, blob.crc)}{NOT_WRITTEN}"
-            )
-        return crc
-    return combine(_storage_pieces(storage, source, target)).crc
-
-
-def _storage_pieces(storage: NewStorage, source: Source, target: OpenFile) -> Iterator[Piece]:
+def _pieces(storage: NewStorage, source: Source, target: OpenFile) -> Iterator[Piece]:
     """What a storage consists of, in order, zeros between its parts included."""
+    if storage.content is not None:
+        yield Piece(crc32(storage.content), storage.size)
+        return
+    if storage.blob is not None and storage.size:
+        number, blob = storage.blob
+        piece = target.pieces.whole[_key(number, blob)]
+        fault = (
+            f"bytes {blob.offset} to {blob.offset + blob.size}: {damaged(piece.crc, blob.crc)}{NOT_WRITTEN}"
+        )
+        require(piece.crc == blob.crc, source.file_path(number), fault)
+        yield piece
+        return
     end = 0
     for part in sorted(storage.parts, key=lambda part: part.offset):
         yield from _zeros(part.offset - end)
         end = part.offset
-        copied = dict(target.pieces.parts(part.stream, source.layout.positions[part.name]))
-        for stretch in source.locate(part.stream, source.layout.positions[part.name], part.interval):
+        position = source.layout.positions[part.name]
+        copied = dict(target.pieces.parts(part.stream, position))
+        for stretch in source.locate(part.stream, position, part.interval):
             piece = copied[stretch.interval.start]
             yield piece
             end += piece.size
