@@ -21,7 +21,7 @@ from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.description import ModelNames, Rename
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
-from zerokit.checkpoint.matching import NOT_THE_OPTIMIZERS, Match, Shared, match_state
+from zerokit.checkpoint.matching import KERNEL_OPTIONS, NOT_THE_OPTIMIZERS, Match, Shared, match_state
 from zerokit.checkpoint.requests import Request, read, requests_for
 from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_name
 from zerokit.checkpoint.snapshot import persistent_buffers
@@ -38,8 +38,6 @@ _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incompl
 
 _NO_ISLANDS = -1
 """In place of a step, where the path is no run of islands."""
-_KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""How an optimizer computes is the running program's business, not the checkpoint's."""
 
 
 def load(
@@ -264,7 +262,7 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
     runtime = optimizer.runtime
     for live, source in match.groups.items():
         saved = extra["groups"][source]
-        options = {key: value for key, value in saved.items() if key not in _KERNEL_OPTIONS}
+        options = {key: value for key, value in saved.items() if key not in KERNEL_OPTIONS}
         runtime.inner.param_groups[live].update(options)
     shared = Shared(checkpoint, match, extra)
     for unit in runtime.units:
@@ -272,6 +270,9 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
             unit.divide(runtime.inner)
     for unit, master, _ in runtime.masters():
         shared.apply(runtime, unit, master)
+    # As torch's own load_state_dict: AdamW stays one with the options of Adam.
+    inner = runtime.inner
+    inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
     saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
         optimizer.scaler.value = float.fromhex(saved_scale["value"])
