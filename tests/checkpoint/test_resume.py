@@ -218,7 +218,9 @@ def test_what_cannot_be_saved_is_refused_everywhere_and_leaves_nothing(tmp_path:
     refused("step differs between ranks: 1 on rank 0; 2 on rank 1", step=1 + rank)
     runs = f"'{tmp_path}/run0' on rank 0; '{tmp_path}/run1' on rank 1"
     refused(f"the run directory differs between ranks: {runs}", f"run{rank}")
-    refused("overwrite differs between ranks: False on rank 0; True on rank 1", overwrite=rank == 1)
+    for option in ("overwrite", "blocking"):
+        expected = f"{option} differs between ranks: False on rank 0; True on rank 1"
+        refused(expected, **{option: rank == 1})
     zero.param_groups[0]["lr"] = 0.5 + rank  # a scheduler that one rank forgot
     refused("option 'lr' of parameter group 0 differs between ranks: 0.5 on rank 0; 1.5 on rank 1")
     zero.param_groups[0]["lr"] = 0.5

@@ -183,6 +183,12 @@ def check_size(fd: int, size: int, path: Path) -> None:
         )
 
 
+def check_file(path: Path, size: int) -> None:
+    """Raises `CheckpointError` unless there is a regular file of `size` bytes that can be opened."""
+    with opened(path) as fd:
+        check_size(fd, size, path)
+
+
 @contextmanager
 def new_file(path: Path, size: int) -> Iterator[int]:
     """Create a file of `size` bytes; it is synced to disk after a successful body.

@@ -24,7 +24,7 @@ from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
 from zerokit.checkpoint.matching import KERNEL_OPTIONS, NOT_THE_OPTIMIZERS, Match, Shared, match_state
 from zerokit.checkpoint.requests import Request, read, requests_for
 from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_name
-from zerokit.checkpoint.snapshot import persistent_buffers
+from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, outer_slices, own_slices, tensor_of
 from zerokit.checkpoint.together import Together, last_failure
@@ -121,17 +121,11 @@ def _load(
     checkpoint: Source, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
 ) -> Any:
     runtime = optimizer.runtime
-    seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
-    if len(set(seen)) > 1:
-        ranks = {step: [str(rank) for rank, one in enumerate(seen) if one == step] for step in seen}
-        each = (
-            f"rank{'s' if len(those) > 1 else ''} {', '.join(those)}: {name} with the manifest {crc:08x}"
-            for (name, crc), those in ranks.items()
-        )
-        raise CheckpointError(
-            f"{checkpoint.run or checkpoint.path}: ranks see different checkpoints ({'; '.join(each)}): is the "
-            "directory shared between the nodes, and is no other process saving?"
-        )
+    require_equal(
+        f"the checkpoint in {checkpoint.run or checkpoint.path}",
+        together.exchange(f"{checkpoint.path.name} with the manifest {checkpoint.manifest_crc:08x}"),
+        "is the directory shared between the nodes, and is no other process saving?",
+    )
     match, extra = together.each(
         lambda: _prepare(checkpoint, optimizer, strict=strict, weights_only=weights_only)
     )

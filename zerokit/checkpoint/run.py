@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.disk import check_size, explained, opened, read_whole
+from zerokit.checkpoint.disk import check_file, explained, opened, read_whole
 from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
 from zerokit.errors import CheckpointError, UsageError
@@ -235,8 +235,7 @@ def read_sound(path: Path) -> tuple[Manifest, int]:
     if path.name != step_name(manifest.step):
         raise CheckpointError(f"{path / NAME}: describes step {manifest.step}")
     for file in (*manifest.files, manifest.common, manifest.extra):
-        with opened(path / file.name) as fd:
-            check_size(fd, file.size, path / file.name)
+        check_file(path / file.name, file.size)
     return read
 
 
@@ -366,7 +365,8 @@ def mark_superseded(steps: list[Path]) -> None:
     They stay superseded when the training has passed them.
     """
     for step in steps:
-        with explained(step / SUPERSEDED_NAME, "created"), suppress(FileNotFoundError):  # pruned meanwhile
+        # Pruned meanwhile, or marked by another job.
+        with explained(step / SUPERSEDED_NAME, "created"), suppress(FileNotFoundError, FileExistsError):
             os.close(files.system().create(step / SUPERSEDED_NAME))
             files.system().sync_directory(step)
 

@@ -43,7 +43,16 @@ from zerokit.checkpoint.safetensors import (
     rank_file,
     slice_count,
 )
-from zerokit.checkpoint.snapshot import Arguments, Part, Rest, Slices, complete, require_agreement, take
+from zerokit.checkpoint.snapshot import (
+    Arguments,
+    Part,
+    Rest,
+    Slices,
+    complete,
+    require_agreement,
+    require_equal,
+    take,
+)
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import host_bytes, merge
 from zerokit.checkpoint.strict import compact
@@ -140,8 +149,10 @@ def save(
     runtime.control.finish()
     runtime.gathering.take_changes()  # weights that were clamped, say, since the last step: masters are what is written
     failed = last_failure(optimizer)
-    together = Together(runtime.collectives, background=not blocking)
+    together = Together(runtime.collectives)
     together.raise_any(failed)  # here, where it cannot be overlooked: a failed save ends no later one
+    require_equal("blocking", [repr(each) for each in together.exchange(blocking)])  # which selects the group
+    together = together if blocking else Together(runtime.collectives, background=True)
     retention = Retention(keep_last, keep_every, keep)
     if not weights_only:
         optimizer.settle(step)
