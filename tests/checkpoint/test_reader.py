@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -34,6 +35,7 @@ from zerokit.checkpoint.formats.convert import consolidate, reshard
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.manifest import File, Manifest
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.run import list_steps
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out, rank_file
 from zerokit.checkpoint.source import to_array
 from zerokit.checkpoint.verify import verify
@@ -132,6 +134,30 @@ def test_the_newest_whole_step_is_taken_whatever_latest_says(
         assert f"latest: {message}" in found.notes[0]
         assert any(message in finding.problem for finding in verify(step.parent).findings)
     assert not Checkpoint(step).notes
+
+
+def test_what_this_user_may_not_read_is_told_and_not_passed_over(
+    step: Path, content: Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(step.parent / "step-00000101", example_layout(3), replace(content, step=101))
+    closed = {"open": {"latest", "step-00000101/"}, "stat": {"step-00000101/"}, "scandir": set[str]()}
+
+    def close(name: str, call: Callable[..., Any]) -> None:
+        def refuse(path: Any, *rest: Any, **options: Any) -> Any:
+            if any(part in str(path) for part in closed[name]):
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return call(path, *rest, **options)
+
+        monkeypatch.setattr(os, name, refuse)
+
+    for name in closed:
+        close(name, getattr(os, name))
+    found = inspect(step.parent)
+    assert (found.path, list_steps(step.parent)) == (step, [100, 101])
+    assert [note.split(": ")[-2] for note in found.notes[:2]] == ["Permission denied"] * 2
+    closed["scandir"].add("run")
+    with pytest.raises(CheckpointError, match="run: cannot be listed: Permission denied"):
+        list_steps(step.parent)
 
 
 def test_a_step_under_another_step_s_name_is_refused_in_a_run(step: Path) -> None:

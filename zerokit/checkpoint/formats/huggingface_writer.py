@@ -18,10 +18,10 @@ from itertools import chain
 from pathlib import Path
 
 from zerokit.checkpoint.copying import Copier, Options, converting
-from zerokit.checkpoint.disk import write_exactly, write_file
+from zerokit.checkpoint.disk import entries_of, write_exactly, write_file
 from zerokit.checkpoint.formats.huggingface import INDEX, check_like, copied_names, copy_like, require_like
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
-from zerokit.checkpoint.prune import entries_of, named
+from zerokit.checkpoint.prune import named
 from zerokit.checkpoint.requests import Conversion, OpenFile, Request, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out, read_header
 from zerokit.checkpoint.source import Source, StoredBuffer, to_array
