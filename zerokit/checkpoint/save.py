@@ -176,21 +176,20 @@ def save(
         part = error
 
     def work() -> Path:
-        _commit(together, part, retention, None if local is None else partial(local.committed, step))
-        run = Path(run_directory)
+        target = _commit(together, part, retention, None if local is None else partial(local.committed, step))
         if islands is None:
-            return run / runs.step_name(step)
+            return Path(run_directory, target.name)
         if islands.rank == 0:
-            runs.set_aside_islands(run, islands.count, step)
-        return runs.island_run(run, islands.index) / runs.step_name(step)
+            runs.set_aside_islands(target.parents[1], islands.count, step)
+        return Path(run_directory, target.parent.name, target.name)
 
     return work() if blocking else start_saving(optimizer, work)
 
 
 def _commit(
     together: Together, part: Part | Exception, retention: Retention, others: Callable[[], None] | None
-) -> None:
-    """Write what all ranks have taken; `others` returns when other islands have, too."""
+) -> Path:
+    """Write what all ranks have taken, as the directory returned; `others` returns when other islands have, too."""
     together.raise_any(part if isinstance(part, Exception) else None)
     assert isinstance(part, Part)
     cards = together.exchange(part.card)
@@ -231,6 +230,7 @@ def _commit(
                     )
 
         together.on_first(finish)
+    return target
 
 
 def _warn_of_another_job(run: Path) -> None:
