@@ -258,15 +258,16 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
         saved = extra["groups"][source]
         options = {key: value for key, value in saved.items() if key not in KERNEL_OPTIONS}
         runtime.inner.param_groups[live].update(options)
+    # As torch's own load_state_dict: AdamW stays one with the options of Adam. States may be zerokit's own only.
+    inner, states = runtime.inner, runtime.inner.state
+    inner.__setstate__({"state": {}, "param_groups": inner.param_groups})
+    inner.state = states
     shared = Shared(checkpoint, match, extra)
     for unit in runtime.units:
         if any(len({shared.key(unit, at) for at in unit.positions_in(one)}) > 1 for one in unit.masters):
             unit.divide(runtime.inner)
     for unit, master, _ in runtime.masters():
         shared.apply(runtime, unit, master)
-    # As torch's own load_state_dict: AdamW stays one with the options of Adam.
-    inner = runtime.inner
-    inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
     saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
         optimizer.scaler.value = float.fromhex(saved_scale["value"])
