@@ -50,11 +50,6 @@ def read_all(step: Path) -> None:
     checkpoint.extra()
 
 
-def verified(step: Path) -> None:
-    if findings := zerokit.verify(step).findings:
-        raise CheckpointError(f"{findings[0].file}: {findings[0].problem}")
-
-
 def reshard(step: Path) -> None:
     shutil.rmtree(zerokit.reshard(step, 2, step.with_name("out"), jobs=1))
 
@@ -63,7 +58,7 @@ def consolidate(step: Path) -> None:
     shutil.rmtree(zerokit.consolidate(step, step.with_name("out"), jobs=1))
 
 
-READERS = [read_all, verified, reshard, consolidate]
+READERS = [read_all, reshard, consolidate]
 
 
 @pytest.fixture(scope="module")
@@ -80,48 +75,29 @@ def refused(step: Path, reader: Callable[[Path], None], message: str) -> None:
     assert sorted(path.name for path in step.parent.iterdir()) == ["latest", step.name]
 
 
-@settings(max_examples=60)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_flipped_bit_has_one_finding_with_its_place(whole_step: Path, data: st.DataObject) -> None:
-    """In every file; in data, with the slice."""
+    """In every file; in data, with the slice. Whatever else reads that byte names the file."""
     path = data.draw(st.sampled_from(sorted(whole_step.iterdir())))
     checkpoint, rank = Checkpoint(whole_step), path.name[5:10] if path.name.startswith("rank-") else ""
     extents = checkpoint.rank_file(int(rank)).extents if rank else ()
     starts = [extent.offset for extent in extents] or [0]
     place = data.draw(st.sampled_from(starts) | st.integers(0, path.stat().st_size - 1))
-    whole = flip(path, place)
-    try:
-        (found,) = zerokit.verify(whole_step).findings
-    finally:
-        path.write_bytes(whole)
-    assert found.file == path.name
+    whole = flip(path, place, 1 << data.draw(st.integers(0, 7)))
     hit = [extent for extent in extents if extent.offset <= place < extent.offset + extent.size]
     wanted = [
         (checkpoint.streams[e.stream].kind, checkpoint.names[e.position], e.interval.start, e.interval.stop)
         for e in hit
     ]
-    assert (found.stream, found.parameter, found.start, found.stop) == (*wanted, (None,) * 4)[0]
-
-
-@settings(max_examples=150)
-@given(data=st.data())
-def test_a_flipped_bit_is_found_and_its_file_named(whole_step: Path, data: st.DataObject) -> None:
-    reader = data.draw(st.sampled_from(READERS))
-    path = data.draw(st.sampled_from(sorted(whole_step.iterdir())))
-    if reader is consolidate and path.name == "extra.json":
-        return  # not read
-    first, last = 0, path.stat().st_size - 1
-    if reader is consolidate and path.name.startswith("rank-"):  # nor are optimizer states
-        checkpoint = Checkpoint(whole_step)
-        file = checkpoint.rank_file(int(path.name[5:10]))
-        read = [e for e in file.extents if checkpoint.streams[e.stream].kind in ("master", "param")]
-        extent = data.draw(st.sampled_from(read))
-        first, last = extent.offset, extent.offset + extent.size - 1
-    whole = flip(path, data.draw(st.integers(first, last)), 1 << data.draw(st.integers(0, 7)))
+    weights = wanted[0][0] in ("master", "param") if wanted else path.name != "extra.json"
     try:
-        refused(whole_step, reader, path.name)
+        (found,) = zerokit.verify(whole_step).findings
+        refused(whole_step, data.draw(st.sampled_from(READERS if weights else READERS[:-1])), path.name)
     finally:
         path.write_bytes(whole)
+    assert found.file == path.name
+    assert (found.stream, found.parameter, found.start, found.stop) == (*wanted, (None,) * 4)[0]
 
 
 def replaced_by(make: Callable[[Path], object]) -> Callable[[Path], object]:

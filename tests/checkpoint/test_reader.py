@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import errno
 import json
 import os
 import sys
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 
+from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import (
     Content,
     common_file,
@@ -34,10 +33,10 @@ from zerokit.checkpoint.formats.convert import consolidate, reshard
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.manifest import File, Manifest
 from zerokit.checkpoint.reader import Checkpoint
+from zerokit.checkpoint.run import list_steps
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out, rank_file
 from zerokit.checkpoint.source import to_array
 from zerokit.checkpoint.verify import verify
-from zerokit.cli import cli
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Layout, Parameter, Segment, Unit, build_layout
 
@@ -62,18 +61,12 @@ def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Co
             atol=0,
             equal_nan=True,
         )
+    tied = [checkpoint.read("exp_avg", name).tobytes() for name in ("head.weight", "tok.weight")]
+    assert tied[0] == tied[1]
     assert set(checkpoint.common_forms) == {name for name, *_ in content.common}
     for name, dtype, shape, data in content.common:
         assert checkpoint.common_tensor(name) == (dtype, shape, bytearray(data))
     assert checkpoint.extra_plain() == checkpoint.extra() == content.extra
-
-
-def test_an_alias_is_another_name_of_the_same_parameter(step: Path) -> None:
-    checkpoint = Checkpoint(step)
-    assert np.array_equal(
-        checkpoint.read("exp_avg", "head.weight"), checkpoint.read("exp_avg", "tok.weight"), equal_nan=True
-    )
-    assert "head.weight" not in checkpoint.names
 
 
 def test_what_is_not_there_is_wrong_use(step: Path) -> None:
@@ -132,6 +125,30 @@ def test_the_newest_whole_step_is_taken_whatever_latest_says(
         assert f"latest: {message}" in found.notes[0]
         assert any(message in finding.problem for finding in verify(step.parent).findings)
     assert not Checkpoint(step).notes
+
+
+def test_what_this_user_may_not_read_is_told_and_not_passed_over(
+    step: Path, content: Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(step.parent / "step-00000101", example_layout(3), replace(content, step=101))
+    closed = {"open": {"latest", "step-00000101/"}, "stat": {"step-00000101/"}, "scandir": set[str]()}
+
+    def close(name: str, call: Callable[..., Any]) -> None:
+        def refuse(path: Any, *rest: Any, **options: Any) -> Any:
+            if any(part in str(path) for part in closed[name]):
+                raise PermissionError(errno.EACCES, "Permission denied")
+            return call(path, *rest, **options)
+
+        monkeypatch.setattr(os, name, refuse)
+
+    for name in closed:
+        close(name, getattr(os, name))
+    found = inspect(step.parent)
+    assert (found.path, list_steps(step.parent)) == (step, [100, 101])
+    assert [note.split(": ")[-2] for note in found.notes[:2]] == ["Permission denied"] * 2
+    closed["scandir"].add("run")
+    with pytest.raises(CheckpointError, match="run: cannot be listed: Permission denied"):
+        list_steps(step.parent)
 
 
 def test_a_step_under_another_step_s_name_is_refused_in_a_run(step: Path) -> None:
@@ -299,10 +316,7 @@ def test_inspect_shows_so_many_lines_and_says_that_there_are_more(tmp_path: Path
     write_checkpoint(tmp_path / "step", layout, content)
     tensors = [(f"buffers/{place}", "uint8", (1,), b"\0") for place in range(3000)]
     _replace_common(tmp_path / "step", common_file(tensors))
-    with contextlib.redirect_stderr(io.StringIO()):
-        done = CliRunner().invoke(cli, ["inspect", str(tmp_path / "step")])
-    assert done.exit_code == 0
-    assert len(done.stdout.splitlines()) < 2100
-    assert "and 1,000 more (--json lists all)" in done.stdout
-    done = CliRunner().invoke(cli, ["inspect", "--json", str(tmp_path / "step")])
-    assert len(json.loads(done.stdout)["common"]) == 3000
+    shown = command(tmp_path, "inspect", "step").stdout
+    assert len(shown.splitlines()) < 2100
+    assert "and 1,000 more (--json lists all)" in shown
+    assert len(json.loads(command(tmp_path, "inspect", "--json", "step").stdout)["common"]) == 3000

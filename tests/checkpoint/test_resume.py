@@ -8,6 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,9 @@ def test_what_cannot_be_saved_is_refused_everywhere_and_leaves_nothing(tmp_path:
     refused("step differs between ranks: 1 on rank 0; 2 on rank 1", step=1 + rank)
     runs = f"'{tmp_path}/run0' on rank 0; '{tmp_path}/run1' on rank 1"
     refused(f"the run directory differs between ranks: {runs}", f"run{rank}")
-    refused("overwrite differs between ranks: False on rank 0; True on rank 1", overwrite=rank == 1)
+    for option in ("overwrite", "blocking"):
+        expected = f"{option} differs between ranks: False on rank 0; True on rank 1"
+        refused(expected, **{option: rank == 1})
     zero.param_groups[0]["lr"] = 0.5 + rank  # a scheduler that one rank forgot
     refused("option 'lr' of parameter group 0 differs between ranks: 0.5 on rank 0; 1.5 on rank 1")
     zero.param_groups[0]["lr"] = 0.5
@@ -255,8 +258,15 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "1": ({"groups": [OPTIONS | {"params": []}, OPTIONS]}, "'groups'[0] has the member 'params'"),
     "5": ({"rng": {"world": 5, "seed": 0, "step": 0}}, "expected uint8 [5, bytes]"),
 }
+OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "another optimizer": OPTIMIZERS["momentum"],
+    "another option": (torch.optim.AdamW, {"amsgrad": True}),
+    "a count that is not there": (torch.optim.NAdam, {}),
+}
 UNFIT = {
     "another optimizer": "momentum_buffer",
+    "another option": "max_exp_avg_sq",
+    "a count that is not there": "mu_product",
     "one group": "parameter groups",
     "another width": "norm.weight",
     "frozen": "frozen",
@@ -307,8 +317,8 @@ def _unfit(folder: str) -> None:
         if what == "frozen":
             next(model.parameters()).requires_grad_(False)
         assert CASE.groups is not None
-        groups: list[Any] = list(CASE.groups(model) if what == "another optimizer" else model.parameters())
-        cls, options = OPTIMIZERS["momentum" if what == "another optimizer" else "adamw"]
+        groups: list[Any] = list(CASE.groups(model) if what in OTHERS else model.parameters())
+        cls, options = OTHERS.get(what, OPTIMIZERS["adamw"])
         trained = [p for p in groups if not isinstance(p, torch.Tensor) or p.requires_grad]
         zero = zerokit.ZeroOptimizer(model, cls, stage=2, precision="fp32", params=trained, **options)
         with pytest.raises(zerokit.CheckpointError, match=expected):
@@ -317,14 +327,21 @@ def _unfit(folder: str) -> None:
 
 
 def _of_another_optimizer(folder: str) -> None:
-    """Its states begin anew."""
+    """Its states begin anew, and its options are not taken; those of Adam do not make one of AdamW."""
+    built = partial(zerokit.ZeroOptimizer, precision="fp32")
+    save(f"{folder}/adam", built(build_seeded(CASE, 0), torch.optim.Adam, lr=0.5), step=2)
+    zero = built(build_seeded(CASE, 0), torch.optim.AdamW)
+    load(f"{folder}/adam", zero)
+    assert (zero.param_groups[0]["lr"], zero.param_groups[0]["decoupled_weight_decay"]) == (0.5, True)
     for stage in (0, 3):
         model = build_seeded(CASE, 0)
-        zero = zerokit.ZeroOptimizer(model, torch.optim.Adamax, stage=stage, precision="fp32")
+        groups: Any = CASE.groups(model)  # type: ignore[misc]
+        zero = built(model, torch.optim.Adamax, stage=stage, params=groups, eps=0.25)
         warns: Any = pytest.warns(UserWarning, match=r"\(Adamax\) keeps exp_avg, exp_inf")
         with contextlib.nullcontext() if dist.get_rank() else warns:
             load(f"{folder}/run", zero, strict=False)
         assert not any(zero.state.values())
+        assert zero.param_groups[0]["eps"] == 0.25
         one_step(model, zero, CASE, Run(), 0, Trajectory())
 
 

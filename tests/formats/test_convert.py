@@ -233,7 +233,7 @@ def test_the_command_says_what_it_wrote(made: Path, tmp_path: Path) -> None:
         2,
         {"format": "deepspeed", "world": 4},
     )
-    assert "step 3 of deepspeed as zerokit, 2 ranks, verified and synced" in done.stderr
+    assert "step 3 of deepspeed as zerokit, 2 ranks, 6 files, " in done.stderr
     done = run("reshard", str(made / "deepspeed-2-fp32"), "--to", "2", "-o", "same")
     assert "in the source's format (deepspeed)" in done.stderr
     done = run("inspect", "same")

@@ -9,7 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,6 +181,20 @@ def check_size(fd: int, size: int, path: Path) -> None:
         raise CheckpointError(
             f"{path}: {'truncated' if actual < size else 'too long'}: {actual} bytes, expected {size}"
         )
+
+
+def entries_of(folder: Path) -> list[os.DirEntry[str]]:
+    """Its entries by name; none of a directory that is not there, or that another process removes meanwhile."""
+    gone = suppress(FileNotFoundError, NotADirectoryError)
+    with explained(folder, "listed"), gone, os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+    return []
+
+
+def check_file(path: Path, size: int) -> None:
+    """Raises `CheckpointError` unless there is a regular file of `size` bytes that can be opened."""
+    with opened(path) as fd:
+        check_size(fd, size, path)
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.description import ModelNames, Rename
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
-from zerokit.checkpoint.matching import NOT_THE_OPTIMIZERS, Match, Shared, match_state
+from zerokit.checkpoint.matching import KERNEL_OPTIONS, NOT_THE_OPTIMIZERS, Match, Shared, match_state
 from zerokit.checkpoint.requests import Request, read, requests_for
 from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_name
-from zerokit.checkpoint.snapshot import persistent_buffers
+from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, outer_slices, own_slices, tensor_of
 from zerokit.checkpoint.together import Together, last_failure
@@ -38,8 +38,6 @@ _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incompl
 
 _NO_ISLANDS = -1
 """In place of a step, where the path is no run of islands."""
-_KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""How an optimizer computes is the running program's business, not the checkpoint's."""
 
 
 def load(
@@ -123,17 +121,11 @@ def _load(
     checkpoint: Source, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
 ) -> Any:
     runtime = optimizer.runtime
-    seen = together.exchange((checkpoint.path.name, checkpoint.manifest_crc))
-    if len(set(seen)) > 1:
-        ranks = {step: [str(rank) for rank, one in enumerate(seen) if one == step] for step in seen}
-        each = (
-            f"rank{'s' if len(those) > 1 else ''} {', '.join(those)}: {name} with the manifest {crc:08x}"
-            for (name, crc), those in ranks.items()
-        )
-        raise CheckpointError(
-            f"{checkpoint.run or checkpoint.path}: ranks see different checkpoints ({'; '.join(each)}): is the "
-            "directory shared between the nodes, and is no other process saving?"
-        )
+    require_equal(
+        f"the checkpoint in {checkpoint.run or checkpoint.path}",
+        together.exchange(f"{checkpoint.path.name} with the manifest {checkpoint.manifest_crc:08x}"),
+        "is the directory shared between the nodes, and is no other process saving?",
+    )
     match, extra = together.each(
         lambda: _prepare(checkpoint, optimizer, strict=strict, weights_only=weights_only)
     )
@@ -264,8 +256,12 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
     runtime = optimizer.runtime
     for live, source in match.groups.items():
         saved = extra["groups"][source]
-        options = {key: value for key, value in saved.items() if key not in _KERNEL_OPTIONS}
+        options = {key: value for key, value in saved.items() if key not in KERNEL_OPTIONS}
         runtime.inner.param_groups[live].update(options)
+    # As torch's own load_state_dict: AdamW stays one with the options of Adam. States may be zerokit's own only.
+    inner, states = runtime.inner, runtime.inner.state
+    inner.__setstate__({"state": {}, "param_groups": inner.param_groups})
+    inner.state = states
     shared = Shared(checkpoint, match, extra)
     for unit in runtime.units:
         if any(len({shared.key(unit, at) for at in unit.positions_in(one)}) > 1 for one in unit.masters):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from zerokit.runtime.unit import UnitState
 
 NOT_THE_OPTIMIZERS = frozenset({EMA, RESIDUAL})
 """States of a master that zerokit keeps itself."""
+KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""How an optimizer computes is the running program's business, not the checkpoint's."""
 _NAMED = 5
 """Names that an error lists."""
 
@@ -135,7 +138,11 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
         if stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX):
             for position in stream.parameters:
                 saved.setdefault(position, set()).add(stream.kind)
-    if not saved and not manifest.scalars:
+    scalars: dict[int, set[str]] = {}
+    for scalar in manifest.scalars:
+        for position in scalar.parameters:
+            scalars.setdefault(position, set()).add(scalar.kind)
+    if not saved and not scalars:
         return []
     expected = {number: _kinds(runtime, number) for number in range(len(runtime.inner.param_groups))}
     faults: dict[str, None] = {}
@@ -145,11 +152,12 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
         wanted = expected.get(parameter.group)
         if source is None or wanted is None or not parameter.trainable or not parameter.numel:
             continue
-        there = saved.get(source, set())
+        there = saved.get(source, set()) | (scalars.get(source, set()) & wanted)
         if wanted and not there:  # it was frozen so far
             stateless.append(parameter.name)
         elif wanted != there:
             match.fresh.add(source)
+            match.groups.pop(parameter.group, None)  # options of another optimizer
             faults[
                 f"the optimizer ({type(runtime.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
                 f"checkpoint has {_set(there)}"
@@ -185,16 +193,19 @@ def _compare_own(manifest: Manifest, optimizer: ZeroOptimizer, match: Match) -> 
 
 
 def _kinds(runtime: Runtime, number: int) -> frozenset[str] | None:
-    """The streams that a group's options lead to; None where they cannot be tried out."""
+    """The tensors that a group's options lead to; None where they cannot be tried out."""
     group = runtime.inner.param_groups[number]
-    options = {key: value for key, value in group.items() if key in runtime.inner.defaults}
+    accepted = signature(type(runtime.inner)).parameters.values()  # AdamW has a default that it does not take
+    names = {p.name for p in accepted} if all(p.kind != p.VAR_KEYWORD for p in accepted) else group.keys()
+    options = {key: group[key] for key in names & runtime.inner.defaults.keys() - KERNEL_OPTIONS}
     dtype = next((m.tensor.dtype for _, m, _ in runtime.masters() if m.group == number), None)
     if dtype is None:
         return None
     try:
-        return probe(type(runtime.inner), options, dtype).kinds
+        states = probe(type(runtime.inner), options, dtype)
     except (UnsupportedOptimizer, TypeError, ValueError):
         return None
+    return states.kinds | states.scalars
 
 
 def _set(kinds: frozenset[str] | set[str]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint import run as runs
-from zerokit.checkpoint.disk import explained
+from zerokit.checkpoint.disk import entries_of, explained
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, finish_replacements, leftovers, remove
 from zerokit.errors import CheckpointError, UsageError
@@ -253,13 +253,6 @@ def foreign_to(folder: Path, own: re.Pattern[str], empty: str) -> str:
         if not (entry.is_file(follow_symlinks=False) and own.fullmatch(entry.name)):
             return named(entry)
     return "" if entries else empty
-
-
-def entries_of(folder: Path) -> list[os.DirEntry[str]]:
-    """Its entries by name; none of a directory that another process removes meanwhile."""
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
-    return []
 
 
 def named(entry: os.DirEntry[str]) -> str:

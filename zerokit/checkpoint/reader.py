@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokit.checkpoint.checksum import Piece, Pieces, along, combine, crc32, damaged
-from zerokit.checkpoint.disk import check_size, opened, read_exactly, read_part, read_whole
+from zerokit.checkpoint.disk import check_file, check_size, opened, read_exactly, read_part, read_whole
 from zerokit.checkpoint.extra import parse_members
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
 from zerokit.checkpoint.requests import Memory, read, requests_for
@@ -150,12 +150,8 @@ class Checkpoint(Source):
         return self.path / file_name(file, self.world)
 
     def check_files(self) -> None:
-        for rank in range(self.world):
-            with self.open_file(rank):
-                pass
-        for whole in (self.manifest.common, self.manifest.extra):
-            with opened(self.path / whole.name) as fd:
-                check_size(fd, whole.size, self.path / whole.name)
+        for name, size in self.held_files():
+            check_file(self.path / name, size)
 
     def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
         """A slice that no rank has read is not checked; one that was read in part only is an error of the caller's."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.disk import check_size, explained, opened, read_whole
+from zerokit.checkpoint.disk import check_file, entries_of, explained, opened, read_whole
 from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
 from zerokit.errors import CheckpointError, UsageError
@@ -71,10 +71,12 @@ def island_run(run: Path, island: int) -> Path:
 
 def island_runs(run: Path) -> list[Path]:
     """The runs of all islands, in order; none in any other run, or where a training without islands has gone on."""
-    with explained(run, "listed"):
-        found = {path: _ISLAND.fullmatch(path.name) for path in run.glob("island-*")}
-    numbered = sorted((int(match[1]), path) for path, match in found.items() if match and path.is_dir())
-    runs = [path for _, path in numbered]
+    found = [
+        (int(match[1]), Path(entry.path))
+        for entry in entries_of(run)
+        if (match := _ISLAND.fullmatch(entry.name)) and entry.is_dir()
+    ]
+    runs = [path for _, path in sorted(found)]
     if runs and (own := committed(run)) and _number(own[-1]) >= max(_steps_of_all(runs), default=-1):
         return []
     return runs
@@ -235,8 +237,7 @@ def read_sound(path: Path) -> tuple[Manifest, int]:
     if path.name != step_name(manifest.step):
         raise CheckpointError(f"{path / NAME}: describes step {manifest.step}")
     for file in (*manifest.files, manifest.common, manifest.extra):
-        with opened(path / file.name) as fd:
-            check_size(fd, file.size, path / file.name)
+        check_file(path / file.name, file.size)
     return read
 
 
@@ -341,9 +342,16 @@ def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
 
 def committed(run: Path) -> list[Path]:
     """The directories of `list_steps`."""
-    with explained(run, "listed"):
-        paths = [path.parent for path in run.glob(f"step-*/{NAME}")]
-    return sorted((path for path in paths if STEP.fullmatch(path.name)), key=_number)
+    paths = [Path(entry.path) for entry in entries_of(run) if STEP.fullmatch(entry.name)]
+    return sorted(filter(_has_manifest, paths), key=_number)
+
+
+def _has_manifest(step: Path) -> bool:
+    """Also where this user may not look: what cannot be read is told by whoever wants it, and not passed over."""
+    try:
+        return (step / NAME).exists()
+    except PermissionError:
+        return True
 
 
 def _number(step: Path) -> int:
@@ -366,7 +374,8 @@ def mark_superseded(steps: list[Path]) -> None:
     They stay superseded when the training has passed them.
     """
     for step in steps:
-        with explained(step / SUPERSEDED_NAME, "created"), suppress(FileNotFoundError):  # pruned meanwhile
+        # Pruned meanwhile, or marked by another job.
+        with explained(step / SUPERSEDED_NAME, "created"), suppress(FileNotFoundError, FileExistsError):
             os.close(files.system().create(step / SUPERSEDED_NAME))
             files.system().sync_directory(step)
 

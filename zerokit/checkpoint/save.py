@@ -43,7 +43,16 @@ from zerokit.checkpoint.safetensors import (
     rank_file,
     slice_count,
 )
-from zerokit.checkpoint.snapshot import Arguments, Part, Rest, Slices, complete, require_agreement, take
+from zerokit.checkpoint.snapshot import (
+    Arguments,
+    Part,
+    Rest,
+    Slices,
+    complete,
+    require_agreement,
+    require_equal,
+    take,
+)
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import host_bytes, merge
 from zerokit.checkpoint.strict import compact
@@ -140,8 +149,10 @@ def save(
     runtime.control.finish()
     runtime.gathering.take_changes()  # weights that were clamped, say, since the last step: masters are what is written
     failed = last_failure(optimizer)
-    together = Together(runtime.collectives, background=not blocking)
+    together = Together(runtime.collectives)
     together.raise_any(failed)  # here, where it cannot be overlooked: a failed save ends no later one
+    require_equal("blocking", [repr(each) for each in together.exchange(blocking)])  # which selects the group
+    together = together if blocking else Together(runtime.collectives, background=True)
     retention = Retention(keep_last, keep_every, keep)
     if not weights_only:
         optimizer.settle(step)
@@ -165,21 +176,20 @@ def save(
         part = error
 
     def work() -> Path:
-        _commit(together, part, retention, None if local is None else partial(local.committed, step))
-        run = Path(run_directory)
+        target = _commit(together, part, retention, None if local is None else partial(local.committed, step))
         if islands is None:
-            return run / runs.step_name(step)
+            return Path(run_directory, target.name)
         if islands.rank == 0:
-            runs.set_aside_islands(run, islands.count, step)
-        return runs.island_run(run, islands.index) / runs.step_name(step)
+            runs.set_aside_islands(target.parents[1], islands.count, step)
+        return Path(run_directory, target.parent.name, target.name)
 
     return work() if blocking else start_saving(optimizer, work)
 
 
 def _commit(
     together: Together, part: Part | Exception, retention: Retention, others: Callable[[], None] | None
-) -> None:
-    """Write what all ranks have taken; `others` returns when other islands have, too."""
+) -> Path:
+    """Write what all ranks have taken, as the directory returned; `others` returns when other islands have, too."""
     together.raise_any(part if isinstance(part, Exception) else None)
     assert isinstance(part, Part)
     cards = together.exchange(part.card)
@@ -220,6 +230,7 @@ def _commit(
                     )
 
         together.on_first(finish)
+    return target
 
 
 def _warn_of_another_job(run: Path) -> None:

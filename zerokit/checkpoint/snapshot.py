@@ -112,7 +112,7 @@ def take(
         rest.members["step"] = arguments.step
         rest.add("user", extra, "extra")
         rest.tensors |= {
-            BUFFER_PREFIX + name: snapshot(buffer)
+            BUFFER_PREFIX + name: snapshot(buffer, f"buffer {name}")
             for name, buffer in persistent_buffers(runtime.model).items()
         }
     if not arguments.weights_only:
@@ -133,13 +133,13 @@ def take(
     return Part(card, slices, rest, optimizer.layout, seed, rng.ORIGINS.get(optimizer))
 
 
-def snapshot(value: Any) -> Tensor:
+def snapshot(value: Any, what: str = "a tensor") -> Tensor:
     """A tensor or array as a dense tensor in separate host memory.
 
-    Raises `CheckpointError` for a dtype that cannot be saved.
+    Raises `CheckpointError`, naming `what`, for a dtype that cannot be saved.
     """
     tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
-    dtype_name(tensor)
+    dtype_name(tensor, what)
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -228,11 +228,9 @@ def require_agreement(cards: Sequence[Card]) -> None:
     """
     for key in ("step", "run", "overwrite", "weights_only", "keep_last", "keep_every"):
         values = [repr(getattr(card.arguments, key)) for card in cards]
-        _require_equal(
-            "the run directory" if key == "run" else key, values, "save() must be called alike on all"
-        )
+        require_equal("the run directory" if key == "run" else key, values)
     for path in sorted({path for card in cards for path in card.options}):
-        _require_equal(
+        require_equal(
             path,
             [card.options.get(path, "absent") for card in cards],
             "set it alike on every rank, schedulers too: only one of them can be saved, and the ranks train with "
@@ -240,7 +238,10 @@ def require_agreement(cards: Sequence[Card]) -> None:
         )
 
 
-def _require_equal(name: str, values: Sequence[str], advice: str) -> None:
+def require_equal(
+    name: str, values: Sequence[str], advice: str = "save() must be called alike on all"
+) -> None:
+    """Raise `CheckpointError` where ranks have different values of what is called `name`."""
     if len(set(values)) == 1:
         return
     ranks: dict[str, list[str]] = {}

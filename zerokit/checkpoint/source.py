@@ -111,7 +111,7 @@ class Source(ABC):
 
     @abstractmethod
     def check_files(self) -> None:
-        """Raise `CheckpointError` unless every file exists and is unchanged."""
+        """Raise `CheckpointError` unless every file exists and has its size."""
 
     @abstractmethod
     def faults(self, by_rank: Sequence[Pieces]) -> list[str]:

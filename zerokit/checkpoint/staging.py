@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.disk import explained
+from zerokit.checkpoint.disk import entries_of, explained
 from zerokit.errors import CheckpointError
 from zerokit.process import Process
 
@@ -187,14 +187,14 @@ def require_vacant(target: Path, *, force: bool, foreign: Foreign | None = None)
 def leftovers(folder: Path) -> list[Leftover]:
     """The unfinished work of writers in a directory, including living ones."""
     unfinished = []
-    with suppress(FileNotFoundError):
-        for path in sorted(folder.iterdir()):
-            match = files.TEMPORARY.fullmatch(path.name)
-            writer = Process.parse(match["writer"]) if match else None
-            if match and writer and not path.is_symlink():
-                lives, (size, newest) = writer.lives(), files.measured(path)
-                gone = time.time() - newest > IDLE_SECONDS if lives is None else not lives
-                unfinished.append(Leftover(path, match["target"], writer, lives, gone, size))
+    for entry in entries_of(folder):
+        match = files.TEMPORARY.fullmatch(entry.name)
+        writer = Process.parse(match["writer"]) if match else None
+        if match and writer and not entry.is_symlink():
+            path = Path(entry.path)
+            lives, (size, newest) = writer.lives(), files.measured(path)
+            gone = time.time() - newest > IDLE_SECONDS if lives is None else not lives
+            unfinished.append(Leftover(path, match["target"], writer, lives, gone, size))
     return unfinished
 
 

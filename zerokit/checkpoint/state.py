@@ -65,11 +65,11 @@ class Description:
     """States that are no tensors."""
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """The dtype's name in safetensors. Raises `CheckpointError` if there is none."""
+def dtype_name(tensor: Tensor, what: str = "a tensor") -> str:
+    """The dtype's name in safetensors. Raises `CheckpointError`, naming `what`, if there is none."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ELEMENT_BYTES:
-        raise CheckpointError(f"tensors of {name} cannot be saved: safetensors has no such dtype")
+        raise CheckpointError(f"{what} of {name} cannot be saved: safetensors has no such dtype")
     return name
 
 
@@ -156,7 +156,7 @@ def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: boo
     """
     held_here = Description()
     for held in held_slices:
-        held_here.kinds.setdefault((held.kind, dtype_name(held.tensor)), []).append(held.position)
+        held_here.kinds.setdefault((held.kind, dtype_name(held.tensor, held.kind)), []).append(held.position)
     if weights_only:
         return held_here
     positions = runtime.layout.positions
@@ -171,7 +171,7 @@ def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: boo
             for part in unit.members(master):
                 position = positions[part.parameter.name]
                 if isinstance(value, Tensor):
-                    key = (kind, dtype_name(value), tuple(value.shape))
+                    key = (kind, dtype_name(value, kind), tuple(value.shape))
                     held_here.scalars.setdefault(key, {})[position] = data
                     continue
                 plain, found = encode(value, f"values/{kind}/{part.parameter.name}")

@@ -15,7 +15,6 @@ from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
 from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
-from zerokit.checkpoint.safetensors import Extent
 from zerokit.errors import CheckpointError
 
 
@@ -91,18 +90,30 @@ def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Rep
     return tuple(reports)
 
 
+class _Reading:
+    """Counts bytes that were read, and tells `progress`."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.total, self.done, self._progress = total, 0, progress
+
+    def __call__(self, size: int) -> None:
+        self.done += size
+        if self._progress is not None:
+            self._progress(self.done, self.total)
+
+
 def _verify(step: Path, faults: tuple[str, ...], progress: Progress | None, *, in_run: bool) -> Report:
     try:
         checkpoint = Checkpoint(step)
     except CheckpointError as error:
         return Report(step, None, None, 0, 0, (_finding(NAME, error, step),))
-    verification = _Verification(checkpoint, progress or (lambda done, total: None))
-    findings = list(verification.run())
+    read = _Reading(sum(size for _, size in checkpoint.held_files()), progress)
+    findings = [_finding(LATEST_NAME, fault, step.parent) for fault in faults]
     if in_run and step.name != step_name(checkpoint.step):
-        findings.insert(0, Finding(NAME, f"describes step {checkpoint.step}"))
-    findings[:0] = [_finding(LATEST_NAME, fault, step.parent) for fault in faults]
+        findings.append(Finding(NAME, f"describes step {checkpoint.step}"))
+    findings += _findings(checkpoint, read)
     slices = sum(map(len, checkpoint.manifest.checksums))
-    return Report(step, checkpoint.step, checkpoint.world, slices, verification.bytes_read, tuple(findings))
+    return Report(step, checkpoint.step, checkpoint.world, slices, read.done, tuple(findings))
 
 
 def _verify_foreign(path: Path, progress: Progress | None) -> Report:
@@ -111,113 +122,88 @@ def _verify_foreign(path: Path, progress: Progress | None) -> Report:
     except CheckpointError as error:
         return Report(path, None, None, 0, 0, (_finding("", error, path),))
     assert isinstance(source, ForeignCheckpoint)
-    total, done = source.verifiable_size, 0
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        if progress is not None:
-            progress(done, total)
-
-    findings = tuple(Finding(file, problem) for file, problem in source.verified(advance))
+    read = _Reading(source.verifiable_size, progress)
+    findings = tuple(Finding(file, problem) for file, problem in source.verified(read))
     slices = sum(len(stored.streams) for stored in source.described.parameters)
-    return Report(source.path, source.step, source.world, slices, done, findings, without_checksums=not total)
+    return Report(
+        source.path, source.step, source.world, slices, read.done, findings, without_checksums=not read.total
+    )
 
 
-class _Verification:
-    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        self._checkpoint, self._progress = checkpoint, progress
-        manifest = checkpoint.manifest
-        self._total = sum(file.size for file in (*manifest.files, manifest.common, manifest.extra))
-        self._done = 0
-        self.bytes_read = 0
-
-    def run(self) -> Iterator[Finding]:
-        manifest = self._checkpoint.manifest
-        yield from self._strangers()
-        for file, findings in (
-            *((file, self._rank(rank)) for rank, file in enumerate(manifest.files)),
-            (manifest.common, self._common()),
-            (manifest.extra, self._extra()),
-        ):
-            try:
-                yield from findings
-            except CheckpointError as error:
-                yield _finding(file.name, error, self._checkpoint.path)
-            if not file.header_size:  # it was read whole
-                self._advance(file.size)
-
-    def _strangers(self) -> Iterator[Finding]:
-        known = {NAME, SUPERSEDED_NAME, *(name for name, _ in self._checkpoint.held_files())}
-        with explained(self._checkpoint.path, "listed"):
-            for name in sorted(set(os.listdir(self._checkpoint.path)) - known):
-                yield Finding(name, "not a part of this checkpoint: move it away")
-
-    def _rank(self, rank: int) -> Iterator[Finding]:
-        checkpoint = self._checkpoint
+def _findings(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
+    manifest = checkpoint.manifest
+    known = {NAME, SUPERSEDED_NAME, *(name for name, _ in checkpoint.held_files())}
+    with explained(checkpoint.path, "listed"):
+        strangers = sorted(set(os.listdir(checkpoint.path)) - known)
+    yield from (Finding(name, "not a part of this checkpoint: move it away") for name in strangers)
+    for file, findings in (
+        *((file, _rank(checkpoint, rank, read)) for rank, file in enumerate(manifest.files)),
+        (manifest.common, _common(checkpoint, read)),
+        (manifest.extra, _extra(checkpoint, read)),
+    ):
         try:
-            file = checkpoint.rank_file(rank)
+            yield from findings
         except CheckpointError as error:
-            yield _finding(NAME, error, checkpoint.path)
-            return
-        path = checkpoint.path / file.name
-        with opened(path) as fd:
-            size = os.fstat(fd).st_size
-            if size != file.size:
-                wrong = "truncated" if size < file.size else "too long"
-                yield Finding(file.name, f"{wrong}: {size} bytes, expected {file.size}")
-            try:
-                checkpoint.check_header(fd, rank)
-            except CheckpointError as error:
-                yield _finding(file.name, error, checkpoint.path)
-            self._advance(len(file.header))
-            for extent in file.extents:
-                if problem := self._problem(fd, extent, rank, size, path):
-                    kind = checkpoint.streams[extent.stream].kind
-                    name, part = checkpoint.layout.parameters[extent.position].name, extent.interval
-                    yield Finding(file.name, problem, kind, name, part.start, part.stop)
+            yield _finding(file.name, error, checkpoint.path)
 
-    def _problem(self, fd: int, extent: Extent, rank: int, size: int, path: Path) -> str:
-        """What is wrong with a slice; "" if nothing is."""
-        if extent.offset + extent.size > size:
-            self._advance(extent.size, read=False)
-            return "beyond the end of the file"
-        end = self._done + extent.size
+
+def _rank(checkpoint: Checkpoint, rank: int, read: _Reading) -> Iterator[Finding]:
+    try:
+        file = checkpoint.rank_file(rank)
+    except CheckpointError as error:
+        yield _finding(NAME, error, checkpoint.path)
+        return
+    path = checkpoint.path / file.name
+    with opened(path) as fd:
+        size = os.fstat(fd).st_size
+        if size != file.size:
+            wrong = "truncated" if size < file.size else "too long"
+            yield Finding(file.name, f"{wrong}: {size} bytes, expected {file.size}")
         try:
-            crc = file_checksum(fd, extent.size, path, extent.offset, self._advance)
+            checkpoint.check_header(fd, rank)
         except CheckpointError as error:
-            self._advance(end - self._done, read=False)
-            return str(error).removeprefix(f"{path}: ")
-        expected = self._checkpoint.manifest.checksum(extent.stream, extent.position, rank)
-        return "" if crc == expected else damaged(crc, expected)
+            yield _finding(file.name, error, checkpoint.path)
+        read(len(file.header))
+        for number, position, part, offset, extent_size in file.extents:
+            if offset + extent_size > size:
+                problem = "beyond the end of the file"
+            else:
+                try:
+                    crc = file_checksum(fd, extent_size, path, offset, read)
+                except CheckpointError as error:
+                    problem = str(error).removeprefix(f"{path}: ")
+                else:
+                    expected = checkpoint.manifest.checksum(number, position, rank)
+                    problem = "" if crc == expected else damaged(crc, expected)
+            if problem:
+                kind, name = checkpoint.streams[number].kind, checkpoint.layout.parameters[position].name
+                yield Finding(file.name, problem, kind, name, part.start, part.stop)
 
-    def _common(self) -> Iterator[Finding]:
-        """The stated tensors must be there, and those of generators; their bytes are verified with the whole file."""
-        checkpoint, manifest = self._checkpoint, self._checkpoint.manifest
-        tensors = checkpoint.common.tensors
-        for scalar in manifest.scalars:
-            name, shape = f"optimizer/{scalar.kind}", (len(scalar.parameters), *scalar.shape)
-            tensor = tensors.get(name)
-            if tensor is None or (tensor.dtype, tensor.shape) != (scalar.dtype, shape):
-                what = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-                yield Finding(
-                    manifest.common.name, f"holds {what} as {name}, expected {scalar.dtype} {list(shape)}"
-                )
-        if not manifest.weights_only:
-            try:
-                plain = checkpoint.extra_plain()
-            except CheckpointError:
-                return  # reported with that file
-            checkpoint.check_generators(plain)
 
-    def _extra(self) -> Iterator[Finding]:
-        self._checkpoint.extra()
-        yield from ()
+def _common(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
+    """The stated tensors must be there, and those of generators; their bytes are verified with the whole file."""
+    manifest, tensors = checkpoint.manifest, checkpoint.common.tensors
+    read(manifest.common.size)
+    for scalar in manifest.scalars:
+        name, shape = f"optimizer/{scalar.kind}", (len(scalar.parameters), *scalar.shape)
+        tensor = tensors.get(name)
+        if tensor is None or (tensor.dtype, tensor.shape) != (scalar.dtype, shape):
+            what = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+            yield Finding(
+                manifest.common.name, f"holds {what} as {name}, expected {scalar.dtype} {list(shape)}"
+            )
+    if not manifest.weights_only:
+        try:
+            plain = checkpoint.extra_plain()
+        except CheckpointError:
+            return  # reported with that file
+        checkpoint.check_generators(plain)
 
-    def _advance(self, size: int, *, read: bool = True) -> None:
-        self._done += size
-        self.bytes_read += size if read else 0
-        self._progress(self._done, self._total)
+
+def _extra(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
+    checkpoint.extra()
+    read(checkpoint.manifest.extra.size)
+    yield from ()
 
 
 def _finding(file: str, error: CheckpointError | str, folder: Path) -> Finding:

@@ -12,7 +12,6 @@ from zerokit.cli.work import (
     PATH,
     checkpoint_argument,
     counted,
-    decimal_size,
     json_option,
     options,
     print_output,
@@ -73,8 +72,7 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 
     with working("resharding") as progress:
         done = conversions.convert(checkpoint, output, world=world, progress=progress, **how)
-    print_output(done.output, as_json, summary=False, world=world, step=str(done.path))
-    size = sum(file.stat().st_size for file in done.path.rglob("*") if file.is_file())
+    files = print_output(done.output, as_json, world=world, step=str(done.path))
     reminder = (
         "zerokit.load and bench --resume read any number of ranks without resharding"
         if done.format == "zerokit"
@@ -82,7 +80,7 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
     )
     say(
         f"{done.output}: step {done.step} of {counted(done.source_world, 'rank')} cut for {world:,}, "
-        f"{decimal_size(size)}, verified and synced; {reminder}",
+        f"{files}, verified and synced; {reminder}",
         err=True,
     )
 
@@ -112,14 +110,14 @@ def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     with working("converting") as progress:
         done = conversions.convert(checkpoint, output, progress=progress, **how)
     source = {"format": done.source_format, "world": done.source_world}
-    print_output(
+    files = print_output(
         done.output, as_json, format=done.format, world=done.world, step=str(done.path), source=source
     )
     ranks = f", {counted(done.world, 'rank')}" if done.format != "huggingface" else ""
     unsure = done.source_format == "huggingface"
     checked = "synced; its source has no checksums" if unsure else "verified and synced"
     say(
-        f"{done.output}: step {done.step} of {done.source_format} as {done.format}{ranks}, {checked}",
+        f"{done.output}: step {done.step} of {done.source_format} as {done.format}{ranks}, {files}, {checked}",
         err=True,
     )
 
@@ -145,4 +143,4 @@ def consolidate(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> No
 
     with working("consolidating") as progress:
         written = conversions.consolidate(checkpoint, output, progress=progress, **how)
-    print_output(written, as_json)
+    say(print_output(written, as_json), err=True)

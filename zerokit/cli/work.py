@@ -171,18 +171,15 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def print_output(output: Path, as_json: bool, *, summary: bool = True, **more: object) -> None:
-    """Print a command's result: the path, or JSON with its files, on stdout, and a `summary` on stderr."""
-    sizes = [path.stat().st_size for path in output.rglob("*") if path.is_file()]
-    if not as_json:
-        if summary:
-            click.echo(f"{counted(len(sizes), 'file')}, {decimal_size(sum(sizes))}", err=True)
-        # Unchanged for a program, escaped for a terminal.
-        click.echo(printable(str(output)) if sys.stdout.isatty() else output)
-        return
+def print_output(output: Path, as_json: bool, **more: object) -> str:
+    """Print a command's result on stdout, the path or JSON with its files; returns their number and size as text."""
     paths = sorted(path for path in output.rglob("*") if path.is_file())
     files = {str(path.relative_to(output)): path.stat().st_size for path in paths}
-    print_json({"output": str(output), **more, "files": files})
+    if as_json:
+        print_json({"output": str(output), **more, "files": files})
+    else:  # unchanged for a program, escaped for a terminal
+        click.echo(printable(str(output)) if sys.stdout.isatty() else output)
+    return f"{counted(len(files), 'file')}, {decimal_size(sum(files.values()))}"
 
 
 class CommaList(click.ParamType[Any]):

@@ -61,11 +61,12 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
-    """The optimizer's state for one flat parameter: bytes per element and fixed; `kinds` have the parameter's shape."""
+    """The optimizer's tensors for one flat parameter: bytes per element and fixed; `kinds` have its shape."""
 
     element_bytes: int
     scalar_bytes: int
     kinds: frozenset[str]
+    scalars: frozenset[str]
 
 
 def choose_kernel(
@@ -132,11 +133,12 @@ def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: tor
         )
     tensors = {k: value for k, value in optimizer.state[typed].items() if isinstance(value, torch.Tensor)}
     elementwise = {kind: value for kind, value in tensors.items() if value.shape == typed.shape}
-    others = [value for kind, value in tensors.items() if kind not in elementwise]
+    others = tensors.keys() - elementwise.keys()
     return OptimizerStates(
         sum(value.element_size() for value in elementwise.values()),
-        sum(value.untyped_storage().nbytes() for value in others),
+        sum(tensors[kind].untyped_storage().nbytes() for kind in others),
         frozenset(elementwise),
+        frozenset(others),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.copying import Options, converting
-from zerokit.checkpoint.disk import make_directory, sync_directory, write_file
+from zerokit.checkpoint.disk import entries_of, make_directory, sync_directory, write_file
 from zerokit.checkpoint.formats import deepspeed_files, torchwriter
 from zerokit.checkpoint.formats.deepspeed import Reader
 from zerokit.checkpoint.formats.deepspeed_files import LATEST, Cut, Piece
@@ -21,7 +21,7 @@ from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, is_marked
-from zerokit.checkpoint.prune import entries_of, foreign_to, named
+from zerokit.checkpoint.prune import foreign_to, named
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 
 _FILE = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")

@@ -18,11 +18,18 @@ from functools import partial
 from pathlib import Path
 
 from zerokit.checkpoint.copying import Copier, Options, converting
-from zerokit.checkpoint.disk import make_directory, read_whole, sync_directory, write_exactly, write_file
+from zerokit.checkpoint.disk import (
+    entries_of,
+    make_directory,
+    read_whole,
+    sync_directory,
+    write_exactly,
+    write_file,
+)
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.huggingface import INDEX, check_like, files_like
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
-from zerokit.checkpoint.prune import entries_of, named
+from zerokit.checkpoint.prune import named
 from zerokit.checkpoint.requests import Conversion, Request, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out, read_header
 from zerokit.checkpoint.source import Source, to_array
