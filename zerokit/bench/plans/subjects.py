@@ -177,11 +177,11 @@ def _configure(content: dict[str, Any]) -> tuple[Any, Any]:
         key: value for key, value in content.items() if key not in ("model_type", "torch_dtype", "dtype")
     }
     config = transformers.AutoConfig.for_model(content["model_type"], **known | {"use_cache": False})
-    made = {}
+    made: dict[str, Any] = {}
     for task in _TASKS:
         auto: Any = getattr(transformers, f"AutoModelFor{task}")
-        if type(config) in auto._model_mapping:
-            made[auto._model_mapping[type(config)].__name__] = auto
+        classes = auto._model_mapping.get(type(config)) or ()
+        made |= {one.__name__: auto for one in (classes if isinstance(classes, tuple) else (classes,))}
     named = content.get("architectures") or []
     if not made or any(name.rpartition("For")[1] and name not in made for name in named):
         raise ValueError(f"{', '.join(named) or content['model_type']} is not one of {', '.join(_TASKS)}")
