@@ -180,7 +180,7 @@ def _configure(content: dict[str, Any]) -> tuple[Any, Any]:
     made: dict[str, Any] = {}
     for task in _TASKS:
         auto: Any = getattr(transformers, f"AutoModelFor{task}")
-        classes = auto._model_mapping.get(type(config)) or ()
+        classes = auto._model_mapping.get(type(config), None) or ()
         made |= {one.__name__: auto for one in (classes if isinstance(classes, tuple) else (classes,))}
     named = content.get("architectures") or []
     if not made or any(name.rpartition("For")[1] and name not in made for name in named):
