@@ -185,7 +185,8 @@ def _configure(content: dict[str, Any]) -> tuple[Any, Any]:
     named = content.get("architectures") or []
     if not made or any(name.rpartition("For")[1] and name not in made for name in named):
         raise ValueError(f"{', '.join(named) or content['model_type']} is not one of {', '.join(_TASKS)}")
-    task = next((made[name] for name in named if name in made), next(iter(made.values())))
+    config.architectures = [next((name for name in named if name in made), next(iter(made)))]
+    task = made[config.architectures[0]]
     if "Seq2Seq" in task.__name__ and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # any will do: shapes are the same
     return task, config
