@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from zerokit.placement import Axis
 from zerokit.runtime.collectives.base import as_bytes
 from zerokit.runtime.islands import Islands
 from zerokit.training.differences import Differences
+
+_T = TypeVar("_T")
 
 FP32 = 4
 """Bytes of an element of what is kept, and of what crosses on a wide wire."""
@@ -42,6 +45,9 @@ _LATE = 0.93
 """The time between messages, at least, to make up for a delay: an even link at the price of a short wait."""
 
 _ENDING_S = 5.0
+
+AGREEMENT_BYTES = 16
+"""What every island sends to every other before a synchronisation: two integers."""
 
 
 class Synchronisation:
@@ -120,8 +126,6 @@ class Exchange:
         self._stopping = threading.Event()
         self.waited_s = 0.0
         """Seconds that the training has waited for other islands so far."""
-        self.control_bytes = 0
-        self.control_calls = 0
 
     def start(self, one: Synchronisation) -> None:
         """Begin it; one without a pace is over when this returns."""
@@ -174,16 +178,15 @@ class Exchange:
         if here is not values:
             values.copy_(here)
 
-    def all(self, name: str, value: object) -> list[object]:
+    def all(self, name: str, value: _T) -> list[_T]:
         """Every island's `value`, in order. Raises `ScheduleError`."""
-        values: list[object] = [None] * self.count
+        values: list[_T] = [value] * self.count
         self._guarded(name, lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
     def require_equal(self, name: str, settings: Mapping[str, str]) -> None:
         """Raise `LayoutMismatch`, which names the differences, where another island has other settings."""
         for index, other in enumerate(self.all(name, settings)):
-            assert isinstance(other, dict)
             different = [
                 f"{key} is {other.get(key)}, not {value}"
                 for key, value in settings.items()
@@ -201,12 +204,6 @@ class Exchange:
             call()
         except RuntimeError as error:
             raise ScheduleError(self._explain(name, error)) from error
-
-    def take_control(self) -> tuple[int, int]:
-        """Calls and bytes of control messages since the last time."""
-        calls, bytes_ = self.control_calls, self.control_bytes
-        self.control_calls = self.control_bytes = 0
-        return calls, bytes_
 
     # ---- in the thread
 
@@ -271,8 +268,6 @@ class Exchange:
         """
         ticks = 0 if one.seconds is None else max(1, int(one.seconds / 2 / TICK_S))
         numbers = self._to_all(torch.tensor([zlib.crc32(one.name.encode()), ticks]))
-        self.control_calls += 1
-        self.control_bytes += numbers[1:].nbytes
         if (numbers[:, 0] != numbers[0, 0]).any():
             raise RuntimeError("islands have come to different synchronisations")
         one.begin(piece, int(numbers[0, 1]))

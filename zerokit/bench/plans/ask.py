@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from zerokit.bench.record.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.planning.cells import Plan, PlannedCell, Question, best_of_each
+from zerokit.planning.cells import Plan, PlannedCell, Question
 from zerokit.planning.efficiency import Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network, read_cluster
 from zerokit.planning.planner import plan_cells
@@ -76,7 +77,7 @@ def plan(
     """
     counts = {"gpus": gpus, "batch_size": batch_size, "accumulate": accumulate, "seq_len": seq_len}
     for name, given in (counts | {"samples_per_step": samples_per_step, "bucket_mb": bucket_mb}).items():
-        if wrong := [value for value in _several(given) or () if not value > 0]:
+        if wrong := [value for value in _several(given) or () if not 0 < value < inf]:
             raise UsageError(f"{name} {wrong[0]}: expected a number above 0")
     if samples_per_step is not None and accumulate != 1 and accumulate is not None:
         raise UsageError("accumulate and samples_per_step exclude each other: give one of them")
@@ -281,16 +282,6 @@ def plain(plan: Plan) -> dict[str, Any]:
     }
 
 
-def hopeless(plan: Plan) -> list[PlannedCell]:
-    """The nearest miss of each stage, mesh and precision of which nothing fits."""
-
-    def kind(one: PlannedCell) -> object:
-        return one.cell.mesh, one.cell.stages, one.cell.precision
-
-    fits = set(map(kind, plan.fitting))
-    return [one for one in best_of_each(plan.too_large) if kind(one) not in fits]
-
-
 def plain_cell(one: PlannedCell) -> dict[str, Any]:
     """A cell with its memory and time."""
     cell, memory, time = one.cell, one.memory, one.time
@@ -311,13 +302,11 @@ def plain_cell(one: PlannedCell) -> dict[str, Any]:
             "needed_bytes": memory.needed,
             "missing_bytes": one.missing_bytes,
         },
-        "step_ms": None if time is None else time.total_s * 1e3,
-        "compute_ms": None if time is None else time.compute_s * 1e3,
-        "optimizer_ms": None if time is None else time.optimizer_s * 1e3,
-        "exposed_ms": None
-        if time is None
-        else {axis.name.lower(): seconds * 1e3 for axis, seconds in time.exposed_s.items()},
-        "limit": None if time is None else time.limit,
+        "step_ms": time and time.total_s * 1e3,
+        "compute_ms": time and time.compute_s * 1e3,
+        "optimizer_ms": time and time.optimizer_s * 1e3,
+        "exposed_ms": time and {axis.name.lower(): s * 1e3 for axis, s in time.exposed_s.items()},
+        "limit": time and time.limit,
         "units_per_s_per_device": one.units_per_s,
         "mfu": one.mfu,
     }
