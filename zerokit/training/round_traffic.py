@@ -50,15 +50,11 @@ def _operations(
 
 def total(reports: Iterable[TrafficReport]) -> TrafficReport:
     """All of them together."""
-    operations: dict[str, Operation] = {}
-    received = control = calls = 0
+    found = TrafficReport()
     for report in reports:
-        received += report.received_bytes
-        control += report.control_bytes
-        calls += report.control_calls
+        found.received_bytes += report.received_bytes
+        found.control_bytes += report.control_bytes
+        found.control_calls += report.control_calls
         for name, one in report.by_operation.items():
-            before = operations.get(name, Operation(0, 0, 0))
-            operations[name] = Operation(
-                before.calls + one.calls, before.elements + one.elements, before.bytes + one.bytes
-            )
-    return TrafficReport(operations, received, control, calls)
+            found.count(name, one)
+    return found

@@ -51,10 +51,10 @@ def measure_all(world: int) -> list[Counted]:
         trainer = make(loaded, settings, HERE)
         assert trainer.zero is not None
         found = measure_bandwidth(trainer)
-        counters = trainer.zero.runtime.collectives.counters
+        moved = trainer.zero.runtime.collectives.traffic
         largest = max(trainer.zero.layout.units, key=lambda unit: unit.numel)
-        calls = {name: tally.calls for (name, _), tally in counters.by_operation.items()}
-        own.append(Counted(found, calls, counters.received_bytes, largest.numel * 4))
+        calls = {name: tally.calls for name, tally in moved.by_operation.items()}
+        own.append(Counted(found, calls, moved.received_bytes, largest.numel * 4))
         trainer.step([loaded.batch(dist.get_rank())])  # the engine is none the worse for it
     return own
 
