@@ -7,7 +7,7 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 from zerokit.layout import Layout, Unit, pooled_units
 from zerokit.placement import Axis, Mesh, Placement
@@ -58,17 +58,21 @@ class Operation:
         return Operation(self.calls + other.calls, self.elements + other.elements, self.bytes + other.bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrafficReport:
     """The traffic of a step. `elements` and `bytes` are received payload without padding, summed over all ranks.
 
     `received_bytes` arrived at this rank alone, padding included. Control messages (agreement, norms) are apart.
     """
 
-    by_operation: dict[str, Operation]
+    by_operation: dict[str, Operation] = field(default_factory=dict)
     received_bytes: int = 0
     control_bytes: int = 0
     control_calls: int = 0
+
+    def count(self, name: str, moved: Operation) -> None:
+        """Add to the operation of this name."""
+        self.by_operation[name] = self.by_operation.get(name, Operation()) + moved
 
     @property
     def elements(self) -> int:
@@ -200,7 +204,7 @@ def predict_memory(
         buffers: bytes of the model's buffers, which every rank holds whole.
         reductions: units in the order in which their gradients are reduced; by default reversed line order.
     """
-    lines = dict.fromkeys((field.name for field in fields(MemoryReport)), 0)
+    lines = dict.fromkeys((each.name for each in fields(MemoryReport)), 0)
     for one in list_held(layout, rank=rank, placement=placement, sizes=sizes):
         lines[one.line] += one.payload * one.element_bytes
         lines["padding"] += (one.numel - one.payload) * one.element_bytes
@@ -243,7 +247,7 @@ def predict_traffic(
     mesh = placement.mesh
     trainable = [unit for unit in layout.units if unit.trainable]
     wire = sizes.reduce if sizes.wire is None else sizes.wire
-    operations: dict[str, Operation] = {}
+    report = TrafficReport()
 
     def hop(
         operation: str,
@@ -254,11 +258,11 @@ def predict_traffic(
     ) -> None:
         """The traffic of units over axes, in elements of this size, of their own size, or in blocks."""
         for axis in axes:
-            name, copies = operation_name(operation, axis, mesh), mesh.copies(axis) * times
-            operations[name] = operations.get(name, Operation()) + Operation(
-                times * len(units),
-                copies * sum(unit.payload_numel for unit in units),
-                copies * sum(_moved_bytes(unit, size, sizes) for unit in units),
+            copies = mesh.copies(axis) * times
+            elements = copies * sum(unit.payload_numel for unit in units)
+            nbytes = copies * sum(_moved_bytes(unit, size, sizes) for unit in units)
+            report.count(
+                operation_name(operation, axis, mesh), Operation(times * len(units), elements, nbytes)
             )
 
     for axis in mesh.axes:
@@ -274,7 +278,7 @@ def predict_traffic(
         backward = [index for index in forward if index not in stay][:-1]
         used = [layout.units[index] for index in (*forward, *backward)]
         hop("all_gather", placement.use, used, micro_batches, None)
-    return TrafficReport(operations)
+    return report
 
 
 def _moved_bytes(unit: Unit, size: int | BlockFormat | None, sizes: ElementBytes) -> int:

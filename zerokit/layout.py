@@ -27,7 +27,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, islice
 
@@ -225,14 +225,10 @@ class Layout:
     world: int
     bucket_bytes: int
     units: tuple[Unit, ...]
-    _by_name: dict[str, tuple[Unit, Slice]] = field(
-        init=False, repr=False, compare=False, default_factory=dict
-    )
 
-    def __post_init__(self) -> None:
-        for unit in self.units:
-            for whole in unit.slices:
-                self._by_name[whole.parameter.name] = (unit, whole)
+    @cached_property
+    def _by_name(self) -> dict[str, tuple[Unit, Slice]]:
+        return {whole.parameter.name: (unit, whole) for unit in self.units for whole in unit.slices}
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:

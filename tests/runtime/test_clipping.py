@@ -107,7 +107,7 @@ def norm_of(ranks: list[list[Tensor]], norm_type: float) -> Tensor:
     route = Together()
     for shards in ranks:
         global_norm(shards, norm_type, route)
-    assert route.counters.control_calls == len(ranks)
+    assert route.traffic.control_calls == len(ranks)
     route.speaks = True
     found = [global_norm(shards, norm_type, route) for shards in ranks]
     assert len({float(one).hex() for one in found}) == 1

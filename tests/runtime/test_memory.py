@@ -23,7 +23,7 @@ TRIM, KEEP = ("malloc_trim", 0), ("mallopt", -1, -1)
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | int, ...]]:
     made: list[tuple[str | int, ...]] = []
-    monkeypatch.setattr(memory, "_call", lambda name, *arguments: made.append((name, *arguments)))
+    monkeypatch.setattr(memory, "_function", lambda name: lambda *arguments: made.append((name, *arguments)))
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     return made
@@ -72,7 +72,7 @@ def test_what_the_environment_says_stands(
 
 
 def test_another_c_library_is_left_alone() -> None:
-    memory._call("a_function_that_no_library_has", 1)
+    memory._function("a_function_that_no_library_has")(1)
 
 
 on_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt and malloc_trim are glibc's")

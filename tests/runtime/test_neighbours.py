@@ -66,7 +66,9 @@ def test_a_process_with_another_name_is_not_read() -> None:
     if dist.get_rank() == 1:
         pid = os.getppid()
         os.getpid = lambda: pid
+    held = os.listdir("/proc/self/fd")
     assert meet(group, 1) is None
+    assert os.listdir("/proc/self/fd") == held
 
 
 def _dawdle(generator: torch.Generator, *_: object) -> None:

@@ -96,12 +96,12 @@ def _sums(name: str, dtype: torch.dtype) -> list[str]:
                     if way == "in place"
                     else torch.full((numel,), 0.5, dtype=dtype)
                 )
-                before = collectives.counters.received_bytes
+                before = collectives.traffic.received_bytes
                 wire = wires[rank] if name else None
                 collectives.reduce_scatter(unit, bucket, out, add=way == "add", wire=wire).wait()
                 assert torch.equal(out, expected + 0.5 if way == "add" else expected), (numel, way)
                 received = (world - 1) * wires[rank].packed_numel(numel) * wires[rank].dtype.itemsize
-                assert collectives.counters.received_bytes - before == received
+                assert collectives.traffic.received_bytes - before == received
             whole = torch.zeros(numel * world, dtype=dtype)
             whole.view(world, -1)[rank] = buckets[0].view(world, -1)[rank]
             collectives.all_gather(unit, whole).wait()

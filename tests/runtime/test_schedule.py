@@ -240,8 +240,13 @@ def subsequences(order: list[int]) -> st.SearchStrategy[list[int]]:
 def _issue_the_same(
     line: tuple[int, list[int], list[int], bool], prefetch: int, stage: int, data: st.DataObject
 ) -> None:
-    """Each rank uses its own part of what all have used in their first step."""
+    """Each rank uses its own part of what all have used in their first step, also in a forward beside the trained one.
+
+    That has its backward later, or none.
+    """
     count, frozen, order, scaled = line
+    kinds = st.sampled_from((None, "open", "dropped"))
+    beside = [None, data.draw(kinds, label="beside"), data.draw(kinds, label="beside")]
     if set(order) <= set(frozen) and not scaled:
         order = [*order, next(index for index in range(count) if index not in frozen)]
     issued: list[list[str]] = []
@@ -252,11 +257,18 @@ def _issue_the_same(
             uses = order if step == 0 else data.draw(subsequences(order), label=f"rank {rank} uses")
             if set(uses) <= set(frozen) and not scaled:
                 uses = order  # a loss of no parameter starts no backward
-            training.optimizer.backward(training.forward(uses))
-            assert training.units_in_memory() == 0
-            issued[-1].append(training.told("gr"))
-            reduced = [entry for entry in issued[-1][-1].split() if entry[0] == "r"]
-            assert len(set(reduced)) == len(reduced) == count - len(set(frozen)) + scaled
+            losses = [training.forward(uses)]
+            if beside[step]:
+                part = data.draw(subsequences(order), label=f"rank {rank} uses beside")
+                losses.append(training.forward(order if set(part) <= set(frozen) and not scaled else part))
+                if beside[step] == "dropped":
+                    losses.pop()
+            for loss in losses:
+                training.optimizer.backward(loss)
+                assert training.units_in_memory() == 0
+                issued[-1].append(training.told("gr"))
+                reduced = [entry for entry in issued[-1][-1].split() if entry[0] == "r"]
+                assert len(set(reduced)) == len(reduced) == count - len(set(frozen)) + scaled
             training.optimizer.zero_grad()
     assert issued[0] == issued[1]
 

@@ -36,8 +36,8 @@ class RecordingRoute(Collectives):
         super().__init__(place, Mesh(1, 2), [Route(place, reporter)], torch.device("cpu"), reporter, patience)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        self.counters.control_calls += 1
-        self.counters.control_bytes += values.nbytes * (self.world - 1)
+        self.traffic.control_calls += 1
+        self.traffic.control_bytes += values.nbytes * (self.world - 1)
 
 
 def plain_unit(index: int, numel: int, world: int) -> Unit:

@@ -70,8 +70,8 @@ class Gradients:
 
     # ---- as they come
 
-    def will_arrive(self) -> bool:
-        """Whether the backward pass under way accumulates a gradient in any parameter."""
+    def reached(self) -> Iterator[int]:
+        """The units in which the backward pass under way accumulates gradients."""
         for index, unit in sorted(self.units.items(), reverse=True):
             for position, parameter in enumerate(unit.state.parameters):
                 if position in unit.state.stopped:
@@ -82,10 +82,10 @@ class Gradients:
                     self._nodes[index, position] = edge.node
                 try:
                     if torch._C._will_engine_execute_node(self._nodes[index, position]):
-                        return True
+                        yield index
+                        break
                 except RuntimeError:  # autograd.grad with respect to this parameter
-                    return False
-        return False
+                    return
 
     def note_loss_scale(self, *, required: bool) -> None:
         """Start a pass that brings gradients, which keep the scale of their loss, whichever optimizer ran `backward`.

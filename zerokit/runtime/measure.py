@@ -7,11 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, operation_name, predict_memory
-from zerokit.placement import Mesh
+from zerokit.formulas import ElementBytes, MemoryReport, predict_memory
 from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.collectives import Counters
 from zerokit.runtime.precision import Precision
 from zerokit.runtime.unit import State
 
@@ -93,15 +91,6 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
     for buffer in runtime.model.buffers():
         add("buffers", buffer)
     return holdings
-
-
-def traffic_of(counters: Counters, mesh: Mesh) -> TrafficReport:
-    """A step's counters as a report."""
-    operations = {
-        operation_name(name, axis, mesh): operation
-        for (name, axis), operation in counters.by_operation.items()
-    }
-    return TrafficReport(operations, counters.received_bytes, counters.control_bytes, counters.control_calls)
 
 
 def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bool) -> ElementBytes:

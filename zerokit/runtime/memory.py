@@ -175,16 +175,22 @@ def _map_at(address: int, length: int, descriptor: int) -> None:
         raise MemoryError(f"the system refuses to map {length} bytes: {os.strerror(ctypes.get_errno())}")
 
 
+_ARGUMENTS = {
+    "mmap": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long],
+    "mremap": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p],
+    "munmap": [ctypes.c_void_p, ctypes.c_size_t],
+    "malloc_trim": [ctypes.c_size_t],
+    "mallopt": [ctypes.c_int, ctypes.c_int],
+}
+
+
 @functools.cache
 def _function(name: str) -> Callable[..., int]:
-    """`mmap`, `mremap` or `munmap` of the C library."""
-    function: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
-    function.restype = ctypes.c_size_t
-    function.argtypes = {
-        "mmap": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long],
-        "mremap": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p],
-        "munmap": [ctypes.c_void_p, ctypes.c_size_t],
-    }[name]
+    """A function of the C library; one that does nothing where another library than glibc has none."""
+    function: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is None:
+        return lambda *arguments: 0
+    function.restype, function.argtypes = ctypes.c_size_t, _ARGUMENTS[name]
     return cast(Callable[..., int], function)
 
 
@@ -227,7 +233,7 @@ class Heap:
     def return_freed_memory(self) -> None:
         """Return pages of freed memory to the system, which the heap would keep."""
         if self._serves:
-            _call("malloc_trim", 0)
+            _function("malloc_trim")(0)
 
     def note_forward(self) -> None:
         """Trim the heap after a forward pass, because backward starts with the largest tensors."""
@@ -246,10 +252,4 @@ def keep_freed_memory() -> None:
     """
     tuned = "MALLOC_TRIM_THRESHOLD_" in os.environ or "trim_threshold" in os.environ.get("GLIBC_TUNABLES", "")
     if not tuned:
-        _call("mallopt", _M_TRIM_THRESHOLD, -1)
-
-
-def _call(name: str, *arguments: int) -> None:
-    function: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
-    if function is not None:  # another C library than glibc
-        function(*arguments)
+        _function("mallopt")(_M_TRIM_THRESHOLD, -1)

@@ -22,10 +22,9 @@ from zerokit.formulas import MemoryReport, TrafficReport, predict_traffic
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.collectives import Counters
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.islands import divide_into_islands
-from zerokit.runtime.measure import element_bytes, measure_memory, predicted_memory, traffic_of
+from zerokit.runtime.measure import element_bytes, measure_memory, predicted_memory
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
@@ -113,13 +112,13 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
-        self._last_counters = Counters()
+        self._last_traffic = TrafficReport()
         self._norm: Tensor | None = None
         self._unscaled = False
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
         clear: Any = weakref.WeakMethod(self.zero_grad)
         install_model_methods(self.runtime.model, self._gathering, clear)
-        self._collectives.counters = Counters()
+        self._collectives.traffic = TrafficReport()
 
     # ---- the training loop
 
@@ -244,10 +243,10 @@ class ZeroOptimizer(ForwardingOptimizer):
 
         On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
         """
-        before, self._collectives.counters = self._collectives.counters, Counters()
+        before, self._collectives.traffic = self._collectives.traffic, TrafficReport()
         for _, rounding in self._gradients.roundings():
             rounding.settle(epoch)
-        self._collectives.counters = before  # that traffic belongs to no step
+        self._collectives.traffic = before  # that traffic belongs to no step
         if any(unit.sends_differences for unit in self.runtime.units):
             self._gathering.make_current()
             write_back(self.runtime.units)
@@ -307,7 +306,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             yield
 
     def _end_step(self) -> None:
-        self._last_counters, self._collectives.counters = self._collectives.counters, Counters()
+        self._last_traffic, self._collectives.traffic = self._collectives.traffic, TrafficReport()
 
     # ---- reports
 
@@ -327,7 +326,7 @@ class ZeroOptimizer(ForwardingOptimizer):
 
     def traffic(self) -> TrafficReport:
         """The traffic of the last finished step."""
-        return traffic_of(self._last_counters, self._collectives.mesh)
+        return self._last_traffic
 
     def predicted_traffic(self, *, micro_batches: int = 1, reductions: int = 1) -> TrafficReport:
         """The predicted traffic of a step, from the layout alone; the first step at stages 1 and 2 moves less."""

@@ -102,6 +102,7 @@ class Passes:
         """Units used where no hook shows when backward is done with them."""
         self._open: list[ForwardPass] = []
         """Passes with gradients since the last step that no backward has come through."""
+        self._reached: set[int] = set()  # units that backward brings gradients, where several passes are open
 
     def begin(self, *, training: bool) -> None:
         self.current = ForwardPass()
@@ -113,6 +114,10 @@ class Passes:
     def latest(self) -> ForwardPass | None:
         """The last pass of the model without a completed backward."""
         return self._open[-1] if self._open else None
+
+    def begin_backward(self, reached: Iterable[int]) -> None:
+        """Start a backward pass that brings gradients to the units `reached`, through one open pass or more."""
+        self._reached = set(reached) if len(self._open) > 1 else set()
 
     def end_backward(self) -> None:
         self.unanswered = False
@@ -127,7 +132,8 @@ class Passes:
 
     def are_gradients_over(self, unit: int, current: ForwardPass, uses: int | None) -> bool:
         """Whether `unit` receives no more gradients once an output made after `uses` uses (None: all) has its own."""
-        if unit in self.unwatched or any(not (one is current or one.consumed) for one in self._open):
+        others = any(not (one is current or one.consumed) for one in self._open)
+        if unit in self.unwatched or (others and unit in self._reached):
             return False
         first = current.first_use.get(unit)
         return first is None or (uses is not None and uses < first)

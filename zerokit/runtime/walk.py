@@ -253,7 +253,8 @@ class ModelWalk:
     def _begin_backward(self) -> None:
         if self._task is not None:
             return
-        accumulates = self._gradients.will_arrive()
+        accumulates = any(True for _ in self._gradients.reached())
+        self._passes.begin_backward(self._gradients.reached())
         if accumulates:
             self._gradients.note_loss_scale(required=self._precision.scaled)
         self._task = torch._C._current_graph_task_id()

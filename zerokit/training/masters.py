@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from zerokit.formulas import Operation, TrafficReport
 from zerokit.layout import Interval, Layout, Unit
-from zerokit.runtime.collectives import Counters
-from zerokit.runtime.measure import traffic_of
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.unit import write_back
 from zerokit.training.fragments import Part
@@ -27,7 +25,7 @@ class Masters:
         self._runtime = optimizer.runtime
         self.rank = self._runtime.collectives.rank
         self.layout: Layout = optimizer.layout
-        self._counters = Counters()
+        self._traffic = TrafficReport()
 
     @property
     def model(self) -> nn.Module:
@@ -64,11 +62,11 @@ class Masters:
     def _counted(self) -> Iterator[None]:
         """Inside, collectives are counted here, and not as the optimizer's own."""
         collectives = self._runtime.collectives
-        before, collectives.counters = collectives.counters, self._counters
+        before, collectives.traffic = collectives.traffic, self._traffic
         try:
             yield
         finally:
-            collectives.counters = before
+            collectives.traffic = before
 
     @torch.no_grad()
     def mix(self, shards: Mapping[int, Tensor], weight: float) -> None:
@@ -115,8 +113,8 @@ class Masters:
 
     def exchanged(self) -> TrafficReport:
         """What `mix` and `any` have moved between the optimizer's ranks since the last call."""
-        counters, self._counters = self._counters, Counters()
-        return traffic_of(counters, self._runtime.collectives.mesh)
+        moved, self._traffic = self._traffic, TrafficReport()
+        return moved
 
     def predicted_exchange(self, units: Sequence[Unit]) -> dict[str, Operation]:
         """What `mix` of these units must move between the optimizer's ranks."""

@@ -49,12 +49,11 @@ def _operations(
 
 def total(reports: Iterable[TrafficReport]) -> TrafficReport:
     """All of them together."""
-    operations: dict[str, Operation] = {}
-    received = control = calls = 0
+    found = TrafficReport()
     for report in reports:
-        received += report.received_bytes
-        control += report.control_bytes
-        calls += report.control_calls
+        found.received_bytes += report.received_bytes
+        found.control_bytes += report.control_bytes
+        found.control_calls += report.control_calls
         for name, one in report.by_operation.items():
-            operations[name] = operations.get(name, Operation()) + one
-    return TrafficReport(operations, received, control, calls)
+            found.count(name, one)
+    return found

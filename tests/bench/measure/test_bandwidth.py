@@ -41,10 +41,10 @@ def measure_all(world: int) -> list[tuple[list[Bandwidth], dict[str, int], int, 
         trainer = make(loaded, settings, HERE)
         assert trainer.zero is not None
         found = measure_bandwidth(trainer)
-        counters = trainer.zero.runtime.collectives.counters
+        moved = trainer.zero.runtime.collectives.traffic
         largest = max(trainer.zero.layout.units, key=lambda unit: unit.numel)
-        calls = {name: tally.calls for (name, _), tally in counters.by_operation.items()}
-        own.append((found, calls, counters.received_bytes, largest.numel * 4))
+        calls = {name: tally.calls for name, tally in moved.by_operation.items()}
+        own.append((found, calls, moved.received_bytes, largest.numel * 4))
         trainer.step([loaded.batch(dist.get_rank())])  # the engine is none the worse for it
     return own
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.formulas import Operation
+from zerokit.formulas import Operation, TrafficReport, operation_name
 from zerokit.layout import Unit
 from zerokit.placement import BOTH, Axis, Mesh
 from zerokit.runtime.collectives.groups import clone, note_user
@@ -88,16 +87,6 @@ class Wire:
         return unit.payload_numel * self.dtype.itemsize
 
 
-@dataclass(slots=True)
-class Counters:
-    """The payload received by all ranks; `received_bytes` came to this one, with padding, `control_*` is beside."""
-
-    by_operation: dict[tuple[str, Axis], Operation] = field(default_factory=dict)
-    received_bytes: int = 0
-    control_calls: int = 0
-    control_bytes: int = 0
-
-
 class Route:
     """The ranks of one axis of the mesh, and how tensors travel between them. By default not at all."""
 
@@ -158,7 +147,7 @@ class Collectives:
         self.group, self.mesh, self.device, self.reporter = group, mesh, device, reporter
         self.rank, self.world = group.rank(), group.size()
         self.position = mesh.position(self.rank)
-        self.counters = Counters()
+        self.traffic = TrafficReport()  # since this was last replaced
         self.routes = dict(zip(mesh.axes, routes, strict=True))
         self._schedule = [0, 0]
         self._own_groups: dict[str, dist.ProcessGroup] = {}  # groups that nobody else uses, by their purpose
@@ -268,12 +257,11 @@ class Collectives:
 
     def _count(self, kind: Kind, axis: Axis, region: Tensor, unit: Unit, wire: Wire) -> None:
         # In both operations each element of payload arrives at, or comes from, every rank of the axis but one.
-        counted, name = self.counters.by_operation, (kind.name.lower(), axis)
         copies, size = self.mesh.copies(axis), self.mesh.size(axis)
         moved = Operation(1, copies * unit.payload_numel, copies * wire.nbytes(unit))
-        counted[name] = counted.get(name, Operation()) + moved
+        self.traffic.count(operation_name(kind.name.lower(), axis, self.mesh), moved)
         arriving = wire.packed_numel(region.numel() // size)
-        self.counters.received_bytes += (size - 1) * arriving * wire.dtype.itemsize
+        self.traffic.received_bytes += (size - 1) * arriving * wire.dtype.itemsize
 
     # ---- control values
 
@@ -287,8 +275,8 @@ class Collectives:
             self._on_group(sent, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=0))
 
     def _on_group(self, values: Tensor, what: str, call: Callable[[Tensor], object]) -> None:
-        self.counters.control_calls += 1
-        self.counters.control_bytes += values.numel() * values.element_size() * (self.world - 1)
+        self.traffic.control_calls += 1
+        self.traffic.control_bytes += values.numel() * values.element_size() * (self.world - 1)
         if self._asks:
             here = values if self.runs_ahead else values.cpu()
             with self.reporter.waiting(what):

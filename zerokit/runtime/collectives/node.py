@@ -30,6 +30,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -52,10 +53,9 @@ _LOCK = struct.Struct("hhqqi0q")
 
 
 class Neighbours:
-    """One rank's access to the others of its node, processes `pids`; closes the `board`'s file. See `meet`."""
+    """One rank's access to the others of its node, processes `pids`, by the `board`'s file. See `meet`."""
 
     def __init__(self, rank: int, pids: Sequence[int], board: int, units: int) -> None:
-        weakref.finalize(self, os.close, board)
         self.rank, self._pids, self._board, self._units = rank, pids, board, units
         self.peers = [peer for peer in range(len(pids)) if peer != rank]
         self.cells = memoryview(mmap.mmap(board, _board_size(len(pids), units))).cast("q")
@@ -115,35 +115,39 @@ def meet(group: dist.ProcessGroup, units: int) -> Neighbours | None:
     if size < 2:
         return None
     token = ctypes.c_int64(secrets.randbits(62))  # by which others see that they read the right process
-    willing, board = _is_willing(), -1
-    if willing and rank == 0:
-        try:
-            board = os.memfd_create("zerokit-board", os.MFD_CLOEXEC)
-            os.truncate(board, _board_size(size, units))
-        except OSError:
-            willing = False
-    card = _Card(
-        willing, node_number(), os.getpid(), os.getppid(), ctypes.addressof(token), token.value, board
-    )
-    table = torch.zeros(size, len(fields(_Card)), dtype=torch.int64)
-    table[rank] = torch.tensor(astuple(card))
-    dist.all_reduce(table, group=group)
-    cards = [_Card(*row) for row in table.tolist()]
-    if not all(other.willing and other.node == card.node for other in cards):
-        return None
-    _let_siblings_in([other.parent for other in cards])  # before any of them tries to read
-    dist.barrier(group)
-    found = None
-    if all(_can_read(other) for other in cards):
-        try:
-            if rank:
-                board = os.open(f"/proc/{cards[0].pid}/fd/{cards[0].board}", os.O_RDWR | os.O_CLOEXEC)
-            found = Neighbours(rank, [other.pid for other in cards], board, units)
-        except (OSError, ValueError):  # another size of board: the models differ, which a later check reports
-            pass
-    agreed = torch.tensor([found is not None])
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-    return found if agreed.item() else None
+    willing, board, found = _is_willing(), -1, None
+    with ExitStack() as undo:
+        if willing and rank == 0:
+            try:
+                board = os.memfd_create("zerokit-board", os.MFD_CLOEXEC)
+                undo.callback(os.close, board)
+                os.truncate(board, _board_size(size, units))
+            except OSError:
+                willing = False
+        card = _Card(
+            willing, node_number(), os.getpid(), os.getppid(), ctypes.addressof(token), token.value, board
+        )
+        table = torch.zeros(size, len(fields(_Card)), dtype=torch.int64)
+        table[rank] = torch.tensor(astuple(card))
+        dist.all_reduce(table, group=group)
+        cards = [_Card(*row) for row in table.tolist()]
+        if not all(other.willing and other.node == card.node for other in cards):
+            return None
+        _let_siblings_in([other.parent for other in cards])  # before any of them tries to read
+        dist.barrier(group)
+        if all(_can_read(other) for other in cards):
+            # Another size of board: the models differ, which a later check reports.
+            with suppress(OSError, ValueError):
+                if rank:
+                    board = os.open(f"/proc/{cards[0].pid}/fd/{cards[0].board}", os.O_RDWR | os.O_CLOEXEC)
+                    undo.callback(os.close, board)
+                found = Neighbours(rank, [other.pid for other in cards], board, units)
+        agreed = torch.tensor([found is not None])
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
+        if not agreed.item():
+            return None
+        weakref.finalize(found, undo.pop_all().close)
+        return found
 
 
 def node_number() -> int:
