@@ -67,7 +67,7 @@ class ZeroOptimizer(ForwardingOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer_class: type[Optimizer],
+        optimizer_class: Callable[..., Optimizer],
         *,
         stage: StageArgument = 2,
         mesh: tuple[int, int] | DeviceMesh | None = None,

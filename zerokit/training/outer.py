@@ -250,4 +250,4 @@ def _kinds_of(make: OuterOptimizer, outer: Optimizer) -> frozenset[str]:
         return make(parameters)
 
     named.__name__ = type(outer).__name__
-    return probe(named, {}, torch.float32).kinds  # type: ignore[arg-type]  # called like a class
+    return probe(named, {}, torch.float32).kinds
