@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import CLIPPED, USUAL, Subject, always, usage
-from tests.runtime.patterns.models import Block, Mlp, square
+from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
 pattern = Subject(__name__)
 
@@ -123,6 +124,31 @@ for key, name, block, how in (
     pattern(name, partial(Mlp, block=block, features=how))(CLIPPED, key)
 
 
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(128, WIDTH) / 8)
+
+    def forward(self) -> Tensor:
+        return self.rows[-4:]
+
+
+def _with_table() -> nn.Module:
+    model = Mlp(features=lambda model, x: _add_rows(model.blocks, model.first(x)))
+    model.blocks.insert(0, Table())
+    return model
+
+
+def _add_rows(blocks: Any, x: Tensor) -> Tensor:
+    rows = blocks[0]()
+    for block in blocks[1:]:
+        x = block(x + rows)
+    return x
+
+
+pattern("a unit that returns rows of its weight, which later units read", _with_table)(CLIPPED, "rows")
+
+
 @pattern.features("outputs of units changed in place by the parent")
 def in_place(model: Any, x: Tensor) -> Tensor:
     x = model.first(x)
@@ -193,17 +219,10 @@ def accumulated_once(engine: Engine) -> None:
     CLIPPED(engine)
 
 
-@pattern("a post-accumulate hook of the user's, a second micro-batch", refused=SECOND)
+@pattern("a post-accumulate hook of the user's, a second micro-batch, also in `accumulate()`", refused=SECOND)
 def accumulated_twice(engine: Engine) -> None:
     _watched(engine)
-    engine.backward(engine.loss())
-    engine.train()
-
-
-@pattern("a post-accumulate hook of the user's, a second micro-batch inside `accumulate()`", refused=SECOND)
-def accumulated_inside(engine: Engine) -> None:
-    _watched(engine)
-    with engine.accumulate():
+    with engine.accumulate() if engine.setting.stage % 2 else nullcontext():
         engine.backward(engine.loss())
     engine.train()
 
