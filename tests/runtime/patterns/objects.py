@@ -160,22 +160,6 @@ def state_outside(engine: Engine) -> None:
     engine.record(len(engine.optimizer.state[engine.model.head.weight]))
 
 
-GROUPS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "clamped": ("`p.data.clamp_(…)`", lambda p: p.data.clamp_(-0.1, 0.1)),
-    "replaced": ("`p.data = p.data.add(…)`", lambda p: setattr(p, "data", p.data.add(p.data, alpha=-0.1))),
-    "written": ("`p[:] = …`", torch.no_grad()(lambda p: p.__setitem__(slice(9), 0.0))),
-    "frozen": ("`p.requires_grad_(False)`", lambda p: p.requires_grad_(False).requires_grad_(True)),
-}
-for key, (name, change) in GROUPS.items():
-    amid(
-        f"{name} for each `p` of `param_groups`",
-        refused=always(usage("param_groups", "`with optimizer.gathered")),
-    )(
-        lambda engine, change=change: [change(p) for p in engine.optimizer.param_groups[0]["params"]],
-        f"groups_{key}",
-    )
-
-
 @pattern("`optimizer.register_step_post_hook`")
 def step_hooks(engine: Engine) -> None:
     engine.optimizer.register_step_post_hook(lambda *args: engine.record(7))
