@@ -137,12 +137,31 @@ def _fully_shard_after(stage: int) -> Any:
     return fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
 
 
+def _in_groups(change: Callable[[nn.Parameter], object], stage: int) -> None:
+    optimizer = _optimizer(_model(), stage)
+    with torch.no_grad():
+        change(optimizer.param_groups[0]["params"][0])
+
+
 REFUSED: dict[str, tuple[Callable[[int], Any], tuple[int, ...], str]] = {
     "DistributedDataParallel before": (_ddp_before, (0, 3), "pass the plain model"),
     "DistributedDataParallel after": (_ddp_after, (0, 3), "call the model without DistributedDataParallel"),
     "fully_shard before": (_fully_shard_before, (3,), "pass the plain model"),
     "fully_shard after": (_fully_shard_after, (0, 3), "omit fully_shard()"),
 }
+CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "clamped": lambda p: p.data.clamp_(-0.1, 0.1),
+    "decayed": lambda p: torch._foreach_mul_([p], 0.9),
+    "written": lambda p: p.__setitem__(slice(9), 0.0),
+    "replaced": lambda p: setattr(p, "data", p.data.add(p.data, alpha=-0.1)),
+    "frozen": lambda p: p.requires_grad_(True).requires_grad_(False),
+}
+for name, change in CHANGES.items():
+    REFUSED[f"param_groups {name}"] = (
+        partial(_in_groups, change),
+        (0, 3),
+        "inside `with optimizer.gathered():`",
+    )
 # Stages by turns: a compiler takes seconds over each.
 COMPILED = [
     (3, "before"),
@@ -169,10 +188,6 @@ def test_whatever_is_compiled_trains_as_without_in_few_graphs(given: tuple[int, 
     stage, how = given
     precision = "bf16" if how == "blocks" else "fp32"
     assert _compiled(stage, how, precision) == pytest.approx(_compiled(0, "plain", precision), rel=1e-6)
-
-
-def test_no_sync_is_accumulate() -> None:
-    assert zerokit.ZeroOptimizer.no_sync is zerokit.ZeroOptimizer.accumulate
 
 
 @on_ranks(2, (2, 3))

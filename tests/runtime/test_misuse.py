@@ -119,6 +119,7 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ("choose stage 1 or 2",),
     ),
     ({"bucket_mb": -1.0}, ("bucket_mb", "-1")),
+    ({"bucket_mb": float("inf")}, ("bucket_mb", "inf")),
     ({"units": nn.Conv2d}, ("Conv2d", "units")),
     ({"units": "blocks"}, ("units",)),
     ({"cls": torch.optim.SGD(small().parameters())}, ("class",)),

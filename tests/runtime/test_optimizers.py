@@ -78,6 +78,7 @@ def test_its_surface_is_that_of_torchs_optimizers() -> None:
     case, model, optimizer = trained("gpt_groups", Run(stage=2), 1)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert "AdamW" in repr(optimizer)
+    assert type(optimizer).no_sync is type(optimizer).accumulate
     assert optimizer.defaults["lr"] == 3e-3
     assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 2e-3]
     assert [group["fused"] for group in optimizer.param_groups] == [True, True], "torch offers it for AdamW"

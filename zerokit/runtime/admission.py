@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,10 @@ class OptimizerStates:
 
 
 def choose_kernel(
-    optimizer_class: type[Optimizer], options: dict[str, Any], device: torch.device, master: torch.dtype
+    optimizer_class: Callable[..., Optimizer],
+    options: dict[str, Any],
+    device: torch.device,
+    master: torch.dtype,
 ) -> dict[str, Any]:
     """Choose the fused kernel, three times as fast on a CPU, if the user did not choose and it works on `device`."""
     accepted = inspect.signature(optimizer_class).parameters
@@ -87,7 +91,9 @@ def choose_kernel(
     return fused
 
 
-def probe(optimizer_class: type[Optimizer], options: dict[str, Any], master: torch.dtype) -> OptimizerStates:
+def probe(
+    optimizer_class: Callable[..., Optimizer], options: dict[str, Any], master: torch.dtype
+) -> OptimizerStates:
     """Step `optimizer_class` on a matrix, and on each half of it separately. The results must agree.
 
     Raises `UnsupportedOptimizer` otherwise.

@@ -6,9 +6,11 @@ The model never exists twice: units take its values one by one, and give its old
 from __future__ import annotations
 
 import datetime
+import functools
+import math
 import secrets
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class Runtime:
     def __init__(
         self,
         model: nn.Module,
-        optimizer_class: type[Optimizer],
+        optimizer_class: Callable[..., Optimizer],
         options: dict[str, Any],
         *,
         stage: object,
@@ -60,6 +62,9 @@ class Runtime:
         """Take over `model`; arguments and errors as for `ZeroOptimizer`."""
         if isinstance(model, torch._dynamo.OptimizedModule):
             model = model._orig_mod  # what it compiles, whose names are the model's own
+        if isinstance(optimizer_class, functools.partial):
+            options = optimizer_class.keywords | options
+            optimizer_class = optimizer_class.func
         self.model, self.precision = model, precision
         _check_arguments(model, optimizer_class, bucket_mb, prefetch)
         group = group_of_this_rank(process_group)
@@ -231,9 +236,7 @@ def _describe_options(groups: list[dict[str, Any]], options: dict[str, Any]) -> 
     }
 
 
-def _check_arguments(
-    model: nn.Module, optimizer_class: object, bucket_mb: float | None, prefetch: int
-) -> None:
+def _check_arguments(model: nn.Module, optimizer_class: object, bucket_mb: object, prefetch: object) -> None:
     if not callable(optimizer_class):
         raise UsageError(
             f"{optimizer_class!r} is not an optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
@@ -244,8 +247,8 @@ def _check_arguments(
             f"the first argument is a {type(model).__name__}: pass the model itself, ZeroOptimizer(model, "
             "torch.optim.AdamW, ...), and groups of its parameters, if any, as params="
         )
-    if bucket_mb is not None and not bucket_mb > 0:
-        raise UsageError(f"bucket_mb={bucket_mb}: expected a positive number of MiB")
+    if bucket_mb is not None and not (isinstance(bucket_mb, int | float) and 0 < bucket_mb < math.inf):
+        raise UsageError(f"bucket_mb={bucket_mb!r}: expected a positive number of MiB")
     if type(prefetch) is not int or prefetch < 0:
         raise UsageError(f"prefetch={prefetch!r}: expected the number of units to gather ahead, 0 or more")
     if torch.get_default_device().type != "cpu":

@@ -304,7 +304,7 @@ class Gathering:
             schedule.cursor = position
             self._release(schedule, also)
         self._perform(schedule.issue(position + 1))
-        unit.ready()
+        self._use(unit)  # freed again, where forward itself has run a backward
         self._perform(schedule.issue_ahead(position, self._prefetch))
 
     def _perform(self, operations: Iterable[Operation]) -> None:

@@ -195,9 +195,31 @@ class HeldGradient(Tensor):
 
 
 class MasterParameter(_WithoutGradient):
-    """A master outside the update: functions over gradients, which zerokit holds, would otherwise do nothing."""
+    """A master outside the update, or its `data`: a change would reach neither the model nor other ranks in time."""
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    @classmethod
+    @uncompiled
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, values = _name(function), (*args[1:], *(kwargs or {}).values())
+        if name in ("requires_grad", "requires_grad_"):
+            writes = False in values
+        elif name == "data":
+            writes = bool(values)
+        else:
+            writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        changed = [each for each in _flat(args[:1]) if writes and isinstance(each, cls)]
+        with torch._C.DisableTorchFunctionSubclass():
+            if changed:
+                raise UsageError(
+                    f"{name} of {changed[0].__dict__[TICKET].name}: optimizer.param_groups hold this rank's part, in "
+                    "flat tensors that only step() changes. Freeze parameters of the model, and change their values "
+                    "inside `with optimizer.gathered():`, which all ranks enter"
+                )
+            result = function(*args, **(kwargs or {}))
+            if name == "data":
+                result = result.as_subclass(cls)
+                result.__dict__.update(args[0].__dict__)
+        return result
 
 
 @functools.cache

@@ -133,40 +133,33 @@ def plain_name(name: str) -> str:
 
 
 def _unit_modules(model: nn.Module, rule: UnitRule | None) -> dict[str, nn.Module]:
-    matches = _as_predicate(model, rule)
-    unit_modules: dict[str, nn.Module] = {}
+    """The outermost modules inside `model` that match `rule`, by path."""
+    listed = {
+        child
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for child in module.children()
+    }
 
-    def visit(path: str, module: nn.Module) -> None:
-        for name, child in module.named_children():
-            where = f"{path}.{name}" if path else name
-            if matches(child):
-                unit_modules[where] = child
-            else:
-                visit(where, child)
+    def matches(module: nn.Module) -> bool:
+        if rule is None:
+            return module in listed and not isinstance(module, _CONTAINERS)
+        return isinstance(module, rule) if isinstance(rule, type | tuple) else rule(module)
 
-    visit("", model)
-    if rule is not None and not unit_modules:
+    if not (rule is None or isinstance(rule, type | tuple) or callable(rule)):
+        raise UsageError(
+            f"units={rule!r}: expected a module class, a tuple of classes, or a function of a module"
+        )
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():  # what is inside a module follows it
+        if path and not (found and path.startswith(f"{next(reversed(found))}.")) and matches(module):
+            found[path] = module
+    if rule is not None and not found:
         raise UsageError(
             f"units={rule!r} matches no module inside {type(model).__name__}: pass the class of its repeated block, "
             "or leave units out to take the children of every ModuleList and Sequential"
         )
-    return unit_modules
-
-
-def _as_predicate(model: nn.Module, rule: UnitRule | None) -> Callable[[nn.Module], bool]:
-    if rule is None:
-        children: set[nn.Module] = set()
-        for module in model.modules():
-            if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                children.update(module.children())
-        return lambda module: module in children and not isinstance(module, _CONTAINERS)
-    if isinstance(rule, type | tuple):
-        return lambda module: isinstance(module, rule)
-    if callable(rule):
-        return rule
-    raise UsageError(
-        f"units={rule!r}: expected a module class, a tuple of classes, or a function of a module"
-    )
+    return found
 
 
 def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dict[int, set[nn.Module]]:

@@ -66,7 +66,7 @@ class ZeroOptimizer(ForwardingOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer_class: type[Optimizer],
+        optimizer_class: Callable[..., Optimizer],
         *,
         stage: StageArgument = 2,
         mesh: tuple[int, int] | DeviceMesh | None = None,
@@ -208,35 +208,35 @@ class ZeroOptimizer(ForwardingOptimizer):
                 "zerokit.LocalSteps(optimizer, every=...) before"
             )
         self._walk.finish()
-        finite = None if self.scaler is None else self._finite
-        if self.scaler is not None and finite is None:
-            finite = all_finite(self._gradients.shards(), self._collectives.device)
-        overflow = not self._control.agree(finite)
+        if self.scaler is not None and self._finite is None:
+            self._finite = all_finite(self._gradients.shards(), self._collectives.device)
+        overflow = not self._control.agree(None if self.scaler is None else self._finite)
         if self.scaler is not None:
             scale = self._gradients.loss_scale
             self.scaler.update(overflow)
             # What gradients that are left out were rounded by would be noise in the next ones.
             self._gradients.scale_residuals(0.0 if overflow else self.scaler.value / scale)
-            if overflow:
-                self.skipped_steps += 1
-                self._end_step()
-                if self.local_steps is not None:
-                    self.local_steps.after_step()  # islands must count alike
-                return loss
-            self._unscale()
+        if overflow:
+            self.skipped_steps += 1
+        else:
+            self._update()
+        self._last_traffic, self._collectives.traffic = self._collectives.traffic, TrafficReport()
+        if not overflow:
+            self._gathering.gather_updated(written=False)
+        if self.local_steps is not None:
+            self.local_steps.after_step()  # also where the step was skipped: islands must count alike
+        for hook in () if overflow else self._optimizer_step_post_hooks.values():
+            hook(self, (), {})
+        return loss
+
+    def _update(self) -> None:
+        self._unscale()
         self._gathering.take_changes()
         self._collectives.wait_for_readers()
         for hook in self._optimizer_step_pre_hooks.values():
             hook(self, (), {})
         with profiled("update"):
             update_masters(self.runtime.units, self._gradients, self._inner)
-        self._end_step()
-        self._gathering.gather_updated(written=False)
-        if self.local_steps is not None:
-            self.local_steps.after_step()
-        for hook in self._optimizer_step_post_hooks.values():
-            hook(self, (), {})
-        return loss
 
     def settle(self, epoch: object) -> None:
         """Move to the state of a run that resumes from here: sums of residuals at their owners, exact parameters.
@@ -253,7 +253,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             self._gathering.gather_updated()
 
     def _unscale(self) -> None:
-        if not self._unscaled:
+        if self.scaler is not None and not self._unscaled:
             self._gradients.scale(1.0 / self._gradients.loss_scale)
             self._unscaled = True
 
@@ -304,9 +304,6 @@ class ZeroOptimizer(ForwardingOptimizer):
             self._unscale()
         with self._gradients.show():
             yield
-
-    def _end_step(self) -> None:
-        self._last_traffic, self._collectives.traffic = self._collectives.traffic, TrafficReport()
 
     # ---- reports
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -198,22 +197,24 @@ def modules_that_cast(model: nn.Module) -> set[nn.Module]:
         if isinstance(module, _LISTS):
             continue  # never called: its parameters meet what enters the module around it
         lists = [child for child in module.children() if isinstance(child, _LISTS)]
-        others = [child for child in module.children() if not isinstance(child, _LISTS)]
-        own = next(module.parameters(recurse=False), None) is not None or _any_parameters(lists)
-        inside = _any_parameters(others)
+        own = any(
+            next(part.parameters(recurse=part is not module), None) is not None for part in (module, *lists)
+        )
+        inside = any(
+            next(child.parameters(), None) is not None for child in module.children() if child not in lists
+        )
         of_torch = type(module).__module__.startswith("torch.nn.")
         if (own and (of_torch or not inside)) or (is_parametrized(module) and of_torch):
             casting.add(module)
     return casting
 
 
-def _any_parameters(modules: Iterable[nn.Module]) -> bool:
-    return any(True for module in modules for _ in module.parameters())
-
-
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype, device: str) -> tuple[Any, Any] | None:
     """`args` and `kwargs` with floating-point tensors cast to `dtype`; None if nothing changes."""
-    if not kwargs and all(_needs_nothing(value, dtype) for value in args):
+    if not kwargs and all(
+        _fits(value, dtype) if isinstance(value, Tensor) else isinstance(value, int | float | None)
+        for value in args
+    ):
         return None
     if torch.is_autocast_enabled(device):
         return None  # the user's autocast decides
@@ -222,12 +223,6 @@ def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype, device: str) -> tupl
 
 def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype == dtype or tensor.dtype not in _CASTABLE
-
-
-def _needs_nothing(value: Any, dtype: torch.dtype) -> bool:
-    return (
-        _fits(value, dtype) if isinstance(value, Tensor) else value is None or isinstance(value, int | float)
-    )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -303,6 +303,7 @@ class Reductions:
                 if not self._gradients.units[index].reduced:
                     self._gradients.reduce(index)
         self._gradients.end_backward()
+        self.waiting.clear()  # a forward that has run this backward goes on
         if not self._order.reductions_recorded and not self._gradients.accumulating:
             latest = self._passes.latest
             unused = set() if latest is None else self._gradients.units.keys() - latest.first_use.keys()

@@ -179,7 +179,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
     runtime.inner.state = States(dict, runtime.inner.state)
     with torch.no_grad():
         for (_, master, _), values in zip(runtime.masters(), state["masters"], strict=True):
-            master.tensor.copy_(values)
+            master.tensor.detach().copy_(values)
         for (_, rounding), saved in zip(runtime.gradients.roundings(), state["rounding"], strict=True):
             rounding.load_state(saved)
         runtime.publish(sent=state.get("sent", ()))

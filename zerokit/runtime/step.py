@@ -168,11 +168,11 @@ def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Opti
     if isinstance(inner, SGD):
         _level_momentum(inner)
     inner.step()
+    write_back(units, exact=False)
     for unit in trainable:
         for master in unit.masters:
             master.tensor.grad = None
         unit.guard_masters()
-    write_back(units, exact=False)
 
 
 def _level_momentum(inner: SGD) -> None:

@@ -141,11 +141,12 @@ class UnitState(OwnedUnit):
         with torch.no_grad():
             for master in self.masters if self.separate else ():
                 kept = self.kept_part(master.interval)
-                changed = master.tensor.to(self.dtype) != kept
+                values = master.tensor.detach()
+                changed = values.to(self.dtype) != kept
                 if self.last_sent is not None:
                     start = master.interval.start - self.updated.start
                     changed &= self.last_sent[start : start + kept.numel()] != kept
-                master.tensor.copy_(torch.where(changed, kept.to(master.tensor.dtype), master.tensor))
+                values.copy_(torch.where(changed, kept.to(values.dtype), values))
         if self.sends_differences:
             self.last_sent = self.kept_part(self.updated).clone()
         self.note_versions()
@@ -158,7 +159,7 @@ class UnitState(OwnedUnit):
         with torch.no_grad():
             for master in self.masters:
                 both = part.memory.intersection(master.interval).shifted(-part.offset)
-                own = master.part(master.tensor, part.memory)
+                own = master.part(master.tensor.detach(), part.memory)
                 own.copy_(values.detach().reshape(-1)[both.start : both.stop])
 
     def suspect(self, position: int, alias: Tensor) -> None:

@@ -35,6 +35,7 @@ from zerokit.runtime.hooks import (
     outside_transforms,
     registrations,
     require_no_graphs,
+    share_memory,
     tensors_in,
     transforming,
 )
@@ -210,13 +211,13 @@ class ModelWalk:
         given = self._given.pop(module, set())
         if outermost and not self._in_forward:
             self._gathering.leave_aside()
-        if not outermost or not torch.is_grad_enabled():
-            return
-        tensors = list(tensors_in(output))
-        if not tensors or transforming():
-            # Nothing that a hook could watch: what backward reads of these units must stay until it ends.
-            for unit in outermost:
+        tensors = list(tensors_in(output)) if outermost else []
+        unseen = torch.is_grad_enabled() and (not tensors or transforming())
+        for unit in outermost:
+            # No hook shows when backward, or whoever has a view of a weight, reads this unit for the last time.
+            if unseen or any(share_memory(tensor, unit.whole) for tensor in tensors):
                 self._gathering.hold(unit)
+        if not outermost or unseen or not torch.is_grad_enabled():
             return
         current = self._passes.current if self._in_forward else self._passes.aside
         uses = current.uses if any(map(self._is_freed, outermost)) else None

@@ -66,7 +66,7 @@ def _method(model: nn.Module, name: str) -> Callable[..., Any]:
 
 
 def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
-    plain_state_dict = _method(model, "state_dict")
+    plain_state_dict, plain_load = _method(model, "state_dict"), _method(model, "load_state_dict")
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         if gathering.is_open:
@@ -104,7 +104,15 @@ def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
     def after_load(module: nn.Module, incompatible: Any) -> None:
         gathering.close()
 
-    model.__dict__["state_dict"] = state_dict
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        before = gathering.is_open
+        try:
+            return plain_load(*args, **kwargs)
+        finally:
+            if gathering.is_open > before:  # an exception in a module's own loading
+                gathering.close()
+
+    model.__dict__.update({"state_dict": state_dict, "load_state_dict": load_state_dict})
     if hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = save_pretrained
     model.register_load_state_dict_pre_hook(before_load)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ SMALL = 0.0005
 OPTIMIZERS: dict[str, tuple[Any, Options]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-2}),
     # A larger eps than usual: gradients that are rounding errors must not decide the sign of an update.
-    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}),
+    "adamw": (partial(torch.optim.AdamW, eps=1e-5), {"lr": 1e-3, "weight_decay": 0.1}),
 }
 
 

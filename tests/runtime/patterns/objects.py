@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -151,16 +152,12 @@ def from_vector(engine: Engine) -> None:
 STATE = always(usage("optimizer.state", "param_groups"))
 
 
-@pattern("`optimizer.state[p]`", refused=STATE)
+@pattern("`optimizer.state[p]`, or `.pop(p)` to begin a parameter's moments anew", refused=STATE)
 def state_outside(engine: Engine) -> None:
     engine.train()
+    if engine.setting.stage % 2:
+        engine.optimizer.state.pop(engine.model.head.weight, None)
     engine.record(len(engine.optimizer.state[engine.model.head.weight]))
-
-
-@pattern("`optimizer.state.pop(p)` to begin a parameter's moments anew", refused=STATE)
-def state_popped(engine: Engine) -> None:
-    engine.train()
-    engine.optimizer.state.pop(engine.model.head.weight, None)
 
 
 @pattern("`optimizer.register_step_post_hook`")
@@ -331,8 +328,13 @@ def part_loaded_outside(engine: Engine) -> None:
     engine.model.blocks[0].load_state_dict(ones)
 
 
-@pattern.each_step("a `load_state_dict()` that fails, caught")
+@pattern.each_step("a `load_state_dict()` that fails, or is broken off by an exception, caught")
 def failed_load(engine: Engine) -> None:
+    hook = engine.model.head.register_load_state_dict_pre_hook(lambda *args: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        engine.model.load_state_dict(engine.weights())
+    hook.remove()
+    engine.record(not engine.plain and engine.optimizer.runtime.gathering.is_open)
     try:
         engine.model.load_state_dict({"first.weight": torch.zeros(3, 3)})
     except RuntimeError as error:

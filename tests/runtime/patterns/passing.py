@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,50 +27,32 @@ class Record:
 
 
 class Wrapping(Block):
-    """Takes and returns a record."""
+    """Takes and returns a record, in dictionaries and lists."""
 
-    def forward(self, value: Any) -> Any:
-        hidden = super().forward(value.hidden)
-        return Record(hidden, value.loss + hidden.mean().square())
+    def forward(self, *, state: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:  # type: ignore[override]
+        (value,) = state["x"]
+        hidden = super().forward(value.hidden * scale)
+        return {"x": [Record(hidden, value.loss + hidden.mean().square())], "nothing": None}
 
 
 class Through(Mlp):
-    """Blocks that hand a record on; the model returns it, too."""
+    """Keywords only; the model returns what its blocks hand on, too."""
 
-    def forward(self, x: Tensor) -> Any:
-        value = Record(self.first(x), x.new_zeros(()))
+    def forward(self, *, batch: dict[str, Tensor], **kwargs: Any) -> Any:  # type: ignore[override]
+        state: dict[str, Any] = {"x": [Record(self.first(batch["x"]), batch["x"].new_zeros(()))]}
         for block in self.blocks:
-            value = block(value)
-        return value
+            state = block(state=state, scale=0.9)
+        return state
 
 
 # test_outputs knows more kinds.
-@pattern.each_step("units that take and return a dataclass", lambda: Through(block=Wrapping))
-def records(engine: Engine) -> None:
-    value = engine.model(engine.data())
-    engine.update(square(value.hidden) + 0.1 * value.loss)
-
-
-class Dicts(Block):
-    def forward(self, *, state: dict[str, Any], scale: float = 1.0) -> dict[str, Any]:  # type: ignore[override]
-        return {"x": [super().forward(state["x"][0] * scale)], "nothing": None}
-
-
-class KeywordsOnly(Mlp):
-    """Dictionaries of lists, keywords only."""
-
-    def forward(self, *, batch: dict[str, Tensor], **kwargs: Any) -> Any:  # type: ignore[override]
-        state: dict[str, Any] = {"x": [self.first(batch["x"])]}
-        for block in self.blocks:
-            state = block(state=state, scale=0.9)
-        return {"logits": self.head(state["x"][0]), "nothing": None}
-
-
 @pattern.each_step(
-    "dictionaries in and out, keywords only, `None` among the outputs", lambda: KeywordsOnly(block=Dicts)
+    "dataclasses in dictionaries in and out, keywords only, `None` among them",
+    lambda: Through(block=Wrapping),
 )
-def dictionaries(engine: Engine) -> None:
-    engine.update(square(engine.model(batch={"x": engine.data()}, unused=None)["logits"]))
+def records(engine: Engine) -> None:
+    (value,) = engine.model(batch={"x": engine.data()}, unused=None)["x"]
+    engine.update(square(value.hidden) + 0.1 * value.loss)
 
 
 class Stores(Block):
@@ -115,9 +98,25 @@ def _hand_through(model: Any, x: Tensor) -> Tensor:
     return x + bias
 
 
+class Rows(Block):
+    """Returns rows of its weight beside."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.inner.weight[-4:]
+
+
+def _add_rows(model: Any, x: Tensor) -> Tensor:
+    x, rows = model.first(x), []
+    for block in model.blocks:
+        x, own = block(x)
+        rows.append(own)
+    return x + torch.stack(rows).sum(0)
+
+
 for key, name, block, how in (
     ("into_a_list", "units that return `None` and write into a list", Stores, _collect),
     ("views", "units that return views", Sliced, _join_views),
+    ("rows", "units that return rows of their weights, which are read after all units", Rows, _add_rows),
     ("handed_through", "units that hand an input through (T5's position bias)", Same, _hand_through),
 ):
     pattern(name, partial(Mlp, block=block, features=how))(CLIPPED, key)
@@ -193,17 +192,10 @@ def accumulated_once(engine: Engine) -> None:
     CLIPPED(engine)
 
 
-@pattern("a post-accumulate hook of the user's, a second micro-batch", refused=SECOND)
+@pattern("a post-accumulate hook of the user's, a second micro-batch, also in `accumulate()`", refused=SECOND)
 def accumulated_twice(engine: Engine) -> None:
     _watched(engine)
-    engine.backward(engine.loss())
-    engine.train()
-
-
-@pattern("a post-accumulate hook of the user's, a second micro-batch inside `accumulate()`", refused=SECOND)
-def accumulated_inside(engine: Engine) -> None:
-    _watched(engine)
-    with engine.accumulate():
+    with engine.accumulate() if engine.setting.stage % 2 else nullcontext():
         engine.backward(engine.loss())
     engine.train()
 

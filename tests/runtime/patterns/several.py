@@ -221,6 +221,17 @@ def local_losses(engine: Engine) -> None:
     engine.finish()
 
 
+@pattern.features("backward passes inside forward: `inputs=` of an activation, and of a local loss")
+def backward_inside(model: Any, x: Tensor) -> Tensor:
+    x = model.first(x)
+    for block in model.blocks:
+        moved: Any = x.detach().requires_grad_()
+        square(block(moved)).backward(inputs=[moved])
+        square(block(x.detach())).backward()
+        x = block(x - moved.grad)
+    return x
+
+
 OWN_LOSS = updates(lambda engine: engine.model(engine.ids(80, 4, 6)))
 
 
