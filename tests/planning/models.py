@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from zerokit.bench.catalogue.workloads import ResNetConfig
 from zerokit.bench.plans.subjects import OwnLoss
@@ -71,7 +72,7 @@ def _features(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
 
 
 class Dropping(nn.Module):
-    """Two blocks with dropout."""
+    """Two blocks with dropout, behind attention with dropout, whose function is imported by its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,9 +81,10 @@ class Dropping(nn.Module):
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        for block in self.blocks:
-            inputs = block(inputs)
-        return inputs.square().mean()
+        heads = self.blocks[0](inputs).view(len(inputs), 4, 8, 8)
+        attended = scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1)
+        loss: Tensor = self.blocks[1](attended.flatten(1)).square().mean()
+        return loss
 
 
 def dropping() -> Own:

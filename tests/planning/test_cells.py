@@ -135,6 +135,12 @@ def test_parts_of_a_configuration_limit_sequences_and_give_images(tmp_path: Path
         json.dumps({"model_type": "clip", "architectures": ["CLIPForImageClassification"]} | vision)
     )
     assert [tuple(one.shape) for one in subject_named(str(file)).batch(2)] == [(2, 3, 32, 32), (2,)]
+    file.write_text(json.dumps({"model_type": "deit"} | small))  # which has two classes of one task
+    assert (
+        subject_named(str(file))
+        .assumptions[0]
+        .startswith("Trained as transformers' DeiTForImageClassification,")
+    )
     text = {"model_type": "roberta", "max_position_embeddings": 66, "pad_token_id": 1, "vocab_size": 50}
     file.write_text(json.dumps(text | small))
     assert subject_named(str(file)).units_per_sample == 64

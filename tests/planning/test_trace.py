@@ -45,10 +45,14 @@ def test_recomputation_holds_less_and_repeats_the_forward_of_blocks() -> None:
     assert flops(again.work.units, 1) == flops(kept.work.units, 1)
 
 
-def test_dropout_is_recomputed_as_on_cuda() -> None:
+def test_dropout_is_recomputed_and_attention_with_it_fused_as_on_cuda() -> None:
     subject = subject_named("tests.planning.models:dropping")
     again = Traces(subject, on_cuda=True).get(2, "bf16", recompute=True)
     assert flops(again.work.units, 2) > 0
+    attention = [
+        one for use in again.work.units for part in use.parts for one in part.products if one.count > 1
+    ]
+    assert attention == [Product(8, 8, 8, 8)] * (2 + 5)
 
 
 def test_flops_are_those_of_the_products() -> None:
@@ -59,10 +63,13 @@ def test_flops_are_those_of_the_products() -> None:
     assert flops(trace.work.units, 1) == 2 * 8 * (weights + 256 * 10)
 
 
-def test_the_products_of_experts_are_counted() -> None:
+def test_the_products_of_experts_and_of_recurrent_layers_are_counted() -> None:
     rows, experts, weights = torch.empty(12, 8), torch.empty(4, 8, 16), torch.empty(12, 16)
     assert products_of("_grouped_mm", (rows, experts), []) == [Product(12, 16, 8)]
     assert products_of("_grouped_mm", (rows.T, weights), []) == [Product(8, 16, 12)]
+    layer = torch.empty(5, 2, 3), torch.empty(16, 3), torch.empty(16, 4)
+    assert products_of("mkldnn_rnn_layer", layer, []) == [Product(10, 16, 7)]
+    assert products_of("mkldnn_rnn_layer_backward", layer, []) == [Product(10, 7, 16), Product(7, 16, 10)]
 
 
 def test_blocks_in_lists_of_lists_are_recomputed() -> None:

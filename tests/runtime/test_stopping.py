@@ -20,16 +20,15 @@ from torch import nn
 import zerokit
 from tests.support.on_ranks import on_ranks
 from zerokit import StopSignal, UsageError
-from zerokit.placement import stage_of
 
 FAR = 1 << 40
 """Seconds since 1970: nobody will see it."""
 
 
-def _optimizer(stage: int = 2) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
+def _optimizer(stage: Any = 2, **options: Any) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage_of(stage), precision="fp32")
+    return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision="fp32", **options)
 
 
 def _step(model: nn.Module, optimizer: zerokit.ZeroOptimizer) -> None:
@@ -46,6 +45,7 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], int, int, str]] = {
     "both": ([(0, 4, TERM), (1, 4, TERM)], 1, 4, "SIGTERM on rank 1"),
     "one after the other": ([(0, 2, TERM), (1, 3, TERM), (1, 3, TERM)], 1, 2, "SIGTERM on rank 0"),
     "again and again": ([(1, 2, TERM), (1, 2, TERM), (0, 2, TERM)], 1, 2, "SIGTERM on rank 1"),
+    "islands": ([(0, 3, USR1), (1, 3, TERM)], 1, 3, "SIGTERM on rank 1"),
     "every fourth step": ([(1, 5, TERM), (0, 7, USR1)], 4, 8, "SIGTERM on rank 1"),
 }
 """By name: the signals (rank, step, number), `every`, the step at which both ranks must stop, and why."""
@@ -54,7 +54,16 @@ CASES: dict[str, tuple[list[tuple[int, int, int]], int, int, str]] = {
 @on_ranks(2, CASES)
 def test_ranks_stop_at_the_same_step_and_go_on_from_it(name: str, tmp_path: Path) -> None:
     hits, every, last, reason = CASES[name]
-    model, optimizer = _optimizer(3)
+    run = tmp_path / name
+    options: dict[str, Any] = {"stage": ("local", 3), "mesh": (2, 1)} if name == "islands" else {"stage": 3}
+
+    def build() -> tuple[nn.Module, zerokit.ZeroOptimizer]:
+        made = _optimizer(**options)
+        if name == "islands":
+            zerokit.LocalSteps(made[1], every=5)
+        return made
+
+    model, optimizer = build()
     before = signal.getsignal(signal.SIGTERM)
     with StopSignal(optimizer, every=every) as stop:
         for step in range(1, 31):
@@ -63,13 +72,14 @@ def test_ranks_stop_at_the_same_step_and_go_on_from_it(name: str, tmp_path: Path
                 if (rank, when) == (dist.get_rank(), step):
                     os.kill(os.getpid(), number)
             if stop.requested():
-                zerokit.save(tmp_path / name, optimizer, step=step)
+                zerokit.save(run, optimizer, step=step)
                 assert stop.requested()
                 break
     assert signal.getsignal(signal.SIGTERM) is before
-    _, optimizer = _optimizer(3)
-    zerokit.load(tmp_path / name, optimizer)
-    assert (step, stop.reason, zerokit.Checkpoint(tmp_path / name).step) == (last, reason, last)
+    _, optimizer = build()
+    zerokit.load(run, optimizer)
+    saved = zerokit.Checkpoint(run / "island-0" if name == "islands" else run)
+    assert (step, stop.reason, saved.step) == (last, reason, last)
 
 
 @on_ranks(2, [(1,), (0,), (0, 1), (1, 0)])

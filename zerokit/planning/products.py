@@ -37,6 +37,11 @@ def products_of(name: str, args: tuple[Any, ...], made: list[Tensor]) -> list[Pr
             wanted = args[10][:2]
             by_gradient = [Product(forward.m, forward.k, forward.n, forward.count), _transposed(forward)]
             return [product for product, yes in zip(by_gradient, wanted, strict=True) if yes]
+        case "mkldnn_rnn_layer":
+            return [_recurrence(*args[:3])]
+        case "mkldnn_rnn_layer_backward":
+            forward = _recurrence(*args[:3])
+            return [Product(forward.m, forward.k, forward.n), _transposed(forward)]
     if not name.startswith("_scaled_dot_product") or "attention" not in name:
         return []
     if name.endswith("_backward"):
@@ -68,6 +73,11 @@ def _convolution(weight: Tensor, output: Tensor, *, groups: int) -> Product:
     """A convolution as the product of unfolded inputs [pixels, inputs] by weights [inputs, outputs]."""
     pixels = output.shape[0] * math.prod(output.shape[2:])
     return Product(pixels, weight.shape[0] // groups, math.prod(weight.shape[1:]), groups)
+
+
+def _recurrence(inputs: Tensor, weight: Tensor, recurrent: Tensor) -> Product:
+    """All steps of an LSTM's layer [steps, batch, inputs] as one product; four gates are rows of both weights."""
+    return Product(math.prod(inputs.shape[:2]), weight.shape[0], weight.shape[1] + recurrent.shape[1])
 
 
 def _transposed(product: Product) -> Product:

@@ -34,6 +34,11 @@ class Islands:
         return self.mesh.outer
 
     @property
+    def world(self) -> int:
+        """Ranks of all islands."""
+        return self.mesh.world
+
+    @property
     def index(self) -> int:
         """The number of this rank's island."""
         return self.rank // self.mesh.inner

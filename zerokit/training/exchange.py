@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from zerokit.placement import Axis
 from zerokit.runtime.collectives.base import as_bytes
 from zerokit.runtime.islands import Islands
 from zerokit.training.differences import Differences
+
+_T = TypeVar("_T")
 
 FP32 = 4
 """Bytes of an element of what is kept, and of what crosses on a wide wire."""
@@ -174,16 +177,15 @@ class Exchange:
         if here is not values:
             values.copy_(here)
 
-    def all(self, name: str, value: object) -> list[object]:
+    def all(self, name: str, value: _T) -> list[_T]:
         """Every island's `value`, in order. Raises `ScheduleError`."""
-        values: list[object] = [None] * self.count
+        values: list[_T] = [value] * self.count
         self._guarded(name, lambda: dist.all_gather_object(values, value, group=self._group))
         return values
 
     def require_equal(self, name: str, settings: Mapping[str, str]) -> None:
         """Raise `LayoutMismatch`, which names the differences, where another island has other settings."""
         for index, other in enumerate(self.all(name, settings)):
-            assert isinstance(other, dict)
             different = [
                 f"{key} is {other.get(key)}, not {value}"
                 for key, value in settings.items()

@@ -344,8 +344,7 @@ class LocalSteps:
 
     def agree_on_step(self, steps: set[int]) -> int | None:
         """The greatest of `steps` that every island has; None where there is none."""
-        common = set.intersection(*(set(other) for other in self._exchange.all("load", sorted(steps))))  # type: ignore[call-overload]
-        return max(common, default=None)
+        return max(set.intersection(*self._exchange.all("load", steps)), default=None)
 
     def _forget(self) -> None:
         self._arrive()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
+from zerokit.training.exchange import Exchange
 
 END_TIME = "SLURM_JOB_END_TIME"
 """Where Slurm (22.05 and later) states when the job will be ended, in seconds since 1970."""
@@ -44,7 +45,7 @@ class StopSignal:
     inside, such as data loaders' workers, are ended by SIGTERM as ever, and let the other signals pass.
 
     Args:
-        optimizer: its ranks agree.
+        optimizer: its ranks agree, those of all islands too.
         minutes_before: the deadline that much earlier asks for a stop: time for the last steps and the save.
         deadline: seconds since 1970, or a `datetime`; by default Slurm's SLURM_JOB_END_TIME, if it is set.
         signals: are handled while the context is entered; their former handlers are restored after it. A second
@@ -79,8 +80,11 @@ class StopSignal:
         """Why to stop, the same on every rank: such as "SIGTERM on rank 1"; "" until `requested` returns True."""
         self._minutes_before = minutes_before
         self._every, self._calls = every, 0
-        self._collectives = optimizer.runtime.collectives
+        self._collectives, self._islands = optimizer.runtime.collectives, optimizer.islands
+        where = self._islands or self._collectives
+        self._rank, self._world = where.rank, where.world
         self._group: dist.ProcessGroup | None = None
+        self._exchange: Exchange | None = None
         self._signals = tuple(_signal(number) for number in signals)
         self._former: dict[signal.Signals, Any] = {}
         self._noted = 0
@@ -139,17 +143,22 @@ class StopSignal:
 
     def _agree(self, note: int) -> int:
         """The greatest of all ranks' notes, with its rank: `note * world + rank`; 0 where there is none."""
-        collectives = self._collectives
-        notes = torch.tensor([note * collectives.world + collectives.rank if note else 0])
+        collectives, call = self._collectives, "StopSignal.requested(), which all ranks call once a step"
+        notes = torch.tensor([note * self._world + self._rank if note else 0])
         if collectives.world > 1:
             if self._group is None:  # once: whether a group is still good, all ranks must agree on
                 self._group = collectives.side_group("StopSignal")
-            with collectives.reporter.waiting("StopSignal.requested(), which all ranks call once a step"):
+            with collectives.reporter.waiting(call):
                 dist.all_reduce(notes, op=dist.ReduceOp.MAX, group=self._group)
-        return int(notes.item())
+        agreed = int(notes.item())
+        if self._islands is None:
+            return agreed
+        if self._exchange is None:
+            self._exchange = Exchange(self._islands)
+        return max(self._exchange.all(call, agreed))
 
     def _describe(self, agreed: int) -> str:
-        note, rank = divmod(agreed, self._collectives.world)
+        note, rank = divmod(agreed, self._world)
         if not note:
             return ""
         if note == _DEADLINE:

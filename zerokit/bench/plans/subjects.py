@@ -177,15 +177,16 @@ def _configure(content: dict[str, Any]) -> tuple[Any, Any]:
         key: value for key, value in content.items() if key not in ("model_type", "torch_dtype", "dtype")
     }
     config = transformers.AutoConfig.for_model(content["model_type"], **known | {"use_cache": False})
-    made = {}
+    made: dict[str, Any] = {}
     for task in _TASKS:
         auto: Any = getattr(transformers, f"AutoModelFor{task}")
-        if type(config) in auto._model_mapping:
-            made[auto._model_mapping[type(config)].__name__] = auto
+        classes = auto._model_mapping.get(type(config), None) or ()
+        made |= {one.__name__: auto for one in (classes if isinstance(classes, tuple) else (classes,))}
     named = content.get("architectures") or []
     if not made or any(name.rpartition("For")[1] and name not in made for name in named):
         raise ValueError(f"{', '.join(named) or content['model_type']} is not one of {', '.join(_TASKS)}")
-    task = next((made[name] for name in named if name in made), next(iter(made.values())))
+    config.architectures = [next((name for name in named if name in made), next(iter(made)))]
+    task = made[config.architectures[0]]
     if "Seq2Seq" in task.__name__ and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # any will do: shapes are the same
     return task, config
