@@ -50,9 +50,12 @@ class MemoryReport:
 class Operation:
     """One kind of collective in a step: calls, and payload received, summed over ranks."""
 
-    calls: int
-    elements: int
-    bytes: int
+    calls: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Operation) -> Operation:
+        return Operation(self.calls + other.calls, self.elements + other.elements, self.bytes + other.bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,11 +255,10 @@ def predict_traffic(
         """The traffic of units over axes, in elements of this size, of their own size, or in blocks."""
         for axis in axes:
             name, copies = operation_name(operation, axis, mesh), mesh.copies(axis) * times
-            before = operations.get(name, Operation(0, 0, 0))
-            operations[name] = Operation(
-                before.calls + times * len(units),
-                before.elements + copies * sum(unit.payload_numel for unit in units),
-                before.bytes + copies * sum(_moved_bytes(unit, size, sizes) for unit in units),
+            operations[name] = operations.get(name, Operation()) + Operation(
+                times * len(units),
+                copies * sum(unit.payload_numel for unit in units),
+                copies * sum(_moved_bytes(unit, size, sizes) for unit in units),
             )
 
     for axis in mesh.axes:

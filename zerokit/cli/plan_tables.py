@@ -9,11 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.bench.plans.ask import hopeless
 from zerokit.bench.record.words import count
 from zerokit.cli.work import counted, rate
 from zerokit.formulas import MEMORY_KINDS
-from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each
+from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each, hopeless
 from zerokit.text import printable
 
 _ANY_WIDTH = 1000

@@ -9,7 +9,6 @@ The loop stays as it is. One line that DDP forgives and this does not: clip unde
 from __future__ import annotations
 
 import os
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ import zerokit
 from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.together import Together
 from zerokit.errors import UsageError
-from zerokit.integrations.torch_optimizer import Recipe, hand_over
+from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, ZeroOptimizer
 
@@ -37,11 +36,6 @@ except ImportError as error:
 
 CHECKPOINT_NAME = "zerokit"
 """The directory of zerokit's checkpoint inside the one that `save_state` writes."""
-
-ZERO_OPTIONS = frozenset(
-    {"units", "bucket_mb", "prefetch", "mesh", "process_group", "timeout", "init_fn", "loss_scale"}
-)
-"""What `zero_options` may hold; the other arguments of `ZeroOptimizer` are given elsewhere."""
 
 _SHARDED = "_zerokit_sharded"
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -88,11 +82,17 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         mixed_precision: str | None = None,
         **options: Any,
     ) -> None:
+        zero_options = dict(zero_options or {})
+        if strange := zero_options.keys() - (expected := {*ZERO_OPTIONS, "process_group", "timeout"}):
+            raise UsageError(
+                f"zero_options: {', '.join(sorted(strange))} is not among {', '.join(sorted(expected))}; the "
+                "optimizer's own options belong to the optimizer, stage and precision are arguments"
+            )
         mixed = str(mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")).lower()
         self.zero_arguments = {
             "stage": require_stage(stage),
             "precision": choose_precision(precision, mixed, "mixed_precision"),
-            **require_zero_options(zero_options),
+            **zero_options,
         }
         super().__init__(mixed_precision="no", **options)
         self._require_plain_ranks()
@@ -335,17 +335,9 @@ def attend_state_dict(model: nn.Module) -> None:
 
 def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
     """Write a checkpoint into the run directory `directory/zerokit`, then remove the earlier ones. Collective."""
-    together = Together(zero.runtime.collectives)
-    run = directory / CHECKPOINT_NAME
-    earlier = together.on_first(lambda: sorted(path.name for path in run.glob("step-*")))
-    number = int(earlier[-1].removeprefix("step-")) + 1 if earlier else 0
-    zerokit.save(run, zero, step=number, extra=extra)
-
-    def remove_earlier() -> None:
-        for name in earlier:
-            shutil.rmtree(run / name)
-
-    together.on_first(remove_earlier)
+    run, together = directory / CHECKPOINT_NAME, Together(zero.runtime.collectives)
+    step = together.on_first(lambda: max(zerokit.list_steps(run), default=-1) + 1)
+    zerokit.save(run, zero, step=step, extra=extra, keep_last=1)
 
 
 def choose_precision(precision: str | Precision | None, mixed: str, argument: str) -> Precision:
@@ -361,17 +353,6 @@ def choose_precision(precision: str | Precision | None, mixed: str, argument: st
             f"precision computes in {chosen.compute}, but {argument} says {mixed!r}: leave one of them out"
         )
     return chosen
-
-
-def require_zero_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options as a dictionary. Raises `UsageError` for one that does not belong there."""
-    strange = sorted(set(options or ()) - ZERO_OPTIONS)
-    if strange:
-        raise UsageError(
-            f"zero_options: {', '.join(strange)} is not among {', '.join(sorted(ZERO_OPTIONS))}; the optimizer's own "
-            "options belong to the optimizer, stage and precision are arguments"
-        )
-    return dict(options or {})
 
 
 def _share_statistics(model: nn.Module, zero: ZeroOptimizer) -> None:

@@ -7,39 +7,38 @@ read parameters. With manual optimization it runs as it is, because backward pas
 
 from __future__ import annotations
 
-import datetime
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.load import load, read_extra
+from zerokit.checkpoint.manifest import BUFFER_PREFIX
 from zerokit.checkpoint.prune import foreign_to_step
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.save import save
+from zerokit.checkpoint.source import Tensors
 from zerokit.checkpoint.staging import Staging
+from zerokit.checkpoint.state import tensor_of
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
-from zerokit.integrations.lightning_checkpoints import require_whole, weights
 from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
-from zerokit.integrations.torch_optimizer import Recipe, hand_over
+from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
-from zerokit.runtime import LossScale, Precision, ZeroOptimizer
+from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.guard import ticket_of
-from zerokit.runtime.model import UnitRule
 
 _NAME = lightning_package()
 _DDPStrategy: Any = import_module(f"{_NAME}.strategies").DDPStrategy
 _ForwardRedirection: Any = import_module(f"{_NAME}.strategies.strategy")._ForwardRedirection
-
-_FITTING = "fit"
 
 
 class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
@@ -62,8 +61,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         stage: what is sharded across ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         precision: "fp32", "bf16", "fp16" or a `Precision`; by default that of `Trainer(precision=…)`.
         units, bucket_mb, prefetch, mesh, init_fn, loss_scale: as for `ZeroOptimizer`.
-        timeout: of collectives; by default torch's.
-        **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method.
+        **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method,
+            timeout.
 
     Raises:
         UsageError: for what does not go together, with the line to write instead, when training is set up.
@@ -76,35 +75,18 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         stage: StageArgument = 3,
         *,
         precision: str | Precision | None = None,
-        units: UnitRule | None = None,
-        bucket_mb: float | None = None,
-        prefetch: int = 1,
-        mesh: tuple[int, int] | None = None,
-        init_fn: Callable[[nn.Module], None] | None = None,
-        loss_scale: LossScale | None = None,
-        timeout: datetime.timedelta | None = None,
         **options: Any,
     ) -> None:
-        unknown = set(options) - _OPTIONS
-        if unknown:
+        if unknown := options.keys() - ZERO_OPTIONS - _OPTIONS:
             raise UsageError(
-                f"ZeroStrategy has no option {', '.join(sorted(unknown))}: expected stage, precision, units, "
-                f"bucket_mb, prefetch, mesh, init_fn, loss_scale, timeout, {', '.join(sorted(_OPTIONS))}"
+                f"ZeroStrategy has no option {', '.join(sorted(unknown))}: expected stage, precision, "
+                f"{', '.join(sorted(ZERO_OPTIONS | _OPTIONS))}"
             )
         self._chosen = None if precision is None else Precision.of(precision)
-        self._settings: dict[str, Any] = {
-            "stage": require_stage(stage),
-            "units": units,
-            "bucket_mb": bucket_mb,
-            "prefetch": prefetch,
-            "mesh": mesh,
-            "init_fn": init_fn,
-            "loss_scale": loss_scale,
-        }
+        given = {name: options.pop(name) for name in ZERO_OPTIONS & options.keys()}
+        self._settings: dict[str, Any] = {"stage": require_stage(stage), **given}
         self.zero_optimizer: ZeroOptimizer | None = None
         """The optimizer that trains; None before `fit` has set it up."""
-        if timeout is not None:
-            options["timeout"] = timeout
         super().__init__(**options)
         self._forward_redirection = _ForwardRedirection()
 
@@ -120,16 +102,13 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             plugin = ZeroPrecision(flag_of(plugin, chosen=self._chosen is not None))
         self._precision_plugin = plugin
 
-    def _precision(self) -> Precision:
-        return self._chosen or Precision.of(PRECISIONS[self.precision_plugin.precision])
-
     # ---- setting up
 
     def setup(self, trainer: Any) -> None:
         """Called by the Trainer: moves the module to its device, and shards it if it is to be trained."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        fitting = trainer.state.fn == _FITTING
+        fitting = trainer.state.fn == "fit"
         managed: tuple[nn.Module, ZeroOptimizer] | None = module.__dict__.get(_MANAGED)
         if managed is not None:
             if fitting:
@@ -157,10 +136,14 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         given = _only_optimizer(self.optimizers)
         # Manual optimization differentiates inside the step, which then cannot be one forward pass.
         root = _Root(module) if module.automatic_optimization else module
-        zero = Recipe.of(given).build(root, precision=self._precision(), **self._settings)
+        precision = self._chosen or Precision.of(PRECISIONS[self.precision_plugin.precision])
+        zero = Recipe.of(given).build(root, precision=precision, **self._settings)
         # Loggers name learning rates after the optimizer's class.
         zero.__class__ = type(type(given).__name__, (ZeroOptimizer,), {})
-        _share_methods(root, module)
+        # What the runtime installs in its root, such as `state_dict()` that gathers, belongs to the module, too.
+        for name, value in root.__dict__.items():
+            if callable(value) and name not in ("module", *_SHARED):
+                module.__dict__.setdefault(name, value)
         module.__dict__[_MANAGED] = root, zero
         hand_over(given, zero)
         self.optimizers = [zero]
@@ -239,7 +222,9 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         zero = self._require_optimizer()
         target = Path(filepath).absolute()
         together = Together(zero.runtime.collectives)
-        extra = {key: value for key, value in checkpoint.items() if key not in _ZEROKITS}
+        extra = {
+            key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")
+        }
 
         def begin() -> Path:
             try:
@@ -280,21 +265,20 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
 
         Lightning's part is returned. Raises `CheckpointError` if `fit` is to continue from weights only.
         """
-        path = Path(checkpoint_path)
-        if not path.is_dir():
+        if not (path := Path(checkpoint_path)).is_dir():
             raise CheckpointError(
                 f"{path}: not a zerokit checkpoint. For weights of a .ckpt file write "
                 "module.load_state_dict(torch.load(path)['state_dict']) before fit(), without ckpt_path"
             )
         strict = bool(self.lightning_module.strict_loading)
-        zero, fitting = self.zero_optimizer, self.lightning_module.trainer.state.fn == _FITTING
+        zero, fitting = self.zero_optimizer, self.lightning_module.trainer.state.fn == "fit"
         if zero is not None:
             if fitting:
-                Together(zero.runtime.collectives).each(lambda: require_whole(path))
+                Together(zero.runtime.collectives).each(lambda: _require_whole(path))
             loaded = load(path, zero, strict=strict, weights_only=not fitting)
         else:
             checkpoint = Checkpoint(path)
-            self.lightning_module.load_state_dict(weights(checkpoint), strict=strict)
+            self.lightning_module.load_state_dict(_weights(checkpoint), strict=strict)
             loaded = read_extra(checkpoint, weights_only=True)["user"]
         if not isinstance(loaded, dict) or "loops" not in loaded:
             raise CheckpointError(
@@ -314,8 +298,16 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         """It has no name: it is given to the Trainer as an object."""
 
 
-_OPTIONS = {"accelerator", "cluster_environment", "parallel_devices", "process_group_backend", "start_method"}
-_ZEROKITS = ("state_dict", "optimizer_states")
+_OPTIONS = {
+    *(
+        "accelerator",
+        "cluster_environment",
+        "parallel_devices",
+        "process_group_backend",
+        "start_method",
+        "timeout",
+    )
+}
 _MANAGED = "_zerokit_strategy"
 """The attribute of a sharded module, whose weights stay sharded: the root and the optimizer it was handed to."""
 
@@ -323,14 +315,12 @@ _MANAGED = "_zerokit_strategy"
 class _Root(nn.Module):
     """A module's own parameters, buffers and submodules under a second root, whose forward is the whole step.
 
-    The runtime announces passes by the root's hooks; the module's `forward` may then be called inside like any other.
+    The runtime announces passes by the root's hooks, so that the module's `forward` may be called inside.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.__dict__["module"] = module
-        for name in _SHARED:
-            self.__dict__[name] = module.__dict__[name]
+        self.__dict__ |= {"module": module, **{name: module.__dict__[name] for name in _SHARED}}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["module"].forward(*args, **kwargs)
@@ -348,15 +338,7 @@ _SHARED = (
 )
 
 
-def _share_methods(root: nn.Module, module: nn.Module) -> None:
-    """What the runtime installs in its root, such as `state_dict()` that gathers, belongs to the module, too."""
-    for name, value in root.__dict__.items():
-        if callable(value) and name not in ("module", *_SHARED):
-            module.__dict__.setdefault(name, value)
-
-
 def _only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
-    """The optimizer that `configure_optimizers` returned. Raises `UsageError` for none or several."""
     if len(optimizers) != 1:
         raise UsageError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but a module takes one: return one "
@@ -373,6 +355,28 @@ def _only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
             "torch.optim.AdamW(self.parameters()), ZeroStrategy makes a ZeroOptimizer of it"
         )
     return given
+
+
+def _require_whole(path: Path) -> None:
+    if Checkpoint(path).weights_only:
+        raise CheckpointError(
+            f"{path}: has weights only (ModelCheckpoint's save_weights_only=True) and no optimizer state: "
+            f'leave ckpt_path out, and write zerokit.load("{path}", trainer.strategy.zero_optimizer, '
+            "weights_only=True) in on_fit_start, or give a whole checkpoint"
+        )
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The weights and buffers, whole, by every name."""
+    whole = {}
+    for parameter in checkpoint.layout.parameters:
+        stream = "master" if parameter.trainable else "param"
+        value = torch.as_tensor(checkpoint.read(stream, parameter.name))
+        whole.update(dict.fromkeys((parameter.name, *parameter.aliases), value))
+    tensors = Tensors(checkpoint, tensor_of)
+    return whole | {
+        name.removeprefix(BUFFER_PREFIX): tensors[name] for name in tensors if name.startswith(BUFFER_PREFIX)
+    }
 
 
 def _refuse_conflicts(module: Any, trainer: Any) -> None:

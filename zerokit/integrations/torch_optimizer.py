@@ -14,6 +14,9 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.runtime import ZeroOptimizer
 
+ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale"})
+"""Arguments of `ZeroOptimizer` that are the same in every library."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

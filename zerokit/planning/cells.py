@@ -212,3 +212,8 @@ def best_of_each(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
     for one in cells:
         found.setdefault((one.cell.mesh, one.cell.stages, one.cell.precision), one)
     return list(found.values())
+
+
+def hopeless(plan: Plan) -> list[PlannedCell]:
+    """The nearest miss of each stage, mesh and precision of which nothing fits."""
+    return [one for one in best_of_each((*plan.fitting, *plan.too_large)) if one.missing_bytes]

@@ -14,7 +14,7 @@ from zerokit.errors import UsageError
 from zerokit.planning.hardware import Device
 from zerokit.planning.work import Product, Work
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def with_shares(device: Device, shares: Shares, dtype: str) -> Efficiency:
         peak * shares.products,
         (peak * shares.attention, peak * shares.attention_backward),
         device.memory_bytes_per_s * shares.memory,
-        _BYTES[dtype],
+        ELEMENT_BYTES[dtype],
         LAUNCH_S,
         communication=shares.communication,
     )

@@ -15,14 +15,13 @@ from statistics import median
 from typing import Any
 
 from zerokit.errors import UsageError
-from zerokit.planning.efficiency import Efficiency
+from zerokit.planning.efficiency import ELEMENT_BYTES, Efficiency
 from zerokit.planning.hardware import Cluster, Device, Link, Sharing
 from zerokit.planning.timeline import Plan, step_time
 
 _BALANCE = 4.0
 """FLOPs of fp32 that a core multiplies while it moves a byte: divides a measured pass between products and the rest,
 where the doctor did not measure how fast it multiplies."""
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,10 @@ def measured_efficiency(
     world = plan.placement.mesh.world
     alone = Cluster(Device("one"), world, Link(0.0, inf))
     if nominal is None:
-        guess = Efficiency(1e12, (1e12, 1e12), 1e12, _BYTES[dtype])
+        guess = Efficiency(1e12, (1e12, 1e12), 1e12, ELEMENT_BYTES[dtype])
         speed = guess.memory_bytes_per_s * step_time(plan, alone, guess).optimizer_s / measured.update_s
         flops = speed * _BALANCE if sharing is None else sharing.flops
-        nominal = Efficiency(flops, (flops, flops), speed, _BYTES[dtype])
+        nominal = Efficiency(flops, (flops, flops), speed, ELEMENT_BYTES[dtype])
     # The copies of gradients move bytes at the memory's speed; the scale is of the passes beside them.
     once, twice = (step_time(plan, alone, replace(nominal, scale=scale)).compute_s for scale in (1.0, 2.0))
     copies = 2 * once - twice if measured.fills_buckets else 0.0

@@ -17,12 +17,9 @@ from zerokit.planning.timeline import step_time
 from zerokit.runtime.precision import Precision
 
 
-def plan_cells(subject: Subject, question: Question, traces: Traces | None = None) -> Plan:
+def plan_cells(subject: Subject, question: Question) -> Plan:
     """Plan every candidate. Raises `UsageError` for a model that cannot be traced, or a link that is not known."""
-    if traces is None:
-        few = question.micro_batches is not None and len(question.micro_batches) == 1
-        traces = Traces(subject, on_cuda=question.on_cuda, bucket_mb=question.bucket_mb, exactly=few)
-    planner = _Planner(subject, question, traces)
+    planner = _Planner(subject, question)
     cells = list(planner.cells())
     if not cells:
         raise UsageError(
@@ -44,10 +41,16 @@ def _rank(one: PlannedCell) -> tuple[float, int]:
 
 
 class _Planner:
-    def __init__(self, subject: Subject, question: Question, traces: Traces) -> None:
-        self._subject, self._question, self._traces = subject, question, traces
+    def __init__(self, subject: Subject, question: Question) -> None:
+        self._subject, self._question = subject, question
         self._micro_batches = question.micro_batches or [1, 2, 4, 8, 16, 32, 64]
-        first = traces.get(self._micro_batches[0], question.precisions[0], recompute=question.recompute[0])
+        one_size = len(self._micro_batches) == 1
+        self._traces = Traces(
+            subject, on_cuda=question.on_cuda, bucket_mb=question.bucket_mb, exactly=one_size
+        )
+        first = self._traces.get(
+            self._micro_batches[0], question.precisions[0], recompute=question.recompute[0]
+        )
         self._recompute = question.recompute if first.has_blocks else question.recompute[:1]
         self._layout = first.layout.for_world(question.world)
         self.parameters = first.layout.trainable_numel

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from zerokit.planning.recording import ModelTrace, Recording
+from zerokit.planning.recording import ModelTrace
 from zerokit.planning.trace import trace_model
 from zerokit.runtime.precision import Precision
 
@@ -55,20 +55,12 @@ class Traces:
     def __init__(
         self, subject: Subject, *, on_cuda: bool, bucket_mb: float | None = None, exactly: bool = False
     ) -> None:
-        @cache
-        def record(samples: int | None, precision: str, recompute: bool) -> Recording:
-            return trace_model(
-                subject,
-                samples,
-                Precision.of(precision),
-                recompute=recompute,
-                on_cuda=on_cuda,
-                bucket_mb=bucket_mb,
-            )
+        record = cache(partial(trace_model, subject, on_cuda=on_cuda, bucket_mb=bucket_mb))
 
         @cache
         def trace(samples: int, precision: str, recompute: bool) -> ModelTrace:
-            return record(samples if exactly else None, precision, recompute).at(samples)
+            recorded = samples if exactly else None
+            return record(recorded, Precision.of(precision), recompute=recompute).at(samples)
 
         self._trace = trace
 

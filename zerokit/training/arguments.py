@@ -1,4 +1,4 @@
-"""The arguments of `LocalSteps`, checked before anything is built."""
+"""The arguments of this room's classes, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from zerokit.runtime.islands import Islands
 from zerokit.runtime.optimizer import ZeroOptimizer
 
 
+def require_zero_optimizer(given: object, line: str) -> None:
+    """Raise `UsageError`, with the line to write, where the first argument is another object."""
+    if not isinstance(given, ZeroOptimizer):
+        raise UsageError(
+            f"the first argument is a {type(given).__name__}: pass the ZeroOptimizer, zerokit.{line}"
+        )
+
+
 def require_islands(optimizer: ZeroOptimizer) -> Islands:
     """The optimizer's islands. Raises `UsageError` where it has none, or makes local steps already."""
-    if not isinstance(optimizer, ZeroOptimizer):
-        raise UsageError(
-            f"the first argument is a {type(optimizer).__name__}: pass the ZeroOptimizer, "
-            "zerokit.LocalSteps(optimizer, every=50)"
-        )
+    require_zero_optimizer(optimizer, "LocalSteps(optimizer, every=50)")
     if optimizer.islands is None:
         raise UsageError(
             "this optimizer sums gradients over all its ranks in every step, so it has no islands: build it with "

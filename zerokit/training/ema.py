@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.states import EMA
+from zerokit.training.arguments import require_zero_optimizer
 
 
 class Ema:
@@ -50,11 +51,7 @@ class Ema:
     """
 
     def __init__(self, optimizer: ZeroOptimizer, decay: float = 0.999) -> None:
-        if not isinstance(optimizer, ZeroOptimizer):
-            raise UsageError(
-                f"the first argument is a {type(optimizer).__name__}: pass the ZeroOptimizer, zerokit.Ema(optimizer, "
-                "decay=0.999)"
-            )
+        require_zero_optimizer(optimizer, "Ema(optimizer, decay=0.999)")
         if optimizer.ema is not None:
             raise UsageError("this optimizer has an average already: use optimizer.ema")
         if EMA in optimizer.runtime.states.kinds:

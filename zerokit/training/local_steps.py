@@ -28,7 +28,7 @@ from zerokit.training.differences import KNOWN, LOST
 from zerokit.training.exchange import Exchange, Synchronisation
 from zerokit.training.fragments import Part, divide
 from zerokit.training.masters import Masters
-from zerokit.training.outer import ANCHOR, Outer, OuterOptimizer
+from zerokit.training.outer import ANCHOR, KEPT_APART, Outer, OuterOptimizer
 from zerokit.training.round_traffic import predict_traffic, take_traffic, total
 
 DILOCO: OuterOptimizer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -288,11 +288,16 @@ class LocalSteps:
 
     def accepted(self, names: Iterable[str]) -> list[str]:
         """Those streams of a checkpoint that fit; all states of the outer optimizer or none, which then begin anew."""
-        return self._outer.accepted(names)
+        fits = set(names) - KEPT_APART == self._outer.kinds
+        return sorted(set(names) if fits else set(names) & KEPT_APART)
 
     def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
         """Room for the streams of these names that a checkpoint has, to be filled and given to `restore`."""
-        return self._outer.room(names)
+        units = [unit for part in self._parts for unit in part.fragment.units]
+        return {
+            name: {unit.index: torch.zeros(unit.shard_numel, dtype=torch.float32) for unit in units}
+            for name in names
+        }
 
     def restore(self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint's state; from one without it, begin the first round with the weights of now.
@@ -353,7 +358,8 @@ class LocalSteps:
         self._times.clear()
         self._last_step_at = None
         self.steps = 0
-        self._outer.forget()
+        if self.outer is not None:
+            self.outer.state.clear()
 
     # ---- the start
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,15 +39,25 @@ class Outer:
         """The names of the outer optimizer's states of a piece's shape."""
         self.optimizer: Optimizer | None = None
         if make is not None:
-            self.optimizer = _build(make, [part.anchor for part in parts if part.anchor is not None])
-            self.kinds = _kinds_of(make, self.optimizer)
+            made = make([part.anchor for part in parts if part.anchor is not None])
+            if not isinstance(made, Optimizer):
+                raise UsageError(
+                    f"outer returned a {type(made).__name__}: expected a torch optimizer over the parameters that it "
+                    "is given"
+                )
+            named: Any = functools.update_wrapper(functools.partial(make), type(made), updated=())
+            self.kinds, self.optimizer = probe(named, {}, torch.float32).kinds, made
 
     def stepping(self) -> Optimizer | None:
         """The outer optimizer as it is now, for `update`: a schedule may change its options before that."""
         if self.optimizer is None:
             return None
         now: Optimizer = object.__new__(type(self.optimizer))
-        now.__dict__.update(self.optimizer.__dict__, param_groups=_copied(self.optimizer.param_groups))
+        groups = [
+            {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+            for group in self.optimizer.param_groups
+        ]
+        now.__dict__.update(self.optimizer.__dict__, param_groups=groups)
         now.__dict__.pop("step", None)  # what a scheduler has put around the step of the other
         self.optimizer.__dict__["_opt_called"] = True  # schedulers warn of steps that they have not seen
         return now
@@ -159,19 +170,6 @@ class Outer:
         if self.optimizer is not None and part.anchor is not None and states:
             self.optimizer.state[part.anchor] = states
 
-    def accepted(self, names: Iterable[str]) -> list[str]:
-        """Those streams that fit here; all states of the optimizer or none, which then begin anew."""
-        states = set(names) - KEPT_APART
-        return sorted(set(names) if states == self.kinds else set(names) & KEPT_APART)
-
-    def room(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
-        """Zeros for the shards of the streams of these names, by unit."""
-        units = [unit for part in self.parts for unit in part.fragment.units]
-        return {
-            name: {unit.index: torch.zeros(unit.shard_numel, dtype=torch.float32) for unit in units}
-            for name in names
-        }
-
     def fragment_names(self) -> list[list[str]]:
         """The names of the units of each fragment."""
         return [[unit.name for unit in part.fragment.units] for part in self.parts]
@@ -179,7 +177,7 @@ class Outer:
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything: only the same rank of an equal run can load it."""
         return {
-            "pieces": [self.arrays(part) | _of_wire(part) for part in self.parts],
+            "pieces": [self.arrays(part) | part.on_wire() for part in self.parts],
             "class": type(self.optimizer).__name__,
             "narrow": self.narrow,
             **self.plain_state(),
@@ -216,38 +214,7 @@ class Outer:
         for part, pieces in zip(self.parts, state["pieces"], strict=True):
             if part.anchor is not None:
                 part.anchor.copy_(pieces[ANCHOR])
-            for name, tensor in _of_wire(part).items():
+            for name, tensor in part.on_wire().items():
                 tensor.copy_(pieces[name])
             self._set_states(part, {n: value.clone() for n, value in pieces.items() if n not in KEPT_APART})
         self.restore_plain(state)
-
-    def forget(self) -> None:
-        """Drop the outer optimizer's states."""
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
-
-
-def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
-
-
-def _of_wire(part: Part) -> dict[str, Tensor]:
-    narrow = part.differences
-    return {} if narrow is None else {KNOWN: narrow.known, LOST: narrow.lost}
-
-
-def _build(make: OuterOptimizer, anchors: list[nn.Parameter]) -> Optimizer:
-    outer = make(anchors)
-    if not isinstance(outer, Optimizer):
-        raise UsageError(
-            f"outer returned a {type(outer).__name__}: expected a torch optimizer over the parameters that it is given"
-        )
-    return outer
-
-
-def _kinds_of(make: OuterOptimizer, outer: Optimizer) -> frozenset[str]:
-    def named(parameters: list[nn.Parameter]) -> Optimizer:
-        return make(parameters)
-
-    named.__name__ = type(outer).__name__
-    return probe(named, {}, torch.float32).kinds  # type: ignore[arg-type]  # called like a class

@@ -57,8 +57,5 @@ def total(reports: Iterable[TrafficReport]) -> TrafficReport:
         control += report.control_bytes
         calls += report.control_calls
         for name, one in report.by_operation.items():
-            before = operations.get(name, Operation(0, 0, 0))
-            operations[name] = Operation(
-                before.calls + one.calls, before.elements + one.elements, before.bytes + one.bytes
-            )
+            operations[name] = operations.get(name, Operation()) + one
     return TrafficReport(operations, received, control, calls)

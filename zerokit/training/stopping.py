@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
+from zerokit.training.arguments import require_zero_optimizer
 from zerokit.training.exchange import Exchange
 
 END_TIME = "SLURM_JOB_END_TIME"
@@ -66,10 +67,7 @@ class StopSignal:
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
         every: int = 1,
     ) -> None:
-        if not isinstance(optimizer, ZeroOptimizer):
-            raise UsageError(
-                f"the first argument is a {type(optimizer).__name__}: pass the ZeroOptimizer, StopSignal(optimizer)"
-            )
+        require_zero_optimizer(optimizer, "StopSignal(optimizer)")
         if not 0 <= minutes_before < math.inf:
             raise UsageError(f"minutes_before={minutes_before!r}: expected a number of at least 0")
         if type(every) is not int or every < 1:
@@ -85,7 +83,7 @@ class StopSignal:
         self._rank, self._world = where.rank, where.world
         self._group: dist.ProcessGroup | None = None
         self._exchange: Exchange | None = None
-        self._signals = tuple(_signal(number) for number in signals)
+        self._signals = tuple(map(_signal, signals))
         self._former: dict[signal.Signals, Any] = {}
         self._noted = 0
         self._process = os.getpid()
@@ -178,11 +176,9 @@ def _deadline(given: float | datetime | None, environment: Mapping[str, str]) ->
             raise UsageError(f"deadline={given!r}: expected seconds since 1970, or a datetime")
         return seconds
     text = environment.get(END_TIME, "")
-    if not text:
-        return None
-    if not text.isascii() or not text.isdecimal():
+    if text and not (text.isascii() and text.isdecimal()):
         raise UsageError(f"{END_TIME}={text!r}: expected seconds since 1970; give deadline=, or unset it")
-    return float(text)
+    return float(text) if text else None
 
 
 def _signal(number: int) -> signal.Signals:

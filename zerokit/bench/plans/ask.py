@@ -13,7 +13,7 @@ from zerokit.bench.record.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.planning.cells import Plan, PlannedCell, Question, best_of_each
+from zerokit.planning.cells import Plan, PlannedCell, Question
 from zerokit.planning.efficiency import Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network, read_cluster
 from zerokit.planning.planner import plan_cells
@@ -281,16 +281,6 @@ def plain(plan: Plan) -> dict[str, Any]:
     }
 
 
-def hopeless(plan: Plan) -> list[PlannedCell]:
-    """The nearest miss of each stage, mesh and precision of which nothing fits."""
-
-    def kind(one: PlannedCell) -> object:
-        return one.cell.mesh, one.cell.stages, one.cell.precision
-
-    fits = set(map(kind, plan.fitting))
-    return [one for one in best_of_each(plan.too_large) if kind(one) not in fits]
-
-
 def plain_cell(one: PlannedCell) -> dict[str, Any]:
     """A cell with its memory and time."""
     cell, memory, time = one.cell, one.memory, one.time
@@ -311,13 +301,11 @@ def plain_cell(one: PlannedCell) -> dict[str, Any]:
             "needed_bytes": memory.needed,
             "missing_bytes": one.missing_bytes,
         },
-        "step_ms": None if time is None else time.total_s * 1e3,
-        "compute_ms": None if time is None else time.compute_s * 1e3,
-        "optimizer_ms": None if time is None else time.optimizer_s * 1e3,
-        "exposed_ms": None
-        if time is None
-        else {axis.name.lower(): seconds * 1e3 for axis, seconds in time.exposed_s.items()},
-        "limit": None if time is None else time.limit,
+        "step_ms": time and time.total_s * 1e3,
+        "compute_ms": time and time.compute_s * 1e3,
+        "optimizer_ms": time and time.optimizer_s * 1e3,
+        "exposed_ms": time and {axis.name.lower(): s * 1e3 for axis, s in time.exposed_s.items()},
+        "limit": time and time.limit,
         "units_per_s_per_device": one.units_per_s,
         "mfu": one.mfu,
     }

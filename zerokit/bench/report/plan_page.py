@@ -7,12 +7,11 @@ from pathlib import Path
 import altair as alt
 
 from zerokit.bench.comparison.tables import Scale
-from zerokit.bench.plans.ask import hopeless
 from zerokit.bench.record.words import count
 from zerokit.bench.report.pictures import Picture, Row, colour, data_of, draw_bars
 from zerokit.bench.report.render import document, write_page
 from zerokit.formulas import MEMORY_KINDS
-from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each
+from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each, hopeless
 
 _SHORT = {kind: kind.split()[0] for kind in MEMORY_KINDS}
 """Headings and labels that a narrow page has room for."""

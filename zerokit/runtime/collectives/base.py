@@ -270,9 +270,8 @@ class Collectives:
         # In both operations each element of payload arrives at, or comes from, every rank of the axis but one.
         counted, name = self.counters.by_operation, (kind.name.lower(), axis)
         copies, size = self.mesh.copies(axis), self.mesh.size(axis)
-        before = counted.get(name, Operation(0, 0, 0))
-        elements, nbytes = copies * unit.payload_numel, copies * wire.nbytes(unit)
-        counted[name] = Operation(before.calls + 1, before.elements + elements, before.bytes + nbytes)
+        moved = Operation(1, copies * unit.payload_numel, copies * wire.nbytes(unit))
+        counted[name] = counted.get(name, Operation()) + moved
         arriving = wire.packed_numel(region.numel() // size)
         self.counters.received_bytes += (size - 1) * arriving * wire.dtype.itemsize
 
