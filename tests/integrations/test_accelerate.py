@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zerokit
 from tests.integrations.launched import as_launched
-from tests.support.distributed import run_ranks
+from tests.support.distributed import run_alone, run_ranks
 from tests.support.on_ranks import on_ranks
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.accelerate import ZeroAccelerator
@@ -267,3 +267,17 @@ def test_accelerates_own_prepare_of_a_divided_model_is_refused_with_the_line_to_
     as_launched()
     with pytest.raises(UsageError, match="ZeroAccelerator"):
         _accelerator(None).prepare(model)
+
+
+def _without_lightning() -> str:
+    import sys
+
+    for name in ("lightning", "pytorch_lightning"):
+        sys.modules[name] = None  # type: ignore[assignment]
+    with pytest.raises(ImportError) as raised:
+        import zerokit.integrations.lightning  # noqa: F401
+    return str(raised.value)
+
+
+def test_without_lightning_the_import_says_what_to_install() -> None:
+    assert "pip install pytorch-lightning" in run_alone(_without_lightning)

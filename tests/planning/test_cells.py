@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import run_python
+from tests.planning.models import QWEN
 from zerokit.bench.plans.ask import plan
 from zerokit.bench.plans.subjects import subject_named
 from zerokit.errors import UsageError
@@ -60,23 +62,6 @@ def test_samples_of_a_step_decide_how_often_micro_batches_accumulate() -> None:
     assert {(one.cell.micro_batch, one.cell.accumulate) for one in found.fitting} == {(1, 8), (2, 4)}
 
 
-def test_a_hugging_face_configuration_is_planned(tmp_path: Path) -> None:
-    import json
-
-    from tests.planning.models import QWEN
-
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(QWEN))
-    found = ask(str(file), seq_len=None, batch_size=2, recompute=False, stage=3)
-    assert (
-        found.parameters
-        == plan("tests.planning.models:qwen", gpus=8, device="h100-80", batch_size=2, stage=3).parameters
-    )
-    assert found.best is not None
-    assert found.bench_line is None
-    assert found.subject.units_per_sample == 64
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -125,11 +110,16 @@ def test_a_file_of_smaller_nodes_is_refused(tmp_path: Path) -> None:
         ask(device=None, cluster=file, gpus=16, nodes=2)
 
 
-def test_parts_of_a_configuration_limit_sequences_and_give_images(tmp_path: Path) -> None:
-    import json
-
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+def test_hugging_faces_configurations(tmp_path: Path) -> None:
+    """They are planned as the model in a factory is, and their parts limit sequences and give images."""
     file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN))
+    for_both: dict[str, Any] = {"seq_len": None, "batch_size": 2, "recompute": False, "stage": 3}
+    found, own = ask(str(file), **for_both), ask("tests.planning.models:qwen", **for_both)
+    assert (found.parameters, found.bench_line) == (own.parameters, None)
+    assert found.best is not None
+    assert found.subject.units_per_sample == 64
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = {"vision_config": small | {"image_size": 32, "patch_size": 8}, "text_config": small}
     file.write_text(
         json.dumps({"model_type": "clip", "architectures": ["CLIPForImageClassification"]} | vision)

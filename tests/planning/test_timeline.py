@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -122,10 +121,10 @@ def test_every_micro_batch_of_a_free_link_costs_the_same(micro_batches: int) -> 
 
 
 def test_a_transfer_in_flight_slows_work_down() -> None:
-    plan = plan_of(2, Mesh(1, 8))
-    link = Link(0.0, 1e9)
-    taking = replace(link, share=0.5)
-    free, slowed = (step_time(plan, Cluster(Device("test"), 8, each), FAST) for each in (link, taking))
+    links = Link(0.0, 1e9), Link(0.0, 1e9, share=0.5)
+    free, slowed = (
+        step_time(plan_of(2, Mesh(1, 8)), Cluster(Device("test"), 8, link), FAST) for link in links
+    )
     assert free.slowed_s == pytest.approx(0, abs=1e-12)
     assert slowed.slowed_s > 0
 
