@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -226,17 +226,16 @@ def read_cluster(path: Path, *, device: Device | None = None) -> Cluster:
         ) from error
 
 
-_KEYS = {
-    "device": ("name", "tflops", "memory_gb", "memory_gb_per_s"),
-    "inner": ("gb_per_s", "latency_us"),
-    "outer": ("gbit_per_s", "latency_us"),
-}
-
-
-def _refuse_others(table: Any, name: str, keys: Sequence[str]) -> None:
-    for key in table if isinstance(table, dict) else ():
-        if key not in keys:
-            raise UsageError(f"{key!r} in [{name}] is unknown: expected {', '.join(keys)}")
+def _figures(given: Any, name: str, keys: Mapping[str, bool]) -> dict[str, float]:
+    """The numbers of the table `name`; `keys` are those it may have, and whether it must."""
+    table = given if isinstance(given, dict) else {}
+    if unknown := [key for key in table if key not in keys]:
+        raise UsageError(f"{unknown[0]!r} in [{name}] is unknown: expected {', '.join(keys)}")
+    found: dict[str, Any] = {key: table.get(key) for key, needed in keys.items() if needed or key in table}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+            raise UsageError(f"[{name}] needs {key}, a number above 0, and has {value!r}")
+    return found
 
 
 def _from_table(value: Mapping[str, Any], device: Device | None) -> Cluster:
@@ -251,16 +250,17 @@ def _from_table(value: Mapping[str, Any], device: Device | None) -> Cluster:
     count = value.get("gpus_per_node")
     if type(count) is not int:
         raise UsageError(f"gpus_per_node is {count!r}: expected the devices of a node, such as 8")
-    inner, outer = device.inner, None
-    for name, keys in _KEYS.items():
-        _refuse_others(value.get(name), name, keys)
-    if "inner" in value:
-        speed = _number(value, "inner", "gb_per_s") * _GIGA
-        inner = replace(inner, bytes_per_s=speed) if inner else Link(0.0, speed)
-        inner = _with_latency(inner, value, "inner")
-    if "outer" in value:
-        outer = _with_latency(network(_number(value, "outer", "gbit_per_s")), value, "outer")
-    return Cluster(device, count, inner, outer)
+    links = {"inner": device.inner, "outer": None}
+    for name, key in (("inner", "gb_per_s"), ("outer", "gbit_per_s")):
+        if name in value:
+            figures = _figures(value[name], name, {key: True, "latency_us": False})
+            if name == "outer":
+                link = network(figures[key])
+            else:
+                link = replace(device.inner or Link(0.0, 1.0), bytes_per_s=figures[key] * _GIGA)
+            latency_s = figures["latency_us"] * 1e-6 if "latency_us" in figures else link.latency_s
+            links[name] = replace(link, latency_s=latency_s)
+    return Cluster(device, count, links["inner"], links["outer"])
 
 
 def _described(given: Any) -> Device:
@@ -268,27 +268,15 @@ def _described(given: Any) -> Device:
     peaks = given.get("tflops") if isinstance(given, dict) else None
     if not isinstance(peaks, dict) or not peaks:
         raise UsageError("[device] needs its dense peaks, such as tflops = { bf16 = 989, fp32 = 67 }")
-    _refuse_others(peaks, "device.tflops", ("bf16", "fp16", "fp32"))
-    table = {"device": given, "device.tflops": peaks}
+    flops = _figures(peaks, "device.tflops", dict.fromkeys(("bf16", "fp16", "fp32"), False))
+    rest = {key: value for key, value in given.items() if key not in ("name", "tflops")}
+    sizes = _figures(rest, "device", dict.fromkeys(("memory_gb", "memory_gb_per_s"), True))
     return Device(
         str(given.get("name", "device")),
-        {dtype: _number(table, "device.tflops", dtype) * _TERA for dtype in peaks},
-        int(_number(table, "device", "memory_gb") * _GIGA),
-        _number(table, "device", "memory_gb_per_s") * _GIGA,
+        {dtype: peak * _TERA for dtype, peak in flops.items()},
+        int(sizes["memory_gb"] * _GIGA),
+        sizes["memory_gb_per_s"] * _GIGA,
     )
-
-
-def _number(tables: Mapping[str, Any], name: str, key: str) -> float:
-    value = tables[name].get(key) if isinstance(tables[name], dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-        raise UsageError(f"[{name}] needs {key}, a number above 0, and has {value!r}")
-    return float(value)
-
-
-def _with_latency(link: Link, tables: Mapping[str, Any], name: str) -> Link:
-    if "latency_us" not in tables[name]:
-        return link
-    return replace(link, latency_s=_number(tables, name, "latency_us") * 1e-6)
 
 
 def _from_doctor(facts: Any, device: Device | None) -> Cluster:

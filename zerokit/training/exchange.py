@@ -46,6 +46,9 @@ _LATE = 0.93
 
 _ENDING_S = 5.0
 
+AGREEMENT_BYTES = 16
+"""What every island sends to every other before a synchronisation: two integers."""
+
 
 class Synchronisation:
     """One fragment on its way: `buffer` is the region, replaced by the new values of all pieces.
@@ -123,8 +126,6 @@ class Exchange:
         self._stopping = threading.Event()
         self.waited_s = 0.0
         """Seconds that the training has waited for other islands so far."""
-        self.control_bytes = 0
-        self.control_calls = 0
 
     def start(self, one: Synchronisation) -> None:
         """Begin it; one without a pace is over when this returns."""
@@ -204,12 +205,6 @@ class Exchange:
         except RuntimeError as error:
             raise ScheduleError(self._explain(name, error)) from error
 
-    def take_control(self) -> tuple[int, int]:
-        """Calls and bytes of control messages since the last time."""
-        calls, bytes_ = self.control_calls, self.control_bytes
-        self.control_calls = self.control_bytes = 0
-        return calls, bytes_
-
     # ---- in the thread
 
     def carry_out(self, one: Synchronisation) -> None:
@@ -273,8 +268,6 @@ class Exchange:
         """
         ticks = 0 if one.seconds is None else max(1, int(one.seconds / 2 / TICK_S))
         numbers = self._to_all(torch.tensor([zlib.crc32(one.name.encode()), ticks]))
-        self.control_calls += 1
-        self.control_bytes += numbers[1:].nbytes
         if (numbers[:, 0] != numbers[0, 0]).any():
             raise RuntimeError("islands have come to different synchronisations")
         one.begin(piece, int(numbers[0, 1]))

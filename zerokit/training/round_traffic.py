@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from zerokit.formulas import Operation, TrafficReport
-from zerokit.training.exchange import FP32, Exchange
+from zerokit.training.exchange import AGREEMENT_BYTES, FP32, Exchange
 from zerokit.training.fragments import Part
 from zerokit.training.masters import Masters
 
@@ -13,14 +13,13 @@ from zerokit.training.masters import Masters
 def take_traffic(part: Part, masters: Masters, exchange: Exchange) -> TrafficReport:
     """What the synchronisation of `part`, which is over, has moved, summed over all ranks of all islands."""
     inner = masters.exchanged()
-    calls, control_bytes = exchange.take_control()
     form = None if part.differences is None else part.differences.form
     sent = part.piece_numel * FP32 if form is None else form.nbytes(part.piece_numel)
     return TrafficReport(
         _operations(part, inner.by_operation, masters, exchange),
         2 * (exchange.count - 1) * sent + inner.received_bytes,
-        control_bytes + inner.control_bytes,
-        calls + inner.control_calls,
+        (exchange.count - 1) * AGREEMENT_BYTES + inner.control_bytes,
+        1 + inner.control_calls,
     )
 
 
