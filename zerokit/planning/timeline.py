@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from operator import itemgetter
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
 from zerokit.layout import Layout
@@ -24,22 +23,8 @@ from zerokit.planning.hardware import PAGE_BYTES, Cluster
 from zerokit.planning.hops import Hop, Hops
 from zerokit.planning.work import ModelWork
 
-
-class Kind(Enum):
-    """The action of a schedule's entry on a unit."""
-
-    GATHER = "gather"
-    RUN = "run"
-    REDUCE = "reduce"
-
-
-@dataclass(frozen=True, slots=True)
-class Issue:
-    """An entry of the schedule; `use` is the index in `ModelWork.units` of the use that it serves."""
-
-    kind: Kind
-    unit: int
-    use: int
+Issue: TypeAlias = tuple[Literal["gather", "run", "reduce"], int, int]
+"""An entry of the schedule: what is done, a unit, and the index in `ModelWork.units` of the use that it serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +82,10 @@ def schedule(
     for place, use in enumerate(order):
         for coming in order[place + 1 if place else 0 : place + 2]:
             if coming in gathered:
-                yield Issue(Kind.GATHER, uses[coming], coming)
-        yield Issue(Kind.RUN, uses[use], use)
+                yield "gather", uses[coming], coming
+        yield "run", uses[use], use
         if uses[use] in reduced and last[uses[use]] == place:
-            yield Issue(Kind.REDUCE, uses[use], use)
+            yield "reduce", uses[use], use
 
 
 _Flown: TypeAlias = tuple[Hop, float, float]
@@ -213,7 +198,7 @@ class _Step:
             for reduces, reduced in ((False, ()), (True, trainable))
         }
         # Zeros, from ranks and on behalf of all.
-        self._backward[True] += [Issue(Kind.REDUCE, index, 0) for index in trainable if index not in first]
+        self._backward[True] += [("reduce", index, 0) for index in trainable if index not in first]
         # What comes and goes leaves holes in the heap that gradients do not fit into.
         gradients = sum(self._units[index].numel for index in trainable) * plan.sizes.compute
         pages = (plan.work.fresh_bytes + gradients) / PAGE_BYTES if cut else 0.0
@@ -269,16 +254,16 @@ class _Step:
     ) -> list[list[_Flown]]:
         """Run through one direction of a micro-batch; `flown` are gathers under way, by unit. Returns reductions."""
         clock, reductions = self._clock, []
-        for issue in schedule:
-            name = f"{issue.kind.value} {issue.unit}"
-            unit, sizes = self._units[issue.unit], self._plan.sizes
-            if issue.kind is Kind.GATHER:
+        for kind, index, use in schedule:
+            name = f"{kind} {index}"
+            unit, sizes = self._units[index], self._plan.sizes
+            if kind == "gather":
                 stored = unit.numel * stored_bytes(unit, sizes.compute)
                 hops = self._hops.gather(self._plan.placement.use, stored, fresh=True)
-                flown[issue.unit] = clock.fly(hops, name)
-            elif issue.kind is Kind.RUN:
-                clock.wait(flown.pop(issue.unit, []), f"gather {issue.unit}")
-                clock.run(seconds[issue.use], name)
+                flown[index] = clock.fly(hops, name)
+            elif kind == "run":
+                clock.wait(flown.pop(index, []), f"gather {index}")
+                clock.run(seconds[use], name)
             else:
                 wire = sizes.reduce if sizes.wire is None else sizes.wire
                 exact = unit.numel * sizes.reduce
