@@ -74,7 +74,7 @@ def test_samples_of_a_step_decide_how_often_micro_batches_accumulate() -> None:
         ({"mesh": "2x3"}, "mesh 2x3 has 6 ranks"),
         ({"mesh": "8x1"}, "one rank on its inner axis: write one axis as 1x8"),
         ({"samples_per_step": 64, "accumulate": 2}, "exclude each other"),
-        ({"bucket_mb": math.nan}, "bucket_mb nan: expected a number above 0"),
+        ({"bucket_mb": math.inf}, "bucket_mb inf: expected a number above 0"),
         ({"record": "nothing.json"}, "cannot read the bench record"),
         ({"model": "tests.planning.models:double", "seq_len": None}, "linear.weight is torch.float64"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,7 +77,7 @@ def plan(
     """
     counts = {"gpus": gpus, "batch_size": batch_size, "accumulate": accumulate, "seq_len": seq_len}
     for name, given in (counts | {"samples_per_step": samples_per_step, "bucket_mb": bucket_mb}).items():
-        if wrong := [value for value in _several(given) or () if not value > 0]:
+        if wrong := [value for value in _several(given) or () if not 0 < value < inf]:
             raise UsageError(f"{name} {wrong[0]}: expected a number above 0")
     if samples_per_step is not None and accumulate != 1 and accumulate is not None:
         raise UsageError("accumulate and samples_per_step exclude each other: give one of them")
