@@ -38,6 +38,8 @@ CHECKPOINT_NAME = "zerokit"
 """The directory of zerokit's checkpoint inside the one that `save_state` writes."""
 
 _SHARDED = "_zerokit_sharded"
+_GENERATES_TOGETHER = "_is_fsdp_managed_module"
+"""By this mark transformers' `generate` calls the model until all ranks' texts have ended (`synced_gpus`)."""
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -171,6 +173,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         hand_over(optimizer, zero)
         _share_statistics(model, zero)
         model.__dict__ |= {"_is_accelerate_prepared": True, _SHARDED: True}
+        for module in model.modules() if zero.runtime.placement.cuts_parameters else ():
+            module.__dict__[_GENERATES_TOGETHER] = True
         return zero
 
     def prepare_model(

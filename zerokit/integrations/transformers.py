@@ -50,8 +50,8 @@ class ZeroTrainer(Trainer):
 
     In `save_model` the rank that writes holds the whole model, the others a unit of it at a time.
 
-    Other trainers are combined by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`; generate with
-    `synced_gpus=True` at stage 3, since all ranks must take part until the longest text ends.
+    Other trainers are combined by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`. At stage 3 all ranks
+    call `generate` together, which goes on until the longest text of any ends.
 
     Raises `UsageError` for arguments that shard or compile the model in another way, that need whole weights, or that
     do not fit several ranks, and `UnsupportedOptimizer` for an `optim` that is not elementwise.
