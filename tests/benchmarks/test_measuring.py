@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, spread
 from benchmarks.ranks import run_ranks
+from tests.support.distributed import server_context
 from tests.support.forked import ForkedRank
 from zerokit.launch import ranks
 from zerokit.launch.failures import WorkerFailed
@@ -50,6 +51,7 @@ def test_ranks_run_a_script_s_function_and_a_failure_says_why(
 ) -> None:
     """Forks here; test_compare_checkpoints starts processes."""
     monkeypatch.setattr(ranks, "start_rank", ForkedRank)
+    server_context()  # its files lie elsewhere
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run_ranks(_divide, 1) == [1.0, 2.0]
     assert list(tmp_path.glob("zerokit-ranks-*")) == []

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.clusters import LONG, ROOT, ZEROKIT, start
+from tests.launch.ranks import wait_for
 from tests.support.slurm import Cluster, cluster
 from zerokit.launch.slurm import Request, log_of, render_script
 
@@ -36,21 +36,9 @@ def test_ranks_share_all_cores_of_their_node(slurm: Cluster, tmp_path: Path) -> 
     for ranks in {1, cores}:
         script = tmp_path / f"{ranks}.sbatch"
         script.write_text(render_script(Request(2, ranks, time="5"), [sys.executable, "-c", program]))
-        job = submit_and_wait(slurm, script)
-        assert log_of(job).read_text().split() == [str(cores // ranks)] * 2 * ranks
-
-
-def submit_and_wait(slurm: Cluster, script: Path) -> str:
-    done = slurm.run("sbatch", "--wait", "--parsable", str(script))
-    assert done.returncode == 0, done.stderr + slurm.logs()
-    return done.stdout.strip()
-
-
-def _require_no_job(slurm: Cluster) -> None:
-    deadline = time.monotonic() + 60
-    while slurm.run("squeue", "--noheader").stdout:
-        assert time.monotonic() < deadline, slurm.logs()
-        time.sleep(0.2)
+        done = slurm.run("sbatch", "--wait", "--parsable", str(script))
+        assert done.returncode == 0, done.stderr + slurm.logs()
+        assert log_of(done.stdout.strip()).read_text().split() == [str(cores // ranks)] * 2 * ranks
 
 
 def test_a_job_at_its_time_limit_says_so_and_leaves_its_record(slurm: Cluster, tmp_path: Path) -> None:
@@ -61,4 +49,4 @@ def test_a_job_at_its_time_limit_says_so_and_leaves_its_record(slurm: Cluster, t
     (path,) = tmp_path.glob("bench-runs/slurm-*/record.json")
     record = json.loads(path.read_text())
     assert (record["status"], record["reason"]) == ("killed", "interrupted by SIGTERM")
-    _require_no_job(slurm)
+    wait_for(lambda: not slurm.run("squeue", "--noheader").stdout, 60)

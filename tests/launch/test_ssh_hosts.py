@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,10 +47,7 @@ def left_over(hosts: Hosts) -> list[int]:
 
 
 def require_nothing_left(hosts: Hosts, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while left := left_over(hosts):
-        assert time.monotonic() < deadline, f"processes stayed: {left}"
-        time.sleep(0.2)
+    wait_for(lambda: not left_over(hosts), seconds)
 
 
 @pytest.mark.parametrize(

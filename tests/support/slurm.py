@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,8 +124,7 @@ def cluster(gpus: int = 0) -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await(condition: object, made: Cluster) -> None:
-    assert callable(condition)
+def _await(condition: Callable[[], bool], made: Cluster) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         if time.monotonic() > deadline:
