@@ -3,6 +3,7 @@
     DIR/sweep.json                 what was asked, and the cells in the order in which they run
     DIR/cells/000-LABEL.json       a record a cell, whatever became of it
     DIR/report.html                all of it as a page
+    DIR/.lock                      held by the process that runs the cells
 
 Nothing but records is remembered: a sweep goes on where the records of its cells end.
 """
