@@ -77,8 +77,15 @@ def loss_of(model: Any, step: int, rank: int) -> Tensor:
     return nn.functional.cross_entropy(model(tokens).float(), tokens.roll(1))
 
 
-def deepspeed_config(stage: int, precision: str, accumulated: int = 1) -> dict[str, Any]:
-    return {
+def deepspeed_engine(stage: int, precision: str, accumulated: int = 1) -> Any:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
+    deepspeed.init_distributed("gloo")
+    # A CPU's fp16 is slow, but there.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    config = {
         "gradient_accumulation_steps": accumulated,
         "train_micro_batch_size_per_gpu": 8,
         "zero_optimization": {
@@ -91,22 +98,10 @@ def deepspeed_config(stage: int, precision: str, accumulated: int = 1) -> dict[s
         "bf16": {"enabled": precision == "bf16"},
         "fp16": {"enabled": precision == "fp16", "initial_scale_power": 4},
     }
-
-
-def deepspeed_engine(stage: int, precision: str, accumulated: int = 1) -> Any:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for minutes
-    deepspeed.init_distributed("gloo")
-    # A CPU's fp16 is slow, but there.
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(groups(model))
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(stage, precision, accumulated)
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
 

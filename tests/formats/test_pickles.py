@@ -31,7 +31,7 @@ from zerokit.checkpoint.formats.pickles import (
     to_pickle,
 )
 from zerokit.checkpoint.formats.torchfile import StoredTensor, read_torch_file
-from zerokit.checkpoint.formats.torchwriter import NewTensor, plan_torch_file, whole, write_torch_files
+from zerokit.checkpoint.formats.torchwriter import plan_torch_file, whole, write_torch_files
 from zerokit.errors import CheckpointError
 
 LEAVES = (
@@ -352,20 +352,14 @@ def test_a_changed_file_is_read_or_refused(
     assert value is not None
 
 
-def _write(path: Path, value: Any) -> None:
-    with Copier(jobs=1) as copier:
-        write_torch_files(None, copier, path, [plan_torch_file(value, "archive")])  # type: ignore[arg-type]
-
-
-def _new(tensor: torch.Tensor) -> NewTensor:
-    return whole(str(tensor.dtype)[6:], tuple(tensor.shape), _raw(tensor))
-
-
 def test_torch_reads_what_is_written(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.arange(6).to(dtype).reshape(2, 3) for dtype in DTYPES}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}
     plain = {"step": 3, "betas": (0.9, 0.999), "names": ["a", "b"], "none": None, "large": 1 << 40}
-    _write(tmp_path / "file.pt", {**{name: _new(tensor) for name, tensor in tensors.items()}, **plain})
+    new = {name: whole(str(t.dtype)[6:], tuple(t.shape), _raw(t)) for name, t in tensors.items()}
+    with Copier(jobs=1) as copier:
+        file = plan_torch_file({**new, **plain}, "archive")
+        write_torch_files(None, copier, tmp_path / "file.pt", [file])  # type: ignore[arg-type]
     for in_place in (False, True):
         loaded = torch.load(tmp_path / "file.pt", weights_only=True, mmap=in_place)
         for name, tensor in tensors.items():

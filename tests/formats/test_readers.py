@@ -159,16 +159,37 @@ def test_a_model_file_that_counts_other_steps_is_doubted(made: Path, kind: str, 
         open_source(made / kind).warn()
 
 
+@pytest.mark.parametrize("saved", [True, False])
 def test_round_robin_gradients_order_parameters_anew_for_each_world(
-    made: Path, tmp_path: Path, changed: Any
+    made: Path, tmp_path: Path, changed: Any, saved: bool
 ) -> None:
-    """Every N-th parameter from the first, from the second, and so on."""
-    changed(lambda value: value["ds_config"]["zero_optimization"].update(round_robin_gradients=True))
-    zerokit.reshard(made / "deepspeed-2-fp32", 2, tmp_path / "two")
-    sources: Any = [open_source(path) for path in (made / "deepspeed-2-fp32", tmp_path / "two")]
-    four, two = (list(source.described.details.shapes[1]) for source in sources)
-    assert two == [four[index] for index in (0, 3, 1, 2, 4)]
-    assert held_bytes(sources[1]) == held_bytes(sources[0])
+    """Every N-th parameter from the first, from the second, and so on, whether or not the configuration was a file."""
+    paths = made / "deepspeed-2-fp32", tmp_path / "two", tmp_path / "four"
+
+    def change(value: Any) -> None:
+        value["ds_config"] = (
+            {"zero_optimization": {"round_robin_gradients": True}} if saved else "config.json"
+        )
+        states = value.get("optimizer_state_dict", {})
+        if states and not paths[1].exists():  # names in another order than in the file
+            states["param_slice_mappings"] = [
+                dict(reversed(m.items())) for m in states["param_slice_mappings"]
+            ]
+
+    changed(change)
+    for world, source, output in zip((2, 4), paths, paths[1:], strict=False):
+        zerokit.reshard(source, world, output)
+    sources: Any = [open_source(path) for path in paths]
+    four, two, again = (list(source.described.details.shapes[1]) for source in sources)
+    assert (two, again) == ([four[index] for index in (0, 3, 1, 2, 4)], four)
+    assert held_bytes(sources[0]) == held_bytes(sources[1]) == held_bytes(sources[2])
+
+
+def test_sub_groups_of_an_unknown_size_are_not_cut_anew(made: Path, tmp_path: Path, changed: Any) -> None:
+    changed(lambda value: value.update(ds_config="config.json"))
+    with pytest.raises(CheckpointError, match="does not hold the sub_group_size"):
+        zerokit.reshard(made / "deepspeed-3-fp32", 2, tmp_path / "two")
+    assert not (tmp_path / "two").exists()
 
 
 KINDS = ("wire_residual", "outer.anchor", "outer.momentum_buffer", "ema")

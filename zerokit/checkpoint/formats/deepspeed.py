@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -201,19 +201,40 @@ class Reader:
             for number, shapes in enumerate(self.shapes)
         ]
 
-    def groups_for(self, world: int) -> list[Cut]:
-        """The groups of stages 1 and 2, cut for so many ranks: under `round_robin_gradients` in another order."""
+    def groups_for(self, world: int, *, before: bool = False) -> list[Cut]:
+        """The groups of stages 1 and 2, cut for so many ranks.
+
+        `round_robin_gradients` gives parameters another order at each world; `before`: in the order before that.
+        """
         paddings = self.optimizers[0].get("param_alignment_paddings") or [None] * len(self.shapes)
-        config = (self.model.get("ds_config") or {}).get("zero_optimization") or {}
         cuts = []
         for number, (shapes, after) in enumerate(zip(self.shapes, paddings, strict=True)):
-            names = list(shapes)
-            if config.get("round_robin_gradients") and world != self.world:
-                orders = (deepspeed_files.round_robin(len(names), ranks) for ranks in (self.world, world))
-                own = dict(zip(next(orders), names, strict=True))
-                names = [own[index] for index in next(orders)]
+            names, count = list(shapes), len(shapes)
+            if self._round_robin:
+                own = dict(zip(deepspeed_files.round_robin(count, self.world), names, strict=True))
+                order = range(count) if before else deepspeed_files.round_robin(count, world)
+                names = [own[index] for index in order]
             cuts.append(deepspeed_files.cut_group(number, self.numels(names), world, after))
         return cuts
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """`zero_optimization` of DeepSpeed's configuration; empty if that was a file: only its path is saved."""
+        config = self.model.get("ds_config")
+        settings = config.get("zero_optimization") if isinstance(config, dict) else None
+        return settings if isinstance(settings, dict) else {}
+
+    @cached_property
+    def _round_robin(self) -> bool:
+        if self.settings:
+            return bool(self.settings.get("round_robin_gradients"))
+        # DeepSpeed's mappings are made before parameters are ordered so.
+        mappings = [optimizer.get("param_slice_mappings") or [] for optimizer in self.optimizers]
+        before = [list(dict.fromkeys(chain(*parts))) for parts in zip(*mappings, strict=True)]
+        return any(
+            names != [name for name in shapes if name in names]
+            for names, shapes in zip(before, self.shapes, strict=False)
+        )
 
     def state(self, rank: int) -> dict[int, dict[str, Any]]:
         """The optimizer's states of a rank, by group (stages 1 and 2) or sub-group."""

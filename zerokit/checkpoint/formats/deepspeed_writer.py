@@ -15,6 +15,7 @@ from typing import Any
 from zerokit.checkpoint.copying import Options, converting
 from zerokit.checkpoint.disk import entries_of, make_directory, sync_directory, write_file
 from zerokit.checkpoint.formats import deepspeed_files, torchwriter
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.deepspeed import Reader
 from zerokit.checkpoint.formats.deepspeed_files import LATEST, Cut, Piece
 from zerokit.checkpoint.formats.description import MASTER, PARAM
@@ -71,10 +72,17 @@ class _Writer:
         if reader.stage < 3:
             self.cuts = reader.groups_for(world)
         else:
-            config = reader.optimizer_files[0].get("ds_config") or {}
-            limit = int(config.get("zero_optimization", {}).get("sub_group_size", _SUB_GROUP_NUMEL))
+            limit = int(reader.settings.get("sub_group_size", _SUB_GROUP_NUMEL))
             groups = [reader.numels(names) for names in reader.groups]
-            self.cuts = list(deepspeed_files.sub_groups(groups, world, limit))
+            own, self.cuts = (
+                list(deepspeed_files.sub_groups(groups, n, limit)) for n in (reader.world, world)
+            )
+            require(
+                own == reader.cuts,
+                reader.files.models[0],
+                "does not hold the sub_group_size by which DeepSpeed has cut it, and will cut it again: convert it to "
+                "zerokit's format or DCP's",
+            )
 
     def files(self) -> Iterator[tuple[str, torchwriter.TorchFile]]:
         for rank in range(self.world if self.reader.stage == 3 else 1):
@@ -121,7 +129,8 @@ class _Writer:
             masters.append(self._flat(MASTER, number, held, unpadded))
             states[number] = self._state(number, held, unpadded if elastic else cut.partition)
             paddings.append(cut.partition - unpadded)
-            places = {p.name: {"numel": p.interval.numel, "start": p.start} for p in held}
+            mapped_pieces = self.reader.groups_for(self.world, before=True)[number].pieces[rank]
+            places = {p.name: {"numel": p.interval.numel, "start": p.start} for p in mapped_pieces}
             fragments = {name: Record(_FRAGMENT, (), place, new=True) for name, place in places.items()}
             mappings.append(Ordered(fragments))
         return {
