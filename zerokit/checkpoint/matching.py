@@ -91,7 +91,7 @@ def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_onl
     for position, parameter in enumerate(source.parameters):
         for name in (parameter.name, *parameter.aliases):
             known[name] = (position, parameter)
-    missing, changed, taken = [], [], set()
+    missing, changed, refrozen, taken = [], [], [], set()
     for parameter in live.parameters:
         names = [name for name in (parameter.name, *parameter.aliases) if name in known]
         if not names:
@@ -101,16 +101,17 @@ def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_onl
         taken.add(position)
         if saved.shape != parameter.shape:
             changed.append(f"{parameter.name} is {list(saved.shape)} there and {list(parameter.shape)} here")
-        elif saved.trainable != parameter.trainable and not weights_only:
+            continue
+        match.sources[parameter.name] = position
+        if saved.trainable != parameter.trainable and not weights_only:
             there, here = ("trained", "frozen") if saved.trainable else ("frozen", "trained")
-            changed.append(f"{parameter.name} is {there} there and {here} here")
-        else:
-            match.sources[parameter.name] = position
+            refrozen.append(f"{parameter.name} is {there} there and {here} here")
     spare = [p.name for position, p in enumerate(source.parameters) if position not in taken]
     return [
         *_listed("missing in the checkpoint", missing),
         *_listed("not in the model", spare),
         *_listed("changed", changed),
+        *_listed("trained on one side only, so that just the weights fit", refrozen),
     ]
 
 
@@ -120,6 +121,7 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
         (parameter.group, line[match.sources[parameter.name]].group)
         for parameter in live.parameters
         if parameter.trainable and parameter.name in match.sources
+        if line[match.sources[parameter.name]].trainable
     }
     ours, theirs = Counter(a for a, _ in pairs), Counter(b for _, b in pairs)
     for here, there in sorted(pairs):
@@ -224,6 +226,9 @@ class Shared:
 
     def __init__(self, checkpoint: Source, match: Match, extra: Mapping[str, Any]) -> None:
         self._sources = {name: at for name, at in match.sources.items() if at not in match.fresh}
+        self._averaged = {
+            name for name, at in match.sources.items() if (EMA, at) in checkpoint.manifest.numbers
+        }
         self._line = list(checkpoint.manifest.layout.parameters)
         self._rows: dict[str, dict[int, Tensor]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
@@ -262,7 +267,8 @@ class Shared:
             kind: bytes(host_bytes(value)) if isinstance(value, Tensor) else value
             for kind, value in self.of(unit, position).items()
         }
-        return repr((sorted(self.kinds(unit, position)), sorted(values.items())))
+        averaged = unit.unit.parameters[position].name in self._averaged
+        return repr((averaged, sorted(self.kinds(unit, position)), sorted(values.items())))
 
     def apply(self, runtime: Runtime, unit: UnitState, master: MasterSlice) -> None:
         """Set a master's state to the value saved for its parameters, which is equal for all of them."""
@@ -274,6 +280,8 @@ class Shared:
         ]
         kinds = NOT_THE_OPTIMIZERS | self.kinds(unit, fitting[0])
         state = {k: value for k, value in inner.state.pop(master.tensor, {}).items() if k in kinds}
+        if EMA in state and unit.unit.parameters[fitting[0]].name not in self._averaged:
+            state[EMA].copy_(master.tensor.detach())  # an average begins with the weights
         for kind, value in self.of(unit, fitting[0]).items():
             if kind not in self._rows:
                 state[kind] = value
