@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokit.checkpoint.manifest import WEIGHT_KINDS, Manifest
+from zerokit.checkpoint.manifest import WEIGHT_KINDS, Manifest, Scalars
+from zerokit.checkpoint.safetensors import Stream
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import MASTER, OUTER_PREFIX, PARAM, dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
@@ -135,15 +136,12 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
 def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list[str]:
     """What the optimizer keeps beside the master, compared with what was saved, once it had stepped at all."""
     others = {MASTER, PARAM, RESIDUAL} if EMA in runtime.states.kinds else {MASTER, PARAM, RESIDUAL, EMA}
-    saved: dict[int, set[str]] = {}
-    for stream in manifest.streams:
-        if stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX):
-            for position in stream.parameters:
-                saved.setdefault(position, set()).add(stream.kind)
-    scalars: dict[int, set[str]] = {}
-    for scalar in manifest.scalars:
-        for position in scalar.parameters:
-            scalars.setdefault(position, set()).add(scalar.kind)
+    saved = _kinds_at(
+        stream
+        for stream in manifest.streams
+        if stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX)
+    )
+    scalars = _kinds_at(manifest.scalars)
     if not saved and not scalars:
         return []
     expected = {number: _kinds(runtime, number) for number in range(len(runtime.inner.param_groups))}
@@ -210,6 +208,15 @@ def _kinds(runtime: Runtime, number: int) -> frozenset[str] | None:
     return states.kinds | states.scalars
 
 
+def _kinds_at(parts: Iterable[Stream | Scalars]) -> dict[int, set[str]]:
+    """The kinds of these streams or scalars, by position in the line."""
+    found: dict[int, set[str]] = {}
+    for part in parts:
+        for position in part.parameters:
+            found.setdefault(position, set()).add(part.kind)
+    return found
+
+
 def _set(kinds: frozenset[str] | set[str]) -> str:
     return ", ".join(sorted(kinds)) or "nothing"
 
@@ -232,11 +239,9 @@ class Shared:
         self._line = list(checkpoint.manifest.layout.parameters)
         self._rows: dict[str, dict[int, Tensor]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
-        self._streams: dict[int, set[str]] = {}
+        streams = checkpoint.manifest.streams
+        self._streams = _kinds_at(stream for stream in streams if stream.kind not in WEIGHT_KINDS)
         """The kinds of state that have a parameter's shape, by position."""
-        for stream in checkpoint.manifest.streams:
-            for position in stream.parameters if stream.kind not in WEIGHT_KINDS else ():
-                self._streams.setdefault(position, set()).add(stream.kind)
         tensors = Tensors(checkpoint, tensor_of)
         for scalar in checkpoint.manifest.scalars:
             name = f"optimizer/{scalar.kind}"
