@@ -132,10 +132,10 @@ def to_text(crcs: Iterable[int]) -> str:
 
 
 def from_text(text: str) -> array[int]:
-    """Parse the output of `to_text`. Raises `ValueError` for invalid digits."""
-    if len(text) % 8 or not set(text) <= _DIGITS:
+    """Parse the output of `to_text`, of eight digits each. Raises `ValueError` for invalid digits."""
+    if not set(text) <= _DIGITS:
         parts = (text[start : start + 8] for start in range(0, len(text), 8))
-        wrong = next(part for part in parts if len(part) < 8 or not set(part) <= _DIGITS)
+        wrong = next(part for part in parts if not set(part) <= _DIGITS)
         raise ValueError(f"{wrong!r} is not a CRC-32 of eight hexadecimal digits")
     numbers = array("I", bytes.fromhex(text))
     numbers.byteswap()

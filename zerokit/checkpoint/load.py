@@ -31,7 +31,7 @@ from zerokit.checkpoint.together import Together, last_failure
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.states import EMA, take_residuals
+from zerokit.runtime.states import take_residuals
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
@@ -56,8 +56,9 @@ def load(
             is a warning. Also a checkpoint of DeepSpeed (stages 1 to 3) or DCP (FSDP2), or with `weights_only` a
             Hugging Face folder: no framework but torch is needed, and no pickle is executed.
         optimizer: its model and its parameter groups must have the same members as those that were saved.
-        strict: refuse what does not fit. Otherwise parameters, streams, buffers and groups that fit are taken, the rest
-            is left as it is, and a warning lists it.
+        strict: refuse what does not fit. Otherwise parameters, streams, buffers and groups that fit are taken (the
+            weights alone of parameters that are trained on one side only), the rest is left as it is, and a warning
+            lists it.
         weights_only: take parameters, trained there or frozen, and buffers, from any checkpoint; the optimizer's states
             and groups, the loss scale and the generators stay as they are. An average of the weights (`zerokit.Ema`)
             begins anew, with the weights of its next `update`.
@@ -240,13 +241,7 @@ def _make_states(manifest: Manifest, runtime: Runtime, match: Match) -> None:
                     f"{kind} of {unit.unit.name} has several dtypes: {', '.join(sorted(dtypes))}"
                 )
             if dtypes:
-                dtype = getattr(torch, dtypes.pop())
-                # An average of weights that are not in the checkpoint begins with them.
-                own[kind] = (
-                    master.tensor.detach().to(dtype, copy=True)
-                    if kind == EMA
-                    else torch.zeros_like(master.tensor, dtype=dtype)
-                )
+                own[kind] = torch.zeros_like(master.tensor, dtype=getattr(torch, dtypes.pop()))
         if own:
             runtime.inner.state[master.tensor] = own
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerokit.checkpoint.manifest import WEIGHT_KINDS, Manifest
+from zerokit.checkpoint.manifest import WEIGHT_KINDS, Manifest, Scalars
+from zerokit.checkpoint.safetensors import Stream
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import MASTER, OUTER_PREFIX, PARAM, dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
@@ -91,7 +92,7 @@ def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_onl
     for position, parameter in enumerate(source.parameters):
         for name in (parameter.name, *parameter.aliases):
             known[name] = (position, parameter)
-    missing, changed, taken = [], [], set()
+    missing, changed, refrozen, taken = [], [], [], set()
     for parameter in live.parameters:
         names = [name for name in (parameter.name, *parameter.aliases) if name in known]
         if not names:
@@ -101,16 +102,17 @@ def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_onl
         taken.add(position)
         if saved.shape != parameter.shape:
             changed.append(f"{parameter.name} is {list(saved.shape)} there and {list(parameter.shape)} here")
-        elif saved.trainable != parameter.trainable and not weights_only:
+            continue
+        match.sources[parameter.name] = position
+        if saved.trainable != parameter.trainable and not weights_only:
             there, here = ("trained", "frozen") if saved.trainable else ("frozen", "trained")
-            changed.append(f"{parameter.name} is {there} there and {here} here")
-        else:
-            match.sources[parameter.name] = position
+            refrozen.append(f"{parameter.name} is {there} there and {here} here")
     spare = [p.name for position, p in enumerate(source.parameters) if position not in taken]
     return [
         *_listed("missing in the checkpoint", missing),
         *_listed("not in the model", spare),
         *_listed("changed", changed),
+        *_listed("trained on one side only, so that just the weights fit", refrozen),
     ]
 
 
@@ -120,6 +122,7 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
         (parameter.group, line[match.sources[parameter.name]].group)
         for parameter in live.parameters
         if parameter.trainable and parameter.name in match.sources
+        if line[match.sources[parameter.name]].trainable
     }
     ours, theirs = Counter(a for a, _ in pairs), Counter(b for _, b in pairs)
     for here, there in sorted(pairs):
@@ -133,15 +136,12 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
 def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list[str]:
     """What the optimizer keeps beside the master, compared with what was saved, once it had stepped at all."""
     others = {MASTER, PARAM, RESIDUAL} if EMA in runtime.states.kinds else {MASTER, PARAM, RESIDUAL, EMA}
-    saved: dict[int, set[str]] = {}
-    for stream in manifest.streams:
-        if stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX):
-            for position in stream.parameters:
-                saved.setdefault(position, set()).add(stream.kind)
-    scalars: dict[int, set[str]] = {}
-    for scalar in manifest.scalars:
-        for position in scalar.parameters:
-            scalars.setdefault(position, set()).add(scalar.kind)
+    saved = _kinds_at(
+        stream
+        for stream in manifest.streams
+        if stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX)
+    )
+    scalars = _kinds_at(manifest.scalars)
     if not saved and not scalars:
         return []
     expected = {number: _kinds(runtime, number) for number in range(len(runtime.inner.param_groups))}
@@ -208,6 +208,15 @@ def _kinds(runtime: Runtime, number: int) -> frozenset[str] | None:
     return states.kinds | states.scalars
 
 
+def _kinds_at(parts: Iterable[Stream | Scalars]) -> dict[int, set[str]]:
+    """The kinds of these streams or scalars, by position in the line."""
+    found: dict[int, set[str]] = {}
+    for part in parts:
+        for position in part.parameters:
+            found.setdefault(position, set()).add(part.kind)
+    return found
+
+
 def _set(kinds: frozenset[str] | set[str]) -> str:
     return ", ".join(sorted(kinds)) or "nothing"
 
@@ -224,14 +233,15 @@ class Shared:
 
     def __init__(self, checkpoint: Source, match: Match, extra: Mapping[str, Any]) -> None:
         self._sources = {name: at for name, at in match.sources.items() if at not in match.fresh}
+        self._averaged = {
+            name for name, at in match.sources.items() if (EMA, at) in checkpoint.manifest.numbers
+        }
         self._line = list(checkpoint.manifest.layout.parameters)
         self._rows: dict[str, dict[int, Tensor]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
-        self._streams: dict[int, set[str]] = {}
+        streams = checkpoint.manifest.streams
+        self._streams = _kinds_at(stream for stream in streams if stream.kind not in WEIGHT_KINDS)
         """The kinds of state that have a parameter's shape, by position."""
-        for stream in checkpoint.manifest.streams:
-            for position in stream.parameters if stream.kind not in WEIGHT_KINDS else ():
-                self._streams.setdefault(position, set()).add(stream.kind)
         tensors = Tensors(checkpoint, tensor_of)
         for scalar in checkpoint.manifest.scalars:
             name = f"optimizer/{scalar.kind}"
@@ -262,7 +272,8 @@ class Shared:
             kind: bytes(host_bytes(value)) if isinstance(value, Tensor) else value
             for kind, value in self.of(unit, position).items()
         }
-        return repr((sorted(self.kinds(unit, position)), sorted(values.items())))
+        averaged = unit.unit.parameters[position].name in self._averaged
+        return repr((averaged, sorted(self.kinds(unit, position)), sorted(values.items())))
 
     def apply(self, runtime: Runtime, unit: UnitState, master: MasterSlice) -> None:
         """Set a master's state to the value saved for its parameters, which is equal for all of them."""
@@ -274,6 +285,8 @@ class Shared:
         ]
         kinds = NOT_THE_OPTIMIZERS | self.kinds(unit, fitting[0])
         state = {k: value for k, value in inner.state.pop(master.tensor, {}).items() if k in kinds}
+        if EMA in state and unit.unit.parameters[fitting[0]].name not in self._averaged:
+            state[EMA].copy_(master.tensor.detach())  # an average begins with the weights
         for kind, value in self.of(unit, fitting[0]).items():
             if kind not in self._rows:
                 state[kind] = value
