@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import zerokit.layout
 from zerokit.layout import (
     ALIGNMENT,
     LAYOUT_BYTES,
@@ -260,13 +256,3 @@ def test_a_parameter_named_twice_is_refused_by_name() -> None:
     segment = Segment("m", (Parameter("w", (2,)),))
     with pytest.raises(ValueError, match=r"\bw\b"):
         build_layout([segment, segment], world=1, bucket_bytes=1)
-
-
-def test_only_the_standard_library_is_imported() -> None:
-    source = zerokit.layout.__file__
-    assert source is not None
-    for node in ast.walk(ast.parse(Path(source).read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        assert all(name.split(".")[0] in {*sys.stdlib_module_names, "__future__"} for name in names)

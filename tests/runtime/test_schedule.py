@@ -138,6 +138,11 @@ SCENES: dict[str, tuple[dict[str, Any], Way, list[str]]] = {
         steps([0, 1, 0, 2]),
         ["g0 g1 f0 g0 f1 g2 f0 f2 g0 b2 r2 g1 b0 g0 b1 r1 b0 r0 step", "2 in memory"],
     ),
+    "a unit in use is not gathered ahead for its next use": (
+        {"blocks": 3, "uses": [0, 1, 0, 2], "prefetch": 2},
+        steps([0, 1, 0, 2]),
+        ["g0 g1 f0 g0 g2 f1 f0 f2 g0 g1 b2 r2 b0 g0 b1 r1 b0 r0 step", "3 in memory"],
+    ),
     "another order is gathered as it comes, and recorded": (
         {"blocks": 3},
         steps([0, 1, 0, 1, 2], [0, 1, 0, 1, 2]),

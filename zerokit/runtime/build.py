@@ -171,7 +171,6 @@ class Runtime:
         write_back(self.units)
         for unit, values in zip(self._rounded() if sent else (), sent, strict=True):
             unit.kept_part(unit.updated).copy_(values)
-            unit.note_sent()
         if frozen:
             for unit in self.units:
                 if not unit.unit.trainable:

@@ -12,7 +12,8 @@ units it is done with, with zeros for gradients that never came. So the rank tha
 and no rank hangs. A reduction whose gradients may still come lets the gathers behind it pass: then all ranks must.
 
 [Note: the end of a unit's gradients] Autograd runs nodes in reverse order of creation: when an output of a unit
-receives its gradient, units that a forward pass used only later, or never, will receive no more gradients.
+receives its gradient, units that a forward pass used only later, or never, will receive no more gradients. Another
+forward pass that is still open may bring them some in the same backward, but only where autograd's engine reaches them.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class Passes:
         """Units used where no hook shows when backward is done with them."""
         self._open: list[ForwardPass] = []
         """Passes with gradients since the last step that no backward has come through."""
-        self._reached: set[int] = set()  # units that backward brings gradients, where several passes are open
+        self._reached: set[int] = set()
+        """Units to which this backward brings gradients; known where several passes are open."""
 
     def begin(self, *, training: bool) -> None:
         self.current = ForwardPass()
@@ -116,7 +118,7 @@ class Passes:
         return self._open[-1] if self._open else None
 
     def begin_backward(self, reached: Iterable[int]) -> None:
-        """Start a backward pass that brings gradients to the units `reached`, through one open pass or more."""
+        """Start a backward pass that brings gradients to the units `reached`, through one open forward or more."""
         self._reached = set(reached) if len(self._open) > 1 else set()
 
     def end_backward(self) -> None:

@@ -236,12 +236,8 @@ class UnitState(OwnedUnit):
         if work is not None:
             with profiled("wait for the gather of", self.unit):
                 work.wait()
-            self.note_sent()
-
-    def note_sent(self) -> None:
-        """This rank's parameters are what its masters were sent as."""
-        if self.last_sent is not None:
-            self.last_sent.copy_(self.kept_part(self.updated))
+            if self.last_sent is not None:
+                self.last_sent.copy_(self.kept_part(self.updated))
 
     def free(self) -> None:
         """Free the gathered unit's memory (stage 3); see [Note: freed weights]."""
@@ -355,4 +351,3 @@ def write_back(units: Sequence[UnitState], *, exact: bool = True) -> None:
     for unit in units:
         if unit.unit.trainable:
             unit.note_update()
-            unit.note_sent()
