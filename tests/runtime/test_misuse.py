@@ -269,8 +269,8 @@ def _partly_frozen() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _own_groups(model: nn.Module) -> dict[str, Any]:
-    return {"model": model, "params": [{"params": [p]} for p in model.parameters()]}
+def _own_groups(model: nn.Module, **options: Any) -> dict[str, Any]:
+    return {"model": model, "params": [{"params": [p], **options} for p in model.parameters()]}
 
 
 UNITS = {"bucket_mb": 1e-6, "units": nn.Tanh}
@@ -284,6 +284,7 @@ DIFFERENCES: list[tuple[str, Callable[[], dict[str, Any]], Callable[[], dict[str
     ("parameters", dict, lambda: {"model": nn.Sequential(*small(), nn.Linear(1, 1))}),
     ("2.bias", dict, lambda: {"model": _partly_frozen()}),
     ("group", dict, lambda: _own_groups(small())),
+    ("weight_decay of group 1", lambda: _own_groups(small()), lambda: _own_groups(small(), weight_decay=0.1)),
     ("stage", lambda: {"stage": 2}, lambda: {"stage": 3}),
     ("precision", dict, lambda: {"precision": "bf16"}),
     ("wire", dict, lambda: {"precision": zerokit.Precision(wire="bf16")}),

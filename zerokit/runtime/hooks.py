@@ -53,10 +53,11 @@ class Hook:
     def __init__(self, target: weakref.ref[Any], method: Callable[..., Any], *arguments: Any) -> None:
         self._target, self._method, self._arguments = target, method, arguments
 
-    @uncompiled
-    def __call__(self, *args: Any) -> Any:
+    def run(self, *args: Any) -> Any:
         target = self._target()
         return None if target is None else self._method(target, *self._arguments, *args)
+
+    __call__ = uncompiled(run)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return _ignore  # a copied module is a plain one
@@ -72,10 +73,7 @@ class TracedHook(Hook):
     """A hook on tensors alone, which compilers include in their graphs."""
 
     __slots__ = ()
-
-    def __call__(self, *args: Any) -> Any:
-        target = self._target()
-        return None if target is None else self._method(target, *self._arguments, *args)
+    __call__ = Hook.run
 
 
 def require_no_graphs(model: nn.Module) -> None:

@@ -54,19 +54,6 @@ pattern("`ZeroOptimizer(model.parameters(), …)`", refused=always(usage("pass t
 )
 
 
-@pattern(
-    "a weight decay of a group that differs by rank",
-    refused=always(Refused("LayoutMismatch", ("rank 1", "weight_decay"))),
-)
-def weight_decays(engine: Engine) -> None:
-    model = Mlp()
-    groups = [
-        {"params": model.head.parameters(), "weight_decay": 0.1 * engine.rank},
-        {"params": [*model.first.parameters(), *model.blocks.parameters()]},
-    ]
-    _zero(engine, lambda: model, params=groups)
-
-
 Does = Callable[[Engine], Any]
 
 
@@ -193,14 +180,6 @@ def optimizer_gone(engine: Engine) -> None:
         assert weight.grad.sum() == weight.numel()
     engine.model.eval()
     engine.evaluate(engine.data())
-
-
-@pattern("weights carried to a new model with an optimizer of its own")
-def built_anew(engine: Engine) -> None:
-    USUAL(engine)
-    model = Mlp()
-    model.load_state_dict(engine.weights())
-    USUAL(engine.another(model))
 
 
 def _sum(value: Any) -> float:

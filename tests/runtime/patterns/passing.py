@@ -116,7 +116,12 @@ def _add_rows(model: Any, x: Tensor) -> Tensor:
 for key, name, block, how in (
     ("into_a_list", "units that return `None` and write into a list", Stores, _collect),
     ("views", "units that return views", Sliced, _join_views),
-    ("rows", "units that return rows of their weights, which are read after all units", Rows, _add_rows),
+    (
+        "weight_rows",
+        "units that return rows of their weights, which are read after all units",
+        Rows,
+        _add_rows,
+    ),
     ("handed_through", "units that hand an input through (T5's position bias)", Same, _hand_through),
 ):
     pattern(name, partial(Mlp, block=block, features=how))(CLIPPED, key)

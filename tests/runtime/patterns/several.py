@@ -221,13 +221,13 @@ def local_losses(engine: Engine) -> None:
     engine.finish()
 
 
-@pattern.features("backward passes inside forward: `inputs=` of an activation, and of a local loss")
-def backward_inside(model: Any, x: Tensor) -> Tensor:
+@pattern.features("backward passes inside forward: of a local loss, and `inputs=` of an activation")
+def backward_within(model: Any, x: Tensor) -> Tensor:
     x = model.first(x)
     for block in model.blocks:
+        square(block(x.detach())).backward()
         moved: Any = x.detach().requires_grad_()
         square(block(moved)).backward(inputs=[moved])
-        square(block(x.detach())).backward()
         x = block(x - moved.grad)
     return x
 
