@@ -81,7 +81,7 @@ def test_samples_of_a_step_decide_how_often_micro_batches_accumulate() -> None:
             {"model": "tests.planning.models:fours", "seq_len": None},
             "samples cannot be made .*: give one --batch-size",
         ),
-        ({"model": "tests.planning.models:labelled", "seq_len": None}, "tuple of tensors.* holds a str"),
+        ({"model": "tests.planning.models:labelled", "seq_len": None}, "a tuple that holds a str: expected"),
     ],
 )
 def test_what_is_unknown_is_said_in_a_sentence(options: dict[str, Any], message: str) -> None:

@@ -248,11 +248,12 @@ def load(settings: Settings) -> Loaded:
             drawn: Any = own.batch(
                 generator(draw_seed(seed=settings.seed, sample=first)), settings.batch_size
             )
-            if isinstance(drawn, tuple | list) and all(isinstance(one, Tensor) for one in drawn):
-                return tuple(drawn)
-            raise UsageError(
-                f"{workload.name}: batch() returned a {type(drawn).__name__}: expected a tuple of tensors"
-            )
+            parts = drawn if isinstance(drawn, tuple | list) else ()
+            others = [type(one).__name__ for one in parts if not isinstance(one, Tensor)]
+            if others or not parts:
+                found = f"{type(drawn).__name__}{f' that holds a {others[0]}' if others else ''}"
+                raise UsageError(f"{workload.name}: batch() returned a {found}: expected a tuple of tensors")
+            return tuple(parts)
 
         return Loaded(settings, workload, made_up(settings), batch, own.init_fn, own)
     return Loaded(settings, workload, *open_source(settings), init_module)
