@@ -292,8 +292,12 @@ def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrit
     if type(after) is not int or after < 0:
         raise UsageError(f"after={after!r}: expected the number of steps trained so far, at least 0")
     run = Path(run_directory)
-    require_run(run)
-    _require_writable(run)
+    existing = require_run(run)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{run}: cannot be written to: {existing} is on a read-only file system, or allows it to others: check its "
+            "permissions and its owner, or choose another directory"
+        )
     others = [run, *island_runs(run)]
     if later := [] if overwrite else sorted(step for one in others for step in later_steps(one, after)):
         more = f" and {len(later) - 1} more" if len(later) > 1 else ""
@@ -304,8 +308,11 @@ def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrit
         )
 
 
-def require_run(run: Path) -> None:
-    """Raises `CheckpointError` where `run` is, or lies in, a step's directory: files in there would damage it."""
+def require_run(run: Path) -> Path:
+    """The directory `run`, or the nearest one above it that is there.
+
+    Raises `CheckpointError` for a path through a file, and for a step's directory or one in it: files would damage it.
+    """
     run = run.absolute()
     for folder in (run, run.parent):
         if is_step(folder):
@@ -314,6 +321,12 @@ def require_run(run: Path) -> None:
                 f"{run}: {where}, not a run's directory: name the directory that holds the steps, such as "
                 f'zerokit.save("{folder.parent}", optimizer, step=...)'
             )
+    existing = next(folder for folder in (run, *run.parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise CheckpointError(
+            f"{run}: cannot be created: {existing} is not a directory: choose another directory"
+        )
+    return existing
 
 
 def is_step(folder: Path) -> bool:
@@ -386,17 +399,3 @@ def unreferenced(step: Path) -> bool:
     if latest is None:
         return not os.path.lexists(step.parent / LATEST_NAME)
     return _number(step.parent / latest.name) < _number(step) and not superseded(step)
-
-
-def _require_writable(run: Path) -> None:
-    """By the permissions of the run, or of the nearest directory that is there."""
-    existing = next(folder for folder in (run.absolute(), *run.absolute().parents) if os.path.lexists(folder))
-    if not existing.is_dir():
-        raise CheckpointError(
-            f"{run}: cannot be created: {existing} is not a directory: choose another directory"
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"{run}: cannot be written to: {existing} is on a read-only file system, or allows it to others: check its "
-            "permissions and its owner, or choose another directory"
-        )
