@@ -179,7 +179,8 @@ class Engine:
 class Plain(Engine):
     """Plain torch: one all-reduce averages the gradients, and a missing one counts as zeros.
 
-    That holds for one that no rank has, too, as zerokit documents it. What does not require a gradient is left alone.
+    That holds for one that no rank has, too, as zerokit documents it. What does not require a gradient, or did not in
+    the step's last `loss()`, is left alone.
     """
 
     plain = True
@@ -191,7 +192,12 @@ class Plain(Engine):
         for parameter in self.parameters:
             dist.broadcast(parameter.detach(), 0)  # as every engine for data parallelism does
         self.steps = 0
+        self.frozen: set[nn.Parameter] = set()
         self.optimizer = cls(self.parameters if params is None else params, fused=True, **options)
+
+    def loss(self, *shape: int) -> Tensor:
+        self.frozen = {parameter for parameter in self.parameters if not parameter.requires_grad}
+        return super().loss(*shape)
 
     def backward(self, loss: Tensor) -> None:
         self.record(loss)
@@ -203,7 +209,7 @@ class Plain(Engine):
         gradients = []
         for parameter in self.parameters:
             # What is frozen now but has a gradient from before is averaged, as torch's optimizer would still use it.
-            if parameter.requires_grad and parameter.grad is None:
+            if parameter.requires_grad and parameter.grad is None and parameter not in self.frozen:
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
