@@ -151,7 +151,7 @@ class Task:
 
 
 Figures = dict[str, list[float]]
-"""Of all runs of a task: "seconds"; of a command also "processor_s" and, of its largest process, "peak_bytes"."""
+"""Values by run: "seconds"; for commands also "processor_s" and the "peak_bytes" of the largest process."""
 
 
 # A process of its own: a child's peak memory begins with that of the process that it was forked from.

@@ -22,7 +22,8 @@ from tests.support.checkpoints import (
 )
 from zerokit.checkpoint.diff import Difference, diff
 from zerokit.checkpoint.inspect import inspect
-from zerokit.checkpoint.run import Latest, mark_superseded, stated_checksum, write_latest
+from zerokit.checkpoint.latest import Latest, write_latest
+from zerokit.checkpoint.run import mark_superseded, stated_checksum
 from zerokit.checkpoint.safetensors import Stream
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.process import Process

@@ -25,14 +25,13 @@ from tests.support.checkpoints import (
     write_checkpoint,
 )
 from zerokit import files
+from zerokit.checkpoint.latest import Latest, write_latest
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.run import (
-    Latest,
     list_steps,
     mark_superseded,
     stated_checksum,
     steps_to_supersede,
-    write_latest,
 )
 from zerokit.cli.work import decimal_size
 from zerokit.errors import CheckpointError, UsageError

@@ -16,6 +16,7 @@ from pathlib import Path
 from zerokit import files
 from zerokit.checkpoint import run as runs
 from zerokit.checkpoint.disk import entries_of, explained
+from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, finish_replacements, leftovers, remove
 from zerokit.errors import CheckpointError, UsageError
@@ -188,7 +189,7 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
         raise CheckpointError(
             f"{run}: holds the runs of islands: give one of them, such as {newest.path.parent}"
         )
-    latest = runs.read_latest(run)
+    latest = read_latest(run)
     stays = {newest.path.name}
     if latest is not None:
         stays.add(latest.name)
@@ -241,7 +242,7 @@ def foreign_to_checkpoint(folder: Path) -> str:
             steps.append(entry.name)
             if strange := foreign_to_step(Path(entry.path)):
                 return f"{strange} in {entry.name}"
-        elif entry.name != runs.LATEST_NAME and not files.TEMPORARY.fullmatch(entry.name):
+        elif entry.name != LATEST_NAME and not files.TEMPORARY.fullmatch(entry.name):
             return named(entry)
     return "" if len(steps) == 1 else f"{len(steps) or 'no'} steps, where an output of this kind has one"
 

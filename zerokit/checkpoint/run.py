@@ -15,11 +15,11 @@ from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint.disk import check_file, entries_of, explained, opened, read_whole
+from zerokit.checkpoint.latest import LATEST_NAME, Latest, read_latest, readable_latest
 from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
 from zerokit.errors import CheckpointError, UsageError
 
-LATEST_NAME = "latest"
 SUPERSEDED_NAME = "superseded"
 """An empty file in a step's directory."""
 
@@ -27,21 +27,6 @@ _ISLAND = re.compile(r"island-(\d+)")
 """A run of islands (`zerokit.LocalSteps`) holds a run for each; a step counts where all of them have it."""
 
 STEP = re.compile(r"step-(\d{8,20})")
-_LATEST = re.compile(r"(?P<name>step-\d{8,20}) (?P<crc>[0-9a-f]{8})\n(?:(?P=name) (?P<old>[0-9a-f]{8})\n)?")
-
-
-@dataclass(frozen=True, slots=True)
-class Latest:
-    """The content of the file `latest`: the newest step's name and the CRC-32 that its manifest begins with.
-
-    There are two of them while that step is being replaced, the new one's first.
-    """
-
-    name: str
-    crcs: tuple[int, ...]
-
-    def text(self) -> str:
-        return "".join(f"{self.name} {crc:08x}\n" for crc in self.crcs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,35 +97,10 @@ def common_steps(runs: Sequence[Path], *, whole: bool = False) -> set[int]:
     return set.intersection(*(set(steps(run)) for run in runs)) if runs else set()
 
 
-def write_latest(run: Path, latest: Latest) -> None:
-    """Replace the file, atomically and durably. Raises `CheckpointError`."""
-    with explained(run / LATEST_NAME, "written"):
-        files.write_aside(run / LATEST_NAME, latest.text().encode())
-
-
-def read_latest(run: Path) -> Latest | None:
-    """The content of `latest`; None if the file is missing. Raises `CheckpointError` if it is damaged."""
-    path = run / LATEST_NAME
-    with explained(path, "looked at"):
-        if not os.path.lexists(path):
-            return None
-    match = _LATEST.fullmatch(read_whole(path).decode("latin-1"))
-    if match is None:
-        raise CheckpointError(f"{path}: damaged: expected 'step-######## ' and eight hexadecimal digits")
-    return Latest(match["name"], tuple(int(crc, 16) for crc in (match["crc"], match["old"]) if crc))
-
-
-def readable_latest(run: Path) -> Latest | None:
-    """The content of `latest`; None if the file is missing or damaged."""
-    with suppress(CheckpointError):
-        return read_latest(run)
-    return None
-
-
 def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
     """The step at `path`, or the newest step of the run at `path`.
 
-    Of a run, `whole` passes over steps that hold weights only, `sound` over those with a damaged manifest or with
+    In a run, `whole` passes over steps that hold weights only, `sound` over those with a damaged manifest or with
     missing or truncated files. Raises `CheckpointError` if there is no such step.
     """
     with explained(path, "opened"):
@@ -344,7 +304,7 @@ def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
         if zerokit.list_steps("run"):
             extra = zerokit.load("run", optimizer)
 
-    Of islands (`zerokit.LocalSteps`), the steps that all of them have. Their files are not looked at. Raises
+    For islands (`zerokit.LocalSteps`), the steps that all of them have. Their files are not looked at. Raises
     `CheckpointError` where the directory cannot be listed.
     """
     run = Path(run_directory)
@@ -360,7 +320,7 @@ def committed(run: Path) -> list[Path]:
 
 
 def _has_manifest(step: Path) -> bool:
-    """Also where this user may not look: what cannot be read is told by whoever wants it, and not passed over."""
+    """Whether a step is committed. One that this user may not read counts, so that its reader reports it."""
     try:
         return (step / NAME).exists()
     except PermissionError:

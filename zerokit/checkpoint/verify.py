@@ -12,9 +12,10 @@ from zerokit.checkpoint.copying import Progress
 from zerokit.checkpoint.disk import explained, opened
 from zerokit.checkpoint.formats import open_source, recognised
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.latest import LATEST_NAME
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
-from zerokit.checkpoint.run import LATEST_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
+from zerokit.checkpoint.run import SUPERSEDED_NAME, committed, find_step, island_runs, step_name
 from zerokit.errors import CheckpointError
 
 

@@ -27,7 +27,7 @@ from zerokit.errors import ZerokitError
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
 MOST_LOG_BYTES = 1 << 20
-"""Of what a log has grown by, only the end is sent."""
+"""The most that is sent of what was added to a log: its end."""
 
 
 class FrameError(ZerokitError):

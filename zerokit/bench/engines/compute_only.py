@@ -16,8 +16,8 @@ from zerokit.bench.engines.trainer import Trainer, adamw, trainable
 class ComputeOnlyTrainer(Trainer):
     """At stage 0 each rank steps the whole optimizer, at other stages only the share of a sharded one.
 
-    Of every parameter that is the rank-th of N parts, as even as elements can be divided: a parameter of its own in the
-    same memory.
+    The share is the rank-th of N parts of every parameter, as even as elements can be divided. It is a parameter of its
+    own in the same memory.
     """
 
     def make_optimizer(self) -> Optimizer:

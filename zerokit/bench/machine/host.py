@@ -112,7 +112,7 @@ def visible(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
 def identify(uuid: str, environment: Mapping[str, str]) -> str:
     """A device's identity: the UUID that torch gives it, or that of the slice (MIG) which CUDA shows.
 
-    Of a slice, CUDA may give the UUID of the whole device.
+    For a slice, CUDA may give the UUID of the whole device.
     """
     names = visible_names(environment) or [""]
     if names[0].startswith("MIG-"):

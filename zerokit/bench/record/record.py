@@ -61,7 +61,7 @@ class Record:
         sweep: the id that all cells of a sweep share; null for a single bench.
         cell: `Settings.key` of what was asked, before a rank filled in what was left open.
         created: when the measured steps ended, UTC, ISO 8601.
-        loss: of every step, warm-up first, the mean over ranks and micro-batches. Of an elastic bench each step of the
+        loss: of every step, warm-up first, the mean over ranks and micro-batches. For an elastic bench each step of the
             job once, as it was trained last.
         gradient_norm: of every step as for the loss, before clipping; empty when nothing was clipped.
         skipped_steps: by fp16 overflow, warm-up included.

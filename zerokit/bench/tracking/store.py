@@ -70,7 +70,7 @@ def resolve_uri(asked: str | None) -> str:
 def failing(what: str) -> Iterator[None]:
     """Turns any error inside into a `TrackingError` with a one-line reason.
 
-    Of a connection that failed that is its root, which libraries wrap up to five times.
+    For a failed connection that is the innermost error, which libraries wrap up to five times.
     """
     try:
         yield

@@ -22,10 +22,11 @@ from zerokit.checkpoint.formats.dcp_writer import write_dcp
 from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.huggingface_writer import DEFAULT_SHARD_SIZE, write_weights
+from zerokit.checkpoint.latest import LATEST_NAME, Latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME, File, Manifest, own_checksum
 from zerokit.checkpoint.prune import foreign_to_checkpoint
 from zerokit.checkpoint.requests import Request, requests_for
-from zerokit.checkpoint.run import LATEST_NAME, Latest, step_name
+from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import rank_file
 from zerokit.checkpoint.source import Source
 from zerokit.errors import UsageError
@@ -153,7 +154,7 @@ def consolidate(
 ) -> Path:
     """Write the weights and buffers of `source` as `model.safetensors`, or as several with an index.
 
-    Of tied parameters only the first name is written, as `save_pretrained` does: loaders tie them again.
+    Only the first name of tied parameters is written, as `save_pretrained` does: loaders tie them again.
 
     Args:
         source: the directory of a step, or of a run, whose newest step is taken.

@@ -1,0 +1,157 @@
+"""The files of a step: every rank writes its own pieces, and rank 0 the rest."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from safetensors.torch import save as save_tensors
+
+from zerokit.checkpoint.checksum import crc32
+from zerokit.checkpoint.disk import MAX_TEXT_BYTES, new_file, write_exactly, write_file
+from zerokit.checkpoint.extra import decode, parse_members
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars, parse_manifest
+from zerokit.checkpoint.run import step_name
+from zerokit.checkpoint.safetensors import (
+    LENGTH_BYTES,
+    Extent,
+    RankFile,
+    Stream,
+    file_name,
+    parse_header,
+    rank_file,
+    slice_count,
+)
+from zerokit.checkpoint.snapshot import Arguments, Rest, Slices
+from zerokit.checkpoint.state import host_bytes
+from zerokit.checkpoint.strict import compact
+from zerokit.errors import CheckpointError
+from zerokit.layout import Layout
+
+_BATCH_BYTES = 64 << 20
+"""Written in one call: what a device holds is copied to the host so much at a time."""
+
+Written = tuple[File, "array[int]"]
+"""A rank's file, and the CRC-32 of each of its extents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What rank 0 writes: the small files, and the manifest but for what the ranks' files turn out to be."""
+
+    common: bytes
+    extra: bytes
+    manifest: Manifest
+
+
+def write_rank(
+    work: Path, file: RankFile, streams: tuple[Stream, ...], slices: Slices, layout: Layout
+) -> Written:
+    """Write a rank's file in the directory `work`. Raises `CheckpointError`."""
+    if not work.is_dir():
+        raise CheckpointError(f"{work}: not there: the run directory is not shared between the nodes")
+    path, line = work / file.name, layout.parameters
+    wanted = {(streams[e.stream].kind, line[e.position].name) for e in file.extents}
+    if missing := sorted(wanted - slices.keys()):
+        kind, name = missing[0]
+        raise CheckpointError(f"{kind} of {name} is missing on this rank, which others have")
+    crcs = array("I")
+    with new_file(path, file.size) as fd:
+        write_exactly(fd, [file.header], 0, path)
+        for batch in _batches(file.extents):
+            held = [slices[streams[e.stream].kind, line[e.position].name] for e in batch]
+            buffers = [host_bytes(tensor) for tensor in held]
+            assert [buffer.nbytes for buffer in buffers] == [extent.size for extent in batch]
+            write_exactly(fd, buffers, batch[0].offset, path)
+            crcs.extend(map(crc32, buffers))
+    return File(file.name, file.size, len(file.header), crc32(file.header)), crcs
+
+
+def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
+    """Neighbours, for one vectored call each."""
+    batch: list[Extent] = []
+    for extent in extents:
+        if batch and extent.offset + extent.size - batch[0].offset > _BATCH_BYTES:
+            yield batch
+            batch = []
+        batch.append(extent)
+    if batch:
+        yield batch
+
+
+def contents_of(
+    arguments: Arguments,
+    layout: Layout,
+    streams: tuple[Stream, ...],
+    scalars: tuple[Scalars, ...],
+    rest: Rest,
+) -> Contents:
+    """What rank 0 is to write. Raises `CheckpointError` for what `load` would refuse."""
+    step = arguments.step
+    where = f"{Path(arguments.run) / step_name(step)} cannot be saved"
+    common = save_tensors(dict(rest.tensors), {"format": "zerokit"})
+    extra = compact(rest.members)
+    manifest = Manifest(
+        step,
+        layout,
+        streams,
+        scalars,
+        tuple(array("I", bytes(4 * slice_count(layout, stream))) for stream in streams),
+        tuple(
+            File(file_name(rank, layout.world), LENGTH_BYTES, LENGTH_BYTES, 0) for rank in range(layout.world)
+        ),
+        File(COMMON_NAME, len(common), 0, crc32(common)),
+        File(EXTRA_NAME, len(extra), 0, crc32(extra)),
+        arguments.weights_only,
+    )
+    content = manifest.to_bytes()
+    for name, text in ((NAME, content), (EXTRA_NAME, extra)):
+        if len(text) > MAX_TEXT_BYTES:
+            raise CheckpointError(
+                f"{where}: {name} would have {len(text)} bytes, more than the {MAX_TEXT_BYTES} that it may have: give "
+                "long data as tensors or arrays"
+            )
+    parse_manifest(content, f"{where}: {NAME}")
+    parse_header(common, len(common), f"{where}: {COMMON_NAME}")
+    plain = parse_members(extra, manifest, f"{where}: {EXTRA_NAME}")
+    for key in ("user", "groups", "values"):
+        decode(plain.get(key), rest.tensors, f"{where}: {key}")
+    return Contents(common, extra, manifest)
+
+
+def write_rest(work: Path, contents: Contents, written: list[Written]) -> bytes:
+    """Rank 0's part: common, extra and the manifest, whose bytes are returned."""
+    draft = contents.manifest
+    for rank, (file, _) in enumerate(written):
+        path = work / file.name
+        if not path.exists() or path.stat().st_size != file.size:
+            raise CheckpointError(
+                f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
+            )
+    write_file(work / COMMON_NAME, contents.common)
+    write_file(work / EXTRA_NAME, contents.extra)
+    content = replace(
+        draft,
+        checksums=_checksums(draft.layout, draft.streams, draft.step, written),
+        files=tuple(file for file, _ in written),
+    ).to_bytes()
+    write_file(work / NAME, content)
+    return content
+
+
+def _checksums(
+    layout: Layout, streams: tuple[Stream, ...], step: int, written: list[Written]
+) -> tuple[array[int], ...]:
+    """Every slice's CRC-32, from the order of the files to the manifest's."""
+    crcs: dict[tuple[int, int], array[int]] = {}
+    for rank, (_, held) in enumerate(written):
+        for extent, crc in zip(rank_file(layout, streams, step, rank).extents, held, strict=True):
+            crcs.setdefault((extent.stream, extent.position), array("I")).append(crc)
+    none = array("I")
+    return tuple(
+        array("I", chain.from_iterable(crcs.get((number, position), none) for position in stream.parameters))
+        for number, stream in enumerate(streams)
+    )
