@@ -69,7 +69,7 @@ def _unreadable(directory: str) -> None:
     with pytest.raises(zerokit.UsageError, match="step="):
         save(directory, zero, step=1_795_437_700_399_421_781)  # time.time_ns()
     with (
-        patch("zerokit.checkpoint.save.MAX_TEXT_BYTES", 20_000),
+        patch("zerokit.checkpoint.writing.MAX_TEXT_BYTES", 20_000),
         pytest.raises(zerokit.CheckpointError, match=r"extra\.json would have \d+ bytes"),
     ):
         save(directory, zero, step=1, extra="x" * 20_000)

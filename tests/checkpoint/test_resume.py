@@ -230,9 +230,9 @@ def test_what_cannot_be_saved_is_refused_everywhere_and_leaves_nothing(tmp_path:
     refused("file", "file")
     refused("rank 1: TypeError: ", None if rank else "run")
     # As on a node with a disk of its own: what is written there is not where rank 0 looks.
-    with patch("zerokit.checkpoint.save.new_file", elsewhere if rank else new_file):
+    with patch("zerokit.checkpoint.writing.new_file", elsewhere if rank else new_file):
         refused("not shared between the nodes")
-    with patch("zerokit.checkpoint.save.write_exactly", full) if rank else contextlib.nullcontext():
+    with patch("zerokit.checkpoint.writing.write_exactly", full) if rank else contextlib.nullcontext():
         refused("rank 1: the disk is full")
     assert rank or not [path for path in tmp_path.rglob("*") if path.name not in ("file", "run")]
     save(f"{tmp_path}/run", zero, step=7)
