@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerokit.layout import Interval
 from zerokit.runtime.collectives import Wire, Work
-from zerokit.runtime.guard import show_gradient, shown_gradient
+from zerokit.runtime.guard import hooked, show_gradient, shown_gradient
+from zerokit.runtime.hooks import excluded_from_graphs
 from zerokit.runtime.unit import UnitState, unit_views
 
 SMALL_BYTES = 1 << 20
@@ -52,7 +53,9 @@ class UnitGradients:
         """Whether that has memory of its own; else it is the bucket."""
         self._adds = self.cut and self.kept == state.own
         """Whether sums over ranks are added there; else they arrive in the midst of what is summed."""
+        self.complete = False  # whether all gradients of this backward pass have arrived
         self.reduced = False  # whether this backward pass has handed the bucket to the collectives
+        self.collects = False  # whether gradients before the last one of this pass need only be noted
         # Positions of the parameters
         self.arrived: set[int] = set()  # that have a gradient from this pass
         self.filled: set[int] = set()  # whose part of the bucket is filled
@@ -85,11 +88,6 @@ class UnitGradients:
             self.take_own_bucket()
 
     @property
-    def complete(self) -> bool:
-        """Whether all gradients of this backward pass have arrived."""
-        return len(self.arrived) == len(self.state.parameters)
-
-    @property
     def skipped(self) -> set[int]:
         """The positions of parameters without a gradient because they are, or were, frozen; they keep their values."""
         return (self.state.stopped | self.untrained) - self.received
@@ -111,6 +109,26 @@ class UnitGradients:
         return self.memory[interval.start - self.kept.start : interval.stop - self.kept.start]
 
     # ---- into the bucket
+
+    @excluded_from_graphs
+    def collect(self, position: int, parameter: nn.Parameter) -> bool:
+        """Note `parameter.grad`. False where more than that is to be done, which is left to `Gradients.accept`."""
+        if (
+            not self.collects
+            or position in self.waiting
+            or len(self.arrived) + 1 == len(self.state.parameters)
+        ):
+            return False
+        gradient = parameter.grad
+        if gradient is None or gradient.requires_grad or gradient.layout != torch.strided:
+            return False
+        if position in self.received and hooked(parameter):
+            return False
+        self.waiting[position] = gradient
+        self.received.add(position)
+        self.arrived.add(position)
+        parameter.grad = None
+        return True
 
     def take_bucket(self) -> bool:
         """Take a bucket for the gradients of a pass. False if the pool has none left."""
@@ -219,7 +237,7 @@ class UnitGradients:
             self._drop()
 
     def begin_pass(self) -> None:
-        self.reduced = False
+        self.complete = self.reduced = self.collects = False
         self.arrived.clear()
 
     def _drop(self) -> None:

@@ -110,7 +110,8 @@ class Gradients:
         if self.shown:
             raise UsageError("backward() inside gathered_gradients(): leave the context first")
         unit = self.units[index]
-        unit.state.unguard()
+        if unit.state.guarded:
+            unit.state.unguard()
         name = unit.unit.parameters[position].name
         if position in unit.received and hooked(parameter):
             raise UsageError(
@@ -139,6 +140,8 @@ class Gradients:
         if self.accumulating and unit.cut:
             unit.take_own_bucket()
         if unit.batches:
+            if position in unit.waiting:  # reentrant checkpointing brings one for each use
+                self._fill(unit)
             unit.waiting[position] = gradient
             if self.accumulating and len(unit.waiting) == len(unit.state.parameters):
                 self._fill(unit)
@@ -150,6 +153,8 @@ class Gradients:
         if self.accumulating:
             return False
         unit.arrived.add(position)
+        unit.complete = len(unit.arrived) == len(unit.state.parameters)
+        unit.collects = unit.batches and not unit.complete
         return unit.complete
 
     def _take_bucket(self, unit: UnitGradients) -> None:

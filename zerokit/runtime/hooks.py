@@ -30,6 +30,10 @@ share_memory: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
 """Whether two tensors lie in one storage; no layout of either is refused."""
 
 
+excluded_from_graphs: Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]] = skip
+"""Excludes one function from torch.compile's graphs, and not what it calls."""
+
+
 def uncompiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """A function that torch.compile excludes from its graphs, with everything that it calls."""
 
@@ -41,8 +45,7 @@ def uncompiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
         finally:
             _set_compiler(compiler)
 
-    skipped: Callable[_Args, _Result] = skip(call)
-    return skipped
+    return excluded_from_graphs(call)
 
 
 class Hook:

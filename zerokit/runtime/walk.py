@@ -25,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError
+from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.hooks import (
     Hook,
     TracedHook,
+    excluded_from_graphs,
     follow,
     in_backward,
     origin,
@@ -43,6 +45,22 @@ from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_kn
 from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
 from zerokit.runtime.schedule import ForwardPass
 from zerokit.runtime.unit import UnitState
+
+
+class _GradientHook(Hook):
+    """Takes a parameter's gradient. A step calls one for each, and most gradients need only be noted."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, walk: weakref.ref[ModelWalk], unit: UnitGradients, position: int) -> None:
+        super().__init__(walk, ModelWalk._on_gradient, unit.unit.index, position)
+        self._unit = weakref.ref(unit)
+
+    @excluded_from_graphs
+    def __call__(self, parameter: nn.Parameter) -> None:
+        unit = self._unit()
+        if unit is None or not unit.collect(self._arguments[1], parameter):
+            Hook.__call__(self, parameter)
 
 
 class ModelWalk:
@@ -79,7 +97,7 @@ class ModelWalk:
                 used.register_forward_hook(Hook(me, ModelWalk._after_unit, their))
         for unit in self.units:
             for position, weight in enumerate(unit.parameters if unit.unit.trainable else ()):
-                hook = Hook(me, ModelWalk._on_gradient, unit.index, position)
+                hook = _GradientHook(me, self._gradients.units[unit.index], position)
                 weight.register_post_accumulate_grad_hook(hook)
             unit.watch(me)
 
@@ -247,7 +265,8 @@ class ModelWalk:
         self._gathering.enter_backward(units, current, uses)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
-        self._begin_backward()
+        if self._task is None:
+            self._begin_backward()
         if self._gradients.accept(index, position, parameter):
             self._gathering.reductions.note_complete(index)
 

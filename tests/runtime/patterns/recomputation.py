@@ -79,6 +79,20 @@ class Inner(Block):
         return x + again(lambda y: torch.tanh(self.inner(y)), x)
 
 
+class Looping(nn.Module):
+    """Runs one of its two layers twice, in a reentrant checkpoint each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(self.inner(y)), x, use_reentrant=True)
+        return x
+
+
 def way(key: str, name: str, how: How, block: type[Block] = Block) -> None:
     pattern(name, partial(_recomputed, how, block))(CLIPPED, key)
 
@@ -100,6 +114,12 @@ pattern(
     refused=always(usage("use_reentrant=False", or_right=True)),
     apart=True,
 )(CLIPPED, "reentrant")
+pattern(
+    "`use_reentrant=True`, a layer used twice within a unit",
+    lambda: _recomputed(_run, Looping),
+    refused=always(usage("use_reentrant=False", or_right=True)),
+    apart=True,
+)(CLIPPED, "reentrant_twice")
 pattern("around the whole model", lambda: Mlp(4))(
     updates(lambda engine: square(again(engine.model, engine.data())), 0.1), "around_the_root"
 )

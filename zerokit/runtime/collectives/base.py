@@ -149,6 +149,8 @@ class Collectives:
         self.position = mesh.position(self.rank)
         self.traffic = TrafficReport()  # since this was last replaced
         self.routes = dict(zip(mesh.axes, routes, strict=True))
+        self._moved: dict[tuple[object, ...], tuple[str, Operation, int]] = {}
+        """What each collective counts: its operation, and the bytes that arrive at this rank."""
         self._schedule = [0, 0]
         self._own_groups: dict[str, dist.ProcessGroup] = {}  # groups that nobody else uses, by their purpose
         self._asks = self.others_answer and self.world > 1
@@ -256,12 +258,17 @@ class Collectives:
         self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit.index + 1) % _HASH_MODULUS
 
     def _count(self, kind: Kind, axis: Axis, region: Tensor, unit: Unit, wire: Wire) -> None:
-        # In both operations each element of payload arrives at, or comes from, every rank of the axis but one.
-        copies, size = self.mesh.copies(axis), self.mesh.size(axis)
-        moved = Operation(1, copies * unit.payload_numel, copies * wire.nbytes(unit))
-        self.traffic.count(operation_name(kind.name.lower(), axis, self.mesh), moved)
-        arriving = wire.packed_numel(region.numel() // size)
-        self.traffic.received_bytes += (size - 1) * arriving * wire.dtype.itemsize
+        key = kind, axis, unit.index, region.numel(), wire.dtype, wire.block
+        if key not in self._moved:
+            # In both operations each element of payload arrives at, or comes from, every rank of the axis but one.
+            copies, size = self.mesh.copies(axis), self.mesh.size(axis)
+            moved = Operation(1, copies * unit.payload_numel, copies * wire.nbytes(unit))
+            arriving = wire.packed_numel(region.numel() // size) * wire.dtype.itemsize
+            name = operation_name(kind.name.lower(), axis, self.mesh)
+            self._moved[key] = name, moved, (size - 1) * arriving
+        name, moved, received = self._moved[key]
+        self.traffic.count(name, moved)
+        self.traffic.received_bytes += received
 
     # ---- control values
 
