@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -85,13 +84,6 @@ def _distances(odd: Odd, params: list[nn.Parameter]) -> None:
     memory["distance"] = max(memory["distance"], 2 * memory["along"] / (lr * size))
 
 
-def _scripted() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted: Any = torch.jit.script(nn.Linear(4, 4))
-    return nn.Sequential(nn.Linear(4, 4), scripted)
-
-
 def _in_two_groups() -> None:
     model = small()
     make(model, params=[{"params": model.parameters()}, {"params": [model[2].weight]}])
@@ -148,11 +140,6 @@ Row = tuple[Callable[[], Any], str, tuple[str, ...]]
 
 def _constructions() -> dict[str, Row]:
     rows: dict[str, Row] = {
-        "scripted": (
-            lambda: make(_scripted()),
-            "UsageError",
-            ("1 was made by torch.jit.script", "plain module"),
-        ),
         "two groups": (_in_two_groups, "UsageError", ("2.weight",)),
         "foreign parameter": (_with_a_foreign_parameter, "UsageError", ("3, 5",)),
         "another default device": (_with_another_default_device, "UsageError", ("meta", "model.to(device)")),
