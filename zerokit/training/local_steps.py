@@ -304,24 +304,6 @@ class LocalSteps:
         for index, left in plain["pending"]:
             self._pending.append(_Pending(self._parts[index], self.steps + left, None, regions[index]))
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part: only the same rank of an equal run can load it."""
-        self._arrive()
-        return {
-            "steps": self.steps,
-            "pending": [(one.part.fragment.index, one.due, one.buffer) for one in self._pending],
-            **self._outer.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave. Raises `LayoutMismatch` for other fragments or another outer optimizer."""
-        self._outer.require_alike(state)
-        self._forget()
-        self.steps = state["steps"]
-        self._outer.load_state_dict(state)
-        for index, due, buffer in state["pending"]:
-            self._pending.append(_Pending(self._parts[index], due, None, buffer.clone()))
-
     def committed(self, step: int) -> None:
         """Return when the save of `step` is complete on every island. Called by one rank of each."""
         self._saves.all(f"save of step {step}", step)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.errors import LayoutMismatch, UsageError
+from zerokit.errors import UsageError
 from zerokit.runtime.admission import probe
 from zerokit.training.fragments import Part
 
@@ -149,32 +149,13 @@ class Outer:
     def restore_arrays(self, part: Part, regions: Mapping[str, Tensor]) -> None:
         """Take this rank's pieces of `regions`, by name: the anchor's, outer states."""
         part.set_anchor(regions[ANCHOR])
-        self._set_states(part, {n: r[part.own].clone() for n, r in regions.items() if n != ANCHOR})
-
-    def _set_states(self, part: Part, states: dict[str, Tensor]) -> None:
+        states = {name: region[part.own].clone() for name, region in regions.items() if name != ANCHOR}
         if self.optimizer is not None and part.anchor is not None and states:
             self.optimizer.state[part.anchor] = states
 
     def fragment_names(self) -> list[list[str]]:
         """The names of the units of each fragment."""
         return [[unit.name for unit in part.fragment.units] for part in self.parts]
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of everything: only the same rank of an equal run can load it."""
-        return {
-            "pieces": [self.arrays(part) for part in self.parts],
-            "class": type(self.optimizer).__name__,
-            **self.plain_state(),
-        }
-
-    def require_alike(self, state: Mapping[str, Any]) -> None:
-        """Raise `LayoutMismatch` where this is not the state of an equal run."""
-        own = self.state_dict()
-        if any(state[key] != own[key] for key in ("fragments", "class")):
-            raise LayoutMismatch(
-                "this state has other fragments or another outer optimizer than LocalSteps here: create it with the "
-                "arguments that were saved, or use a zerokit checkpoint"
-            )
 
     def require_loadable(self, plain: Mapping[str, Any] | None) -> None:
         """Raise `UsageError` where a checkpoint has in flight what would be lost here."""
@@ -184,12 +165,3 @@ class Outer:
                 f"of other units than the {len(self.parts)} here: build LocalSteps and ZeroOptimizer with the "
                 "fragments, units and bucket_mb that were saved, or save after synchronize()"
             )
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        for part, pieces in zip(self.parts, state["pieces"], strict=True):
-            if part.anchor is not None:
-                part.anchor.copy_(pieces[ANCHOR])
-            self._set_states(part, {n: value.clone() for n, value in pieces.items() if n != ANCHOR})
-        self.restore_plain(state)
