@@ -219,7 +219,6 @@ def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
         (r"prepare\(model, optimizer\)", lambda: accelerator.prepare_optimizer(optimizer)),
         (r"prepare\(model, optimizer\)", lambda: accelerator.backward(torch.ones((), requires_grad=True))),
         (r"prepare\(model, optimizer\)", lambda: accelerator.save_state(str(tmp_path))),
-        (r"leave it out", lambda: accelerator.join_uneven_inputs([model])),
         (r"mixed_precision='fp8'", lambda: ZeroAccelerator(cpu=True, mixed_precision="fp8")),
         (r"stage", lambda: ZeroAccelerator(cpu=True, stage=4)),  # type: ignore[arg-type]
         (r"zero_options: lr", lambda: ZeroAccelerator(cpu=True, zero_options={"lr": 1.0})),

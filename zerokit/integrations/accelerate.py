@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -242,13 +242,6 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
                 "accelerator.zero_optimizer.gathered_gradients()"
             )
         return zero
-
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Raises `UsageError`: ranks keep even numbers of batches."""
-        raise UsageError(
-            "join_uneven_inputs() is DDP's: leave it out, loaders that accelerate prepares give every rank the same "
-            "number of batches, and gather_for_metrics() drops what was repeated"
-        )
 
     # ---- whole weights, and checkpoints
 
