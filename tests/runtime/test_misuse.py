@@ -118,7 +118,6 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model": small().requires_grad_(False)}, ("requires",)),
     ({"model": nn.ReLU()}, ("parameter",)),
     ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, ("complex64", "view_as_real")),
-    ({"model": nn.Sequential(nn.LazyLinear(4))}, ("0.weight", "one forward")),
 ]
 """Options of the constructor that are refused, and words of the error."""
 CLASSES: list[tuple[Any, dict[str, Any], str]] = [

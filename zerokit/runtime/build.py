@@ -267,10 +267,6 @@ def _check_arguments(model: nn.Module, optimizer_class: object, bucket_mb: objec
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise UsageError(
-                f"{name} is not initialised yet (a lazy module): run one forward before ZeroOptimizer is built"
-            )
     require_trainable_dtypes(model)
     require_own_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
