@@ -332,8 +332,7 @@ class LocalSteps:
             self._exchange.broadcast(name, buffer)
             self._masters.mix(part.split(buffer), 1.0)
             part.set_anchor(buffer)
-        with torch.no_grad():
-            for tensor in [*self._masters.frozen().values(), *self._masters.model.buffers()]:
+        with torch.no_grad(), self._masters.frozen() as frozen:
+            for tensor in [*frozen, *self._masters.model.buffers()]:
                 self._exchange.broadcast(name, tensor)
-        self._masters.refresh_frozen()
         self._masters.exchanged()
