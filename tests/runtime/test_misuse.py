@@ -84,6 +84,12 @@ def _distances(odd: Odd, params: list[nn.Parameter]) -> None:
     memory["distance"] = max(memory["distance"], 2 * memory["along"] / (lr * size))
 
 
+def _with_a_sparse_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    return model
+
+
 def _in_two_groups() -> None:
     model = small()
     make(model, params=[{"params": model.parameters()}, {"params": [model[2].weight]}])
@@ -118,6 +124,7 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model": small().requires_grad_(False)}, ("requires",)),
     ({"model": nn.ReLU()}, ("parameter",)),
     ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, ("complex64", "view_as_real")),
+    ({"model": _with_a_sparse_buffer()}, ("buffer adjacency", "sparse_coo", "plain attribute")),
 ]
 """Options of the constructor that are refused, and words of the error."""
 CLASSES: list[tuple[Any, dict[str, Any], str]] = [

@@ -264,6 +264,12 @@ def _check_arguments(model: nn.Module, optimizer_class: object, bucket_mb: objec
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
+            raise UsageError(
+                f"buffer {name} is {buffer.layout}, but only dense ones are broadcast and saved: keep it as a plain "
+                "attribute of its module, made alike on all ranks"
+            )
     require_trainable_dtypes(model)
     require_own_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):

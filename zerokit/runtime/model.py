@@ -83,7 +83,7 @@ def require_own_memory(model: nn.Module) -> None:
     """Raise `UsageError` where two tensors of the model share elements, which each of them would get for itself."""
     by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in _tensors_of(model):
-        if not tensor.is_meta and tensor.numel():
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for sharing in by_memory.values():
         for (name, tensor), (other, second) in itertools.combinations(sharing, 2):
