@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, SequentialLR
@@ -219,7 +220,6 @@ def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
         (r"prepare\(model, optimizer\)", lambda: accelerator.prepare_optimizer(optimizer)),
         (r"prepare\(model, optimizer\)", lambda: accelerator.backward(torch.ones((), requires_grad=True))),
         (r"prepare\(model, optimizer\)", lambda: accelerator.save_state(str(tmp_path))),
-        (r"leave it out", lambda: accelerator.join_uneven_inputs([model])),
         (r"mixed_precision='fp8'", lambda: ZeroAccelerator(cpu=True, mixed_precision="fp8")),
         (r"stage", lambda: ZeroAccelerator(cpu=True, stage=4)),  # type: ignore[arg-type]
         (r"zero_options: lr", lambda: ZeroAccelerator(cpu=True, zero_options={"lr": 1.0})),
@@ -240,6 +240,8 @@ def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"if accelerator\.sync_gradients:"):
             accelerator.clip_grad_norm_(found.parameters(), 1.0)
         stepping.step()  # the last micro-batch is still to come
+        with pytest.warns(zerokit.ZerokitWarning, match=r"if accelerator\.sync_gradients:"):
+            accelerator.save_state(str(tmp_path / "early"))
     assert not accelerator.optimizer_step_was_skipped
     accelerator.backward(found(x).sum())
     accelerator.sync_gradients = True
@@ -249,6 +251,7 @@ def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
         ("one model", lambda: accelerator.prepare(_model(), torch.optim.SGD(_model().parameters()))),
         (r"load_state\(directory\)", accelerator.load_state),
         ("not written by ZeroAccelerator", lambda: accelerator.load_state(str(tmp_path))),
+        (r"zerokit\.LocalSteps", LocalSGD(accelerator, found, 2).__enter__),
     ):
         with pytest.raises(UsageError, match=words):
             wrong()

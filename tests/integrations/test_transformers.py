@@ -310,17 +310,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"torch_compile": True}, "compile the model in place"),
     ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ({"save_on_each_node": True}, "all nodes share"),
-    ({"bf16_full_eval": True}, "bf16=True"),
-    ({"fp16_full_eval": True}, "fp16=True"),
     ({"enable_jit_checkpoint": True}, "save_steps"),
     ({"fsdp": True}, "stage=3"),
     ({"deepspeed": True}, "stage=1, 2 or 3"),
     ({"parallelism_config": True}, "data-parallel"),
     ({"accelerator_config": {"even_batches": False}}, "even_batches"),
-    (
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-        "use_reentrant",
-    ),
     ({"optim": "adafactor"}, 'optim="adamw_torch"'),
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -85,11 +84,10 @@ def _distances(odd: Odd, params: list[nn.Parameter]) -> None:
     memory["distance"] = max(memory["distance"], 2 * memory["along"] / (lr * size))
 
 
-def _scripted() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        scripted: Any = torch.jit.script(nn.Linear(4, 4))
-    return nn.Sequential(nn.Linear(4, 4), scripted)
+def _with_a_sparse_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    return model
 
 
 def _in_two_groups() -> None:
@@ -126,7 +124,7 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model": small().requires_grad_(False)}, ("requires",)),
     ({"model": nn.ReLU()}, ("parameter",)),
     ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, ("complex64", "view_as_real")),
-    ({"model": nn.Sequential(nn.LazyLinear(4))}, ("0.weight", "one forward")),
+    ({"model": _with_a_sparse_buffer()}, ("buffer adjacency", "sparse_coo", "plain attribute")),
 ]
 """Options of the constructor that are refused, and words of the error."""
 CLASSES: list[tuple[Any, dict[str, Any], str]] = [
@@ -148,11 +146,6 @@ Row = tuple[Callable[[], Any], str, tuple[str, ...]]
 
 def _constructions() -> dict[str, Row]:
     rows: dict[str, Row] = {
-        "scripted": (
-            lambda: make(_scripted()),
-            "UsageError",
-            ("1 was made by torch.jit.script", "plain module"),
-        ),
         "two groups": (_in_two_groups, "UsageError", ("2.weight",)),
         "foreign parameter": (_with_a_foreign_parameter, "UsageError", ("3, 5",)),
         "another default device": (_with_another_default_device, "UsageError", ("meta", "model.to(device)")),

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zerokit.runtime.hooks import follow, tensors_in
+from zerokit.runtime.hooks import tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -82,20 +81,3 @@ def test_what_holds_no_outputs_is_not_searched_and_a_search_ends() -> None:
         deep = Plain(deep)
     assert list(tensors_in(deep)) == []  # a configuration
     assert len(list(tensors_in(deep.value))) == 1
-
-
-def _numbers() -> Generator[int, None, None]:
-    yield 1
-    raise KeyError("broken")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_generator_that_fails_or_is_closed_early_has_ended(fails: bool) -> None:
-    log: list[Any] = []
-    generator = follow(_numbers(), log.append, lambda: log.append("end"))
-    assert next(generator) == 1
-    if fails:
-        with pytest.raises(KeyError, match="broken"):
-            next(generator)
-    generator.close()
-    assert log == [1, "end"]

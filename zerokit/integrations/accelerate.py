@@ -9,6 +9,7 @@ The loop stays as it is. One line that DDP forgives and this does not: clip unde
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 import zerokit
 from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.together import Together
-from zerokit.errors import UsageError
+from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, ZeroOptimizer
@@ -172,7 +173,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         zero = recipe.build(model, **self.zero_arguments)
         hand_over(optimizer, zero)
         _share_statistics(model, zero)
-        model.__dict__ |= {"_is_accelerate_prepared": True, _SHARDED: True}
+        model.__dict__ |= {"_is_accelerate_prepared": True, _SHARDED: True, "no_sync": _refuse_no_sync}
         for module in model.modules() if zero.runtime.placement.cuts_parameters else ():
             module.__dict__[_GENERATES_TOGETHER] = True
         return zero
@@ -243,13 +244,6 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             )
         return zero
 
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Raises `UsageError`: ranks keep even numbers of batches."""
-        raise UsageError(
-            "join_uneven_inputs() is DDP's: leave it out, loaders that accelerate prepares give every rank the same "
-            "number of batches, and gather_for_metrics() drops what was repeated"
-        )
-
     # ---- whole weights, and checkpoints
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
@@ -275,9 +269,16 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         """Write accelerate's own files, and model and optimizer as a zerokit checkpoint in `zerokit/` beside them.
 
         Collective; the directory must be shared by all nodes. A checkpoint that is there already is removed when the
-        new one is complete. Returns the directory.
+        new one is complete. Gradients of micro-batches are not written: a warning says so. Returns the directory.
         """
         zero = self.prepared("save_state()")
+        if zero.runtime.gradients.received and not self.sync_gradients:
+            warnings.warn(
+                "save_state() before the last micro-batch: gradients are not saved, and the step that a loaded state "
+                "makes next will lack them: call it under `if accelerator.sync_gradients:`",
+                ZerokitWarning,
+                stacklevel=2,
+            )
         self._require_no_hooks(self._save_model_state_pre_hook, "register_save_state_pre_hook()")
         with self._without_sharded():
             directory = super().save_state(output_dir, safe_serialization, **kwargs)
@@ -372,6 +373,13 @@ def _share_statistics(model: nn.Module, zero: ZeroOptimizer) -> None:
 
     if statistics:
         model.register_forward_pre_hook(share)
+
+
+def _refuse_no_sync() -> NoReturn:
+    raise UsageError(
+        "model.no_sync() is DistributedDataParallel's: write accelerator.no_sync(model); local steps, for which "
+        "accelerate's LocalSGD calls it, are those of zerokit.LocalSteps"
+    )
 
 
 def _unsharded(model: nn.Module) -> bool:

@@ -34,7 +34,6 @@ from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, 
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, ZeroOptimizer
-from zerokit.runtime.guard import ticket_of
 
 _NAME = lightning_package()
 _DDPStrategy: Any = import_module(f"{_NAME}.strategies").DDPStrategy
@@ -384,11 +383,6 @@ def _refuse_conflicts(module: Any, trainer: Any) -> None:
         raise UsageError(
             "the whole module is compiled, and its training_step with it: compile the repeated blocks instead, for "
             "example `for block in self.blocks: block.compile()` in __init__, and pass the plain module to fit()"
-        )
-    if any(ticket_of(parameter) is not None for parameter in module.parameters()):
-        raise UsageError(
-            f"{type(module).__name__} has parameters that a ZeroOptimizer manages already: build them anew, and let "
-            "configure_optimizers return a torch optimizer, of which ZeroStrategy makes a ZeroOptimizer"
         )
     for callback in trainer.callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}

@@ -268,8 +268,6 @@ _REFUSED = {
     "over alone",
     "save_on_each_node": "leave it out and set output_dir to a directory that all nodes share: ranks write one "
     "checkpoint",
-    "bf16_full_eval": "write bf16=True: weights are bf16 then, in evaluation too",
-    "fp16_full_eval": "write fp16=True: weights are fp16 then, in evaluation too",
     "enable_jit_checkpoint": "leave it out and set save_steps: ranks would not notice the signal at the same step",
     "hub_strategy": 'write hub_strategy="end": checkpoints hold sharded weights, whole ones are pushed at the end',
 }
@@ -283,12 +281,6 @@ def require_supported(args: TrainingArguments) -> None:
         if value and (name != "hub_strategy" or (args.push_to_hub and value != HubStrategy.END)):
             shown = getattr(value, "value", value)
             raise UsageError(f"TrainingArguments({name}={shown!r}) does not fit ZeroTrainer: {advice}")
-    kwargs = args.activation_checkpointing_kwargs
-    if isinstance(kwargs, dict) and kwargs.get("use_reentrant"):
-        raise UsageError(
-            "activation checkpointing with use_reentrant=True hides gradients from hooks: write "
-            'activation_checkpointing_kwargs={"use_reentrant": False}'
-        )
 
 
 def _remove(directory: Path) -> None:

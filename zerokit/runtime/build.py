@@ -77,6 +77,8 @@ class Runtime:
         self.layout = layout = build_layout(parts.segments, world=group.size(), bucket_bytes=bucket_bytes)
         shape = mesh_of(mesh, group)
         if shape is not None:
+            if shape.outer == 1 and isinstance(stage, tuple | list) and len(stage) == 2:
+                stage = stage[1]  # of a script that also runs on one node
             Placement.of(stage, shape)  # raises before anything is made
         self.collectives = collectives = make_collectives(
             group, device, timeout, units=len(layout.units), mesh=shape
@@ -209,11 +211,6 @@ def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
     world = group.size()
     if outer * inner != world:
         raise UsageError(f"mesh={sizes}: {outer * inner} ranks, but the process group has {world}")
-    if len(sizes) == 2 and 1 in sizes:
-        raise UsageError(
-            f"mesh={sizes} has an axis of one rank, over which nothing can be sharded: omit mesh, because one axis of "
-            f"{world} ranks is the default"
-        )
     ranks = getattr(mesh, "mesh", None)
     if isinstance(ranks, torch.Tensor) and ranks.flatten().tolist() != dist.get_process_group_ranks(group):
         raise UsageError(
@@ -267,9 +264,11 @@ def _check_arguments(model: nn.Module, optimizer_class: object, bucket_mb: objec
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
-        if isinstance(parameter, nn.UninitializedParameter):
+    for name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided:
             raise UsageError(
-                f"{name} is not initialised yet (a lazy module): run one forward before ZeroOptimizer is built"
+                f"buffer {name} is {buffer.layout}, but only dense ones are broadcast and saved: keep it as a plain "
+                "attribute of its module, made alike on all ranks"
             )
     require_trainable_dtypes(model)
     require_own_memory(model)

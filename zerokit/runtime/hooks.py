@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -155,23 +155,6 @@ def _search(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
 def origin(tensor: Tensor) -> tuple[object, int]:
     """The autograd node that made `tensor`: equal for all tensors that autograd treats as the same."""
     return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
-
-
-def follow(
-    generator: Generator[Any, Any, Any], watch: Callable[[Any], None], end: Callable[[], None]
-) -> Generator[Any, Any, Any]:
-    """Wrap the generator that a forward returned: each value is passed to `watch` first, and `end` is called."""
-    sent: Any = None
-    try:
-        while True:
-            try:
-                value = generator.send(sent)
-            except StopIteration as stop:
-                return stop.value
-            watch(value)
-            sent = yield value
-    finally:
-        end()
 
 
 def profiled(what: str, unit: Unit | None = None) -> AbstractContextManager[object]:

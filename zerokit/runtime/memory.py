@@ -88,6 +88,9 @@ class MappedMemory(UnitMemory):
         stop = -(-own.stop * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
         end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         others = [(a, b - a) for a, b in ((0, start), (stop, end)) if b > a]
+        # What lies beside the shard in its own pages, which stay.
+        beside = (start, own.start * dtype.itemsize), (own.stop * dtype.itemsize, min(stop, size))
+        self._beside = [(a, b - a) for a, b in beside if b > a]
         self._huge = [(at, length) for at, length in others if length >= _HUGE_PAGE]
         self._short = [(at, length) for at, length in others if length < _HUGE_PAGE]
         self._address = self.whole.data_ptr()
@@ -108,6 +111,8 @@ class MappedMemory(UnitMemory):
     def shrink(self) -> None:
         if self._grown:
             self._grown = False
+            for at, length in self._beside:
+                ctypes.memset(self._address + at, 0xFF, length)
             for at, length in self._short:
                 if not _spare_pages.give(self._address + at, length):
                     self._map.madvise(mmap.MADV_DONTNEED, at, length)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.jit._script import RecursiveScriptModule
 
 from zerokit.errors import UsageError
 from zerokit.layout import Parameter, Segment, Unit
@@ -84,7 +83,7 @@ def require_own_memory(model: nn.Module) -> None:
     """Raise `UsageError` where two tensors of the model share elements, which each of them would get for itself."""
     by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in _tensors_of(model):
-        if not tensor.is_meta and tensor.numel():
+        if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
             by_memory.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for sharing in by_memory.values():
         for (name, tensor), (other, second) in itertools.combinations(sharing, 2):
@@ -165,22 +164,14 @@ def _unit_modules(model: nn.Module, rule: UnitRule | None) -> dict[str, nn.Modul
 def announcers(model: nn.Module, anatomy: Anatomy, units: Iterable[Unit]) -> dict[int, set[nn.Module]]:
     """For each unit, the modules whose calls announce uses of its weights: its own, or those that hold its parameters.
 
-    Where the root is one of these, not every use is announced. Raises `UsageError` where one calls no hooks.
+    Where the root is one of these, not every use is announced.
     """
     modules = dict(model.named_modules())
-    found = {
+    return {
         unit.index: {modules[scope] for scope in unit.scopes}
         or {module for p in unit.parameters for module in anatomy.owners[p.name]}
         for unit in units
     }
-    hooked = {model}.union(*found.values())
-    for name, module in modules.items():
-        if module in hooked and isinstance(module, RecursiveScriptModule):
-            raise UsageError(
-                f"{name or 'the model'} was made by torch.jit.script, whose modules call no hooks: pass the plain "
-                "module and script it after training, or use torch.compile"
-            )
-    return found
 
 
 def parameter_ids(model: nn.Module) -> dict[str, int]:

@@ -357,32 +357,27 @@ class ZeroOptimizer(ForwardingOptimizer):
     # ---- one rank's part of the state
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, which only the same rank of an equal run can load."""
-        self.require_own_weights("state_dict()")
+        """This rank's part of the state, which only the same rank of an equal run can load; not of local steps."""
+        self._require_plain("state_dict()")
         self._control.finish()
         state = take_state(self.runtime)
         state["loss_scale"] = None if self.scaler is None else (self.scaler.value, self.scaler.good_steps)
-        state["local_steps"] = None if self.local_steps is None else self.local_steps.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`. Raises `LayoutMismatch` for another layout, stage or rank."""
-        self.require_own_weights("load_state_dict()")
-        rounds = state_dict.get("local_steps")
-        if self.local_steps is not None:
-            if rounds is None:
-                raise UsageError(
-                    "this state has no local steps: load it before creating LocalSteps, or use a zerokit checkpoint"
-                )
-            self.local_steps.load_state_dict(rounds)
-        elif self.islands is not None and rounds is not None:
-            raise UsageError(
-                "this state has an anchor and a position in a round, which would be lost: create "
-                "zerokit.LocalSteps(optimizer, every=...) as it was before load_state_dict()"
-            )
+        self._require_plain("load_state_dict()")
         load_state(self.runtime, state_dict)
         if self.scaler is not None:
             self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
+
+    def _require_plain(self, call: str) -> None:
+        self.require_own_weights(call)
+        if self.local_steps is not None:
+            raise UsageError(
+                f"{call} of an optimizer with LocalSteps would leave out their anchor and position in the round: use "
+                "zerokit.save() and zerokit.load()"
+            )
 
     def __repr__(self) -> str:
         return (

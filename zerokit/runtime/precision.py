@@ -43,7 +43,6 @@ class Precision:
             that a rank sends, and added to the same rank's next gradients. Otherwise it rounds at random.
         wire_updates: whether updated parameters travel on an int8 or int4 wire too, as differences from what every rank
             has. For half-precision compute and outer stages 1 and 2.
-        seed: of rounding at random.
         cast_inputs: whether floating-point inputs take the compute dtype where they meet weights, at modules that hold
             parameters and have none inside, and at PyTorch's own; otherwise a model casts by itself.
 
@@ -63,7 +62,6 @@ class Precision:
     """None where gradients travel in `reduce`, given so or by default."""
     feedback: bool = True
     wire_updates: bool = False
-    seed: int = 0
 
     if TYPE_CHECKING:  # names are taken as well, and are dtypes from then on
 
@@ -76,7 +74,6 @@ class Precision:
             wire: torch.dtype | DtypeName | BlockName | None = None,
             feedback: bool = True,
             wire_updates: bool = False,
-            seed: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -132,7 +129,7 @@ class Precision:
     def as_dict(self) -> dict[str, str]:
         roles = _ROLES if self.wire is None else (*_ROLES, "wire")
         if self.blocks is not None:
-            roles = (*roles, "feedback", "wire_updates", "seed")
+            roles = (*roles, "feedback", "wire_updates")
         return {role: str(getattr(self, role)).removeprefix("torch.") for role in roles}
 
 

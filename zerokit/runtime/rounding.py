@@ -1,6 +1,6 @@
 """One unit's gradients and updates on an int8 or int4 wire: how they are rounded, and what rounding has taken away.
 
-With feedback, and for updates, rounding is to nearest. Without, it is random, by keys from (seed, epoch, turn, unit,
+With feedback, and for updates, rounding is to nearest. Without, it is random, by keys from (epoch, turn, unit,
 rank): the saved step names an epoch, so a run that goes on and one that resumes round alike.
 """
 
@@ -28,7 +28,7 @@ class Rounding:
 
     def __init__(self, state: UnitState, precision: Precision) -> None:
         assert precision.blocks is not None
-        self._state, self._form, self._seed = state, precision.blocks, precision.seed
+        self._state, self._form = state, precision.blocks
         self._unit, self._collectives = state.unit, state.collectives
         self._axis = self._collectives.mesh.axes[0]
         self.sent = state.placement.sent_outward(self._unit, self._collectives.position)
@@ -48,7 +48,7 @@ class Rounding:
             wire = QuantisedWire(self._form, self.residual)
         else:
             self._turn += 1
-            parts = self._seed, self._epoch, self._turn, self._unit.index, self._collectives.rank
+            parts = 0, self._epoch, self._turn, self._unit.index, self._collectives.rank
             wire = QuantisedWire(self._form, key=rounding_key(*parts))
         if self._collectives.world == 1 and self.residual is not None:
             # From a checkpoint of several ranks. One rank alone rounds nothing.

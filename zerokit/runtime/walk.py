@@ -15,10 +15,8 @@ engine shows whether it will reach a parameter.
 
 from __future__ import annotations
 
-import types
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +29,6 @@ from zerokit.runtime.hooks import (
     Hook,
     TracedHook,
     excluded_from_graphs,
-    follow,
     in_backward,
     origin,
     outside_transforms,
@@ -147,23 +144,14 @@ class ModelWalk:
                 self._gradients.units[unit.index].untrained |= unit.stopped
         return self._cast(module, args, kwargs)
 
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
-            return None
-        if isinstance(output, types.GeneratorType):
-            return follow(output, self._watch_outputs, partial(self._end_generator, self._passes.current))
-        self._watch_outputs(output)
-        self._end_forward()
-        return None
-
-    def _watch_outputs(self, output: Any) -> None:
+            return
         if torch.is_grad_enabled() and not transforming():
             hook = Hook(self._me, ModelWalk._on_output_gradient, [], self._passes.current, None)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(hook)
-
-    def _end_forward(self) -> None:
         gathering = self._gathering
         with outside_transforms():
             gathering.end_forward(training=torch.is_grad_enabled())
@@ -171,11 +159,6 @@ class ModelWalk:
                 lazy = {index for index, modules in self._announcers.items() if modules <= self._called}
                 gathering.order.record_forward(self._passes.current, lazy)
         self._in_forward = False
-
-    def _end_generator(self, current: ForwardPass) -> None:
-        """A generator that forward returned is exhausted, or closed."""
-        if current is self._passes.current and self._in_forward and not in_backward():
-            self._end_forward()
 
     def _before_unit(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -73,12 +72,11 @@ def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
             return plain_state_dict(*args, **kwargs)
         # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
         with gathering.opened():
-            holders = [_holders(unit) for unit in gathering.units]
             state = plain_state_dict(*args, **kwargs)
             gathering.take_changes()
-            for unit, count in zip(gathering.units, holders, strict=True):
+            for unit in gathering.units:
                 if unit.comes_and_goes:
-                    _keep_copies(state, unit, count)
+                    _keep_copies(state, unit)
                     unit.free()
         return state
 
@@ -119,16 +117,8 @@ def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
     model.register_load_state_dict_post_hook(after_load)
 
 
-def _holders(unit: UnitState) -> int:
-    """How many tensors refer to the memory of `unit`."""
-    return torch._C._storage_Use_Count(unit.whole.untyped_storage()._cdata)
-
-
-def _keep_copies(state: dict[str, Any], unit: UnitState, holders: int) -> None:
-    """Replace what lies in the memory of `unit`, which is about to be freed, by copies.
-
-    Raises `UsageError` where more than `holders` refer to that memory then: in an object that cannot be looked into.
-    """
+def _keep_copies(state: dict[str, Any], unit: UnitState) -> None:
+    """Replace what lies in the memory of `unit`, which is about to be freed, by copies."""
     memory = unit.whole.untyped_storage()
     start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
     copies: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay tied
@@ -148,14 +138,6 @@ def _keep_copies(state: dict[str, Any], unit: UnitState, holders: int) -> None:
 
     state.update({key: tree_map(copied, value) for key, value in state.items()})
     unit.note_versions()  # it held what had been handed out
-    if _holders(unit) > holders:
-        gc.collect()  # cycles
-        if _holders(unit) > holders:
-            raise UsageError(
-                f"state_dict() of this model keeps views of {unit.unit.name} in an object that is not a tensor, "
-                "array, dict, list or tuple. Stage 3 frees that memory: put copies there (weight.detach().clone()), or "
-                "call state_dict() inside `with optimizer.gathered():` and use it there"
-            )
 
 
 def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> None:

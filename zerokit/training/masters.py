@@ -125,20 +125,14 @@ class Masters:
         elements = (self.layout.world - 1) * sum(unit.payload_numel for unit in units)
         return {"all_gather": Operation(len(units), elements, elements * size)}
 
-    def frozen(self) -> dict[int, Tensor]:
-        """This rank's shards of frozen units, by unit, in their own memory."""
-        return {
-            state.index: state.kept_part(state.unit.shard(self.rank))
-            for state in self._runtime.units
-            if not state.unit.trainable
-        }
-
-    def refresh_frozen(self) -> None:
-        """Frozen shards were changed: bring them to all ranks of the optimizer."""
-        for state in self._runtime.units:
-            if not state.unit.trainable:
-                state.gather_from_owners()
-                state.complete()
+    @contextmanager
+    def frozen(self) -> Iterator[list[Tensor]]:
+        """This rank's shards of frozen units, to be changed inside: all ranks of the optimizer have them afterwards."""
+        states = [state for state in self._runtime.units if not state.unit.trainable]
+        yield [state.kept_part(state.unit.shard(self.rank)) for state in states]
+        for state in states:
+            state.gather_from_owners()
+            state.complete()
 
 
 def _within(part: Interval, whole: Interval) -> slice:

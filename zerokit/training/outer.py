@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.errors import LayoutMismatch, UsageError
+from zerokit.errors import UsageError
 from zerokit.runtime.admission import probe
-from zerokit.training.differences import KNOWN, LOST
 from zerokit.training.fragments import Part
 
 OuterOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 ANCHOR = "anchor"
-KEPT_APART = {ANCHOR, KNOWN, LOST}
-"""Streams that are no states of the outer optimizer."""
+"""The name of the anchor's stream, which is no state of the outer optimizer."""
 
 
 class Outer:
@@ -34,7 +32,6 @@ class Outer:
 
     def __init__(self, parts: list[Part], make: OuterOptimizer | None) -> None:
         self.parts = parts
-        self.narrow = parts[0].differences is not None
         self.kinds: frozenset[str] = frozenset()
         """The names of the outer optimizer's states of a piece's shape."""
         self.optimizer: Optimizer | None = None
@@ -67,8 +64,6 @@ class Outer:
         """Replace the islands' `mean` of this rank's piece by its new values; `optimizer` is from `stepping`."""
         if part.anchor is None:
             return
-        if part.differences is not None:
-            mean += part.anchor  # it is the mean movement
         if self.optimizer is None or optimizer is None:
             part.anchor.copy_(mean)
             return
@@ -88,17 +83,12 @@ class Outer:
         return f"{type(self.optimizer).__name__} {options}"
 
     def memory(self) -> dict[str, int]:
-        """Bytes by line of a `MemoryReport`: anchors and outer states under `optimizer`, and what narrow wires need."""
+        """Bytes by line of a `MemoryReport`: anchors and outer states under `optimizer`."""
         lines: Counter[str] = Counter()
         for part in self.parts:
-            kept = [("optimizer", tensor, part.own) for tensor in self.arrays(part).values()]
-            if part.differences is not None:
-                region = slice(0, part.numel)
-                kept.append(("optimizer", part.differences.known, region))
-                kept.append(("residual", part.differences.lost, region))
-            for line, tensor, place in kept:
-                payload = part.payload(place)
-                lines[line] += payload * tensor.element_size()
+            for tensor in self.arrays(part).values():
+                payload = part.payload(part.own)
+                lines["optimizer"] += payload * tensor.element_size()
                 lines["padding"] += (tensor.numel() - payload) * tensor.element_size()
             for value in self.scalars(part).values():
                 lines["scalars"] += value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
@@ -157,16 +147,9 @@ class Outer:
                 del self.optimizer.state[part.anchor]  # it has not been synchronised yet
 
     def restore_arrays(self, part: Part, regions: Mapping[str, Tensor]) -> None:
-        """Take this rank's pieces of `regions`, by name: the anchor's, what is owed on a narrow wire, outer states."""
+        """Take this rank's pieces of `regions`, by name: the anchor's, outer states."""
         part.set_anchor(regions[ANCHOR])
-        if part.differences is not None:
-            part.differences.known.view(-1).copy_(regions[KNOWN])
-            part.differences.lost.zero_()
-            if LOST in regions:
-                part.differences.lost[part.island] = regions[LOST][part.own]
-        self._set_states(part, {n: r[part.own].clone() for n, r in regions.items() if n not in KEPT_APART})
-
-    def _set_states(self, part: Part, states: dict[str, Tensor]) -> None:
+        states = {name: region[part.own].clone() for name, region in regions.items() if name != ANCHOR}
         if self.optimizer is not None and part.anchor is not None and states:
             self.optimizer.state[part.anchor] = states
 
@@ -174,47 +157,11 @@ class Outer:
         """The names of the units of each fragment."""
         return [[unit.name for unit in part.fragment.units] for part in self.parts]
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of everything: only the same rank of an equal run can load it."""
-        return {
-            "pieces": [self.arrays(part) | part.on_wire() for part in self.parts],
-            "class": type(self.optimizer).__name__,
-            "narrow": self.narrow,
-            **self.plain_state(),
-        }
-
-    def require_alike(self, state: Mapping[str, Any]) -> None:
-        """Raise `LayoutMismatch` where this is not the state of an equal run."""
-        own = self.state_dict()
-        if any(state[key] != own[key] for key in ("fragments", "class", "narrow")):
-            raise LayoutMismatch(
-                "this state has other fragments, another wire or another outer optimizer than LocalSteps here: create "
-                "it with the arguments that were saved, or use a zerokit checkpoint"
-            )
-
-    def require_loadable(
-        self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
-    ) -> None:
-        """Raise `UsageError` where a checkpoint has in flight, or owes, what would be lost here."""
+    def require_loadable(self, plain: Mapping[str, Any] | None) -> None:
+        """Raise `UsageError` where a checkpoint has in flight what would be lost here."""
         if plain is not None and plain["pending"] and plain["fragments"] != self.fragment_names():
             raise UsageError(
                 f"the checkpoint was saved while a fragment was in flight, and has {len(plain['fragments'])} fragments "
                 f"of other units than the {len(self.parts)} here: build LocalSteps and ZeroOptimizer with the "
                 "fragments, units and bucket_mb that were saved, or save after synchronize()"
             )
-        if not self.narrow and any(shard.any() for shard in streams.get(LOST, {}).values()):
-            raise UsageError(
-                "the checkpoint holds what a narrow wire between islands has rounded away, which would be lost here: "
-                "build LocalSteps with wire='int8' or 'int4', or save without it"
-            )
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
-        for part, pieces in zip(self.parts, state["pieces"], strict=True):
-            if part.anchor is not None:
-                part.anchor.copy_(pieces[ANCHOR])
-            for name, tensor in part.on_wire().items():
-                tensor.copy_(pieces[name])
-            self._set_states(part, {n: value.clone() for n, value in pieces.items() if n not in KEPT_APART})
-        self.restore_plain(state)

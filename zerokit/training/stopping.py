@@ -11,8 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -48,14 +47,12 @@ class StopSignal:
     Args:
         optimizer: its ranks agree, those of all islands too.
         minutes_before: the deadline that much earlier asks for a stop: time for the last steps and the save.
-        deadline: seconds since 1970, or a `datetime`; by default Slurm's SLURM_JOB_END_TIME, if it is set.
+        deadline: seconds since 1970; by default Slurm's SLURM_JOB_END_TIME, if it is set.
         signals: are handled while the context is entered; their former handlers are restored after it. A second
             signal changes nothing. Only the main thread can take signals.
-        every: ask the other ranks at every so many calls of `requested`. It costs one message of 8 bytes, in which the
-            ranks' processes wait for each other; devices go on.
 
     Raises:
-        UsageError: for arguments that do not exist, a SLURM_JOB_END_TIME that is no number, or outside the main thread.
+        UsageError: for times that are no numbers, or outside the main thread.
     """
 
     def __init__(
@@ -63,27 +60,23 @@ class StopSignal:
         optimizer: ZeroOptimizer,
         *,
         minutes_before: float = 5.0,
-        deadline: float | datetime | None = None,
+        deadline: float | None = None,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
-        every: int = 1,
     ) -> None:
         require_zero_optimizer(optimizer, "StopSignal(optimizer)")
         if not 0 <= minutes_before < math.inf:
             raise UsageError(f"minutes_before={minutes_before!r}: expected a number of at least 0")
-        if type(every) is not int or every < 1:
-            raise UsageError(f"every={every!r}: expected an integer of at least 1")
-        self.deadline = _deadline(deadline, os.environ)
+        self.deadline = _deadline(deadline)
         """Seconds since 1970; None without a deadline."""
         self.reason = ""
         """Why to stop, the same on every rank: such as "SIGTERM on rank 1"; "" until `requested` returns True."""
         self._minutes_before = minutes_before
-        self._every, self._calls = every, 0
         self._collectives, self._islands = optimizer.runtime.collectives, optimizer.islands
         where = self._islands or self._collectives
         self._rank, self._world = where.rank, where.world
         self._group: dist.ProcessGroup | None = None
         self._exchange: Exchange | None = None
-        self._signals = tuple(map(_signal, signals))
+        self._signals = tuple(map(signal.Signals, signals))
         self._former: dict[signal.Signals, Any] = {}
         self._noted = 0
         self._process = os.getpid()
@@ -112,16 +105,16 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL if former is None else former)
 
     def requested(self) -> bool:
-        """Whether to stop now; the answer is equal on every rank. Collective: all ranks call it once per step."""
+        """Whether to stop now; the answer is equal on every rank. Collective: all ranks call it after the same steps.
+
+        It costs one message of 8 bytes, in which the ranks' processes wait for each other; devices go on.
+        """
         if not self._entered:
             raise UsageError(
                 "requested() outside the context: write `with zerokit.StopSignal(optimizer) as stop:`"
             )
         if self.reason:
             return True
-        self._calls += 1
-        if self._calls % self._every:
-            return False
         self.reason = self._describe(self._agree(self._mine()))
         return bool(self.reason)
 
@@ -164,28 +157,12 @@ class StopSignal:
         return f"{signal.Signals(note).name} on rank {rank}"
 
 
-def _deadline(given: float | datetime | None, environment: Mapping[str, str]) -> float | None:
-    if isinstance(given, datetime):
-        return given.timestamp()
-    if given is not None:
-        try:
-            seconds = float(given)
-        except (TypeError, ValueError):
-            seconds = math.nan
-        if math.isnan(seconds):
-            raise UsageError(f"deadline={given!r}: expected seconds since 1970, or a datetime")
-        return seconds
-    text = environment.get(END_TIME, "")
-    if text and not (text.isascii() and text.isdecimal()):
-        raise UsageError(f"{END_TIME}={text!r}: expected seconds since 1970; give deadline=, or unset it")
-    return float(text) if text else None
-
-
-def _signal(number: int) -> signal.Signals:
+def _deadline(given: float | None) -> float | None:
+    name, value = ("deadline", given) if given is not None else (END_TIME, os.environ.get(END_TIME) or None)
     try:
-        signal_given = signal.Signals(number)
-    except ValueError:
-        raise UsageError(f"signals: {number!r} is not a signal of this system") from None
-    if signal_given in (signal.SIGKILL, signal.SIGSTOP):
-        raise UsageError(f"signals: {signal_given.name} cannot be handled by any process")
-    return signal_given
+        seconds = None if value is None else float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if seconds is not None and math.isnan(seconds):
+        raise UsageError(f"{name}={value!r}: expected seconds since 1970")
+    return seconds

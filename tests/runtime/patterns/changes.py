@@ -139,7 +139,7 @@ class Around(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         before = x @ self.weight
-        mixed: Tensor = torch.tanh(self.inner(x)) * self.__dict__["other"](x) + before
+        mixed: Tensor = self.__dict__["other"](x) * torch.tanh(self.inner(x)) + before
         return mixed
 
 

@@ -243,16 +243,6 @@ class Extra(nn.Linear):
         pass
 
 
-class Box:
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-class Boxed(Extra):
-    def get_extra_state(self) -> Any:
-        return Box(self.weight.detach())
-
-
 class Overridden(Mlp):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
@@ -279,11 +269,6 @@ SHAPED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 }
 for key, (name, build) in SHAPED.items():
     pattern.each_step(name, build)(_saved, key)
-pattern.each_step(
-    "`get_extra_state` with an object that holds a view of a weight",
-    partial(_with, Boxed),
-    refused={3: usage("keeps views", "gathered()")},
-)(_saved, "boxed")
 
 
 @pattern.each_step("a state dict of a module around the model")

@@ -17,7 +17,7 @@ from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 pattern = Subject(__name__)
 
 
-@pattern.model("parameters on the root, ParameterList, ParameterDict, buffers")
+@pattern.model("parameters on the root, ParameterList, ParameterDict, buffers, a sparse attribute")
 class Direct(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -28,11 +28,12 @@ class Direct(Mlp):
         self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("hidden_", torch.ones(WIDTH), persistent=False)
+        self.adjacency = torch.eye(WIDTH).to_sparse()
 
     def features(self, x: Tensor) -> Tensor:
         self.count.add_(1)
         x = super().features(x) * self.scale @ self.mixing + self.listed[0] * self.hidden_
-        return x @ self.named["a"] + self.listed[1]
+        return torch.sparse.mm(self.adjacency, (x @ self.named["a"]).t()).t() + self.listed[1]
 
 
 class Deep(nn.Module):

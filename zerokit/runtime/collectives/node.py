@@ -66,14 +66,9 @@ class Neighbours:
         try:
             _read(self._pids[peer], address, into.data_ptr(), into.numel() * into.element_size())
         except OSError as error:
-            meaning = "it has ended, or dropped its model: look for its error, which came first"
-            if error.errno not in (errno.ESRCH, errno.EFAULT):
-                meaning = (
-                    "it was allowed when the ranks met (a policy of the kernel or the rank's user changed since then): "
-                    f"start the ranks with {SWITCH}=0 to send through sockets, which needs no such right"
-                )
             raise RuntimeError(
-                f"rank {peer} (process {self._pids[peer]}) cannot be read: {error.strerror}; {meaning}"
+                f"rank {peer} (process {self._pids[peer]}) cannot be read: {error.strerror}. It has ended, or dropped "
+                f"its model: look for its error, which came first. Otherwise {SWITCH}=0 sends through sockets"
             ) from error
 
     def require_alive(self) -> None:
@@ -82,8 +77,7 @@ class Neighbours:
             f"rank {peer} (process {self._pids[peer]})" for peer in self.peers if not self._is_alive(peer)
         ]
         if gone:
-            what = "have ended, or dropped their models" if gone[1:] else "has ended, or dropped its model"
-            raise RuntimeError(f"{' and '.join(gone)} {what}")
+            raise RuntimeError(f"{' and '.join(gone)} ended, or dropped the model")
 
     def _is_alive(self, peer: int) -> bool:
         """Whether another rank still has the board; see [Note: locks show who is alive]."""

@@ -148,7 +148,7 @@ def _noise(key: tuple[int, int], piece: int, offset: int, like: Tensor) -> Tenso
 
 
 def rounding_key(*parts: object) -> tuple[int, int]:
-    """Two signed 32-bit words derived from the `repr` of a key such as (seed, step, unit, rank)."""
+    """Two signed 32-bit words derived from the `repr` of a key such as (step, unit, rank)."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return (
         int.from_bytes(digest[:4], "little", signed=True),
