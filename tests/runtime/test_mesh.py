@@ -190,6 +190,8 @@ def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
 def test_what_does_not_fit_is_said_at_construction() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"mesh": (3, 2)}, "mesh=(3, 2): 6 ranks, but the process group has 4"),
+        ({"mesh": (4, 1)}, "has an axis of one rank"),
+        ({"mesh": (1, 4)}, "has an axis of one rank"),
         ({"mesh": "2x2"}, "expected (outer, inner)"),
         ({"mesh": (2, 2, 1)}, "expected (outer, inner)"),
         ({"mesh": (2, 2.0)}, "expected (outer, inner)"),
@@ -213,12 +215,8 @@ def test_what_does_not_fit_is_said_at_construction() -> None:
 @on_ranks(4)
 def test_a_mesh_or_a_device_mesh_says_the_shape() -> None:
     two = init_device_mesh("cpu", SQUARE, mesh_dim_names=("replicate", "shard"))
-    line = init_device_mesh("cpu", (4,))
-    cases: list[Any] = [(SQUARE, (1, 3)), (two, (0, 3)), (line, 3), ((4, 1), (0, 3)), ((1, 4), (0, 3))]
+    cases: list[Any] = [(SQUARE, (1, 3)), (two, (0, 3)), (init_device_mesh("cpu", (4,)), 3)]
     for mesh, stage in cases:
-        model = nn.Linear(4, 4)
-        optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, mesh=mesh, stage=stage)
-        assert optimizer.stage == (3 if mesh == (1, 4) else stage)
-        optimizer.backward(model(torch.ones(1, 4)).sum())
-        optimizer.step()
+        optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4), torch.optim.SGD, lr=0.1, mesh=mesh, stage=stage)
+        assert optimizer.stage == stage
     assert "ZeroOptimizer(stage=3, world=4" in repr(optimizer)

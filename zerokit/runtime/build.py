@@ -77,8 +77,6 @@ class Runtime:
         self.layout = layout = build_layout(parts.segments, world=group.size(), bucket_bytes=bucket_bytes)
         shape = mesh_of(mesh, group)
         if shape is not None:
-            if shape.outer == 1 and isinstance(stage, tuple | list) and len(stage) == 2:
-                stage = stage[1]  # of a script that also runs on one node
             Placement.of(stage, shape)  # raises before anything is made
         self.collectives = collectives = make_collectives(
             group, device, timeout, units=len(layout.units), mesh=shape
@@ -211,6 +209,11 @@ def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
     world = group.size()
     if outer * inner != world:
         raise UsageError(f"mesh={sizes}: {outer * inner} ranks, but the process group has {world}")
+    if len(sizes) == 2 and 1 in sizes:
+        raise UsageError(
+            f"mesh={sizes} has an axis of one rank, over which nothing can be sharded: omit mesh, because one axis of "
+            f"{world} ranks is the default"
+        )
     ranks = getattr(mesh, "mesh", None)
     if isinstance(ranks, torch.Tensor) and ranks.flatten().tolist() != dist.get_process_group_ranks(group):
         raise UsageError(
