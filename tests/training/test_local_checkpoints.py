@@ -54,7 +54,7 @@ FIRST_ROUND: dict[str, Any] = {"every": 10, "fragments": 2, "outer": ADAM}
 RESUMED: list[dict[str, Any]] = [
     {"every": 4},
     {"every": 4, "outer": None, "delay": 2},
-    STREAMING,
+    STREAMING | {"wire": "int4"},
     FIRST_ROUND,
 ]
 
@@ -87,7 +87,7 @@ def _begun(folder: str) -> None:
 def _gone_on(folder: str) -> None:
     """From a plain mean in the middle of a round, and from a first round of which Adam has half synchronised."""
     for source, fits, kwargs in (
-        ("mean", True, {"every": 4}),
+        ("mean", True, {"every": 4, "wire": "int4"}),
         ("adam", True, {"every": 10, "outer": ADAM, "fragments": 3}),
         ("adam", False, {"every": 10}),
         ("adam", False, {"every": 10, "outer": None}),
@@ -117,7 +117,7 @@ def _alone(folder: str) -> None:
         assert zerokit.load(folder, optimizer, strict=False) == "hello"
 
 
-def test_other_outer_optimizers_and_fragments_go_on_and_an_island_alone(tmp_path: Path) -> None:
+def test_other_outer_optimizers_wires_and_fragments_go_on_and_an_island_alone(tmp_path: Path) -> None:
     run_ranks(2, _begun, str(tmp_path))
     run_ranks(2, _gone_on, str(tmp_path))
     run_ranks(1, _alone, str(tmp_path))
@@ -133,11 +133,12 @@ def _total(ranks: list[Any], inner: int) -> dict[str, float]:
 
 
 def test_nothing_is_lost_on_another_mesh(tmp_path: Path) -> None:
-    saved = _total(run_ranks(4, _continue, str(tmp_path), (2, 2), range(7), 7, STREAMING, False), 2)
-    assert set(saved) == {"anchor", "momentum_buffer"}
+    kwargs = STREAMING | {"wire": "int8"}
+    saved = _total(run_ranks(4, _continue, str(tmp_path), (2, 2), range(7), 7, kwargs, False), 2)
+    assert set(saved) == {"anchor", "momentum_buffer", "known", "lost"}
     for mesh in ((3, 1), (4, 1)):
         world = mesh[0] * mesh[1]
-        found = run_ranks(world, _continue, str(tmp_path), mesh, range(7, 7), 0, STREAMING, True)
+        found = run_ranks(world, _continue, str(tmp_path), mesh, range(7, 7), 0, kwargs, True)
         assert _total(found, mesh[1]) == pytest.approx(saved, rel=1e-12)
 
 

@@ -43,6 +43,7 @@ def test_misuse_is_refused_at_construction() -> None:
     refused("pass at most 2", lambda: LocalSteps(optimizer, every=2, fragments=3))
     refused("from 0 to 1", lambda: LocalSteps(optimizer, every=2, delay=2))
     refused("at most 1", lambda: LocalSteps(optimizer, every=2, blend=0.0))
+    refused("'int8' or 'int4'", lambda: LocalSteps(optimizer, every=2, wire="bf16"))
     refused("functools.partial", lambda: LocalSteps(optimizer, every=2, outer="sgd"))
     refused("pass the ZeroOptimizer", lambda: LocalSteps(model_of(), every=2))
     with pytest.raises(zerokit.UnsupportedOptimizer):

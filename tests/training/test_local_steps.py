@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -62,7 +63,8 @@ ACROSS: list[tuple[tuple[int, ...], str, dict[str, Any]]] = [
     ((0, 1, 2, 3), "fp32", {"every": 4}),
     ((1, 3), "fp32", {"every": 5, "outer": None}),
     ((0, 2), "bf16", {"every": 4, "fragments": 4, "delay": 3, "outer": ADAMW}),
-    ((1, 3), "fp32", {"every": 4, "fragments": 3, "delay": 2, "blend": 0.5}),
+    ((1, 3), "bf16", {"every": 4, "wire": "int8"}),
+    ((0, 2), "fp32", {"every": 4, "fragments": 3, "delay": 2, "blend": 0.5, "wire": "int4"}),
 ]
 
 
@@ -79,10 +81,11 @@ def test_equal_bits_at_every_stage_and_on_every_island(
     assert len(found) == 1
 
 
-def _costs(stage: int) -> tuple[MemoryReport, TrafficReport]:
+def _costs(case: tuple[int, Any]) -> tuple[MemoryReport, TrafficReport]:
+    stage, wire = case
     model = model_of()
     optimizer = wrap(model, (2, 2), stage)
-    local = zerokit.LocalSteps(optimizer, every=3, fragments=2, delay=1)
+    local = zerokit.LocalSteps(optimizer, every=3, fragments=2, delay=1, wire=wire)
     for step in range(5):
         assert bool(local.traffic().by_operation) == (step > 2)
         train_step(model, optimizer, step, dist.get_rank())
@@ -93,25 +96,29 @@ def _costs(stage: int) -> tuple[MemoryReport, TrafficReport]:
 def test_what_a_round_takes() -> None:
     """After step 5 the first fragment, half of the model, is in flight for the second time."""
     numel = 4 * (16 * 16 + 16)
-    for stage, ranks in zip(range(4), run_each(4, _costs, range(4)), strict=True):
-        assert sum(memory.optimizer for memory, _ in ranks) == numel * 8
+    cases = [(stage, wire) for stage in range(4) for wire in (None, "int8")]
+    for (stage, wire), ranks in zip(cases, run_each(4, _costs, cases), strict=True):
+        kept = numel * 8 if wire is None else numel * (8 + 2 * 4)  # known to each island
+        assert sum(memory.optimizer for memory, _ in ranks) == kept
+        assert sum(memory.residual for memory, _ in ranks) == (0 if wire is None else numel * 2 * 4)
         assert all(memory.buckets >= numel // 2 * 4 // 2 for memory, _ in ranks)
         for _, traffic in ranks:
             operations = {name: (one.calls, one.elements) for name, one in traffic.by_operation.items()}
             inner = {} if stage == 3 else {"all_gather/inner": (4, 2 * numel)}
             assert operations == {"reduce_scatter/outer": (2, numel), "all_gather/outer": (2, numel)} | inner
-            assert traffic.by_operation["reduce_scatter/outer"].bytes == 4 * numel
+            wide = traffic.by_operation["reduce_scatter/outer"].bytes / numel
+            assert wide == 4 if wire is None else 1 < wide < 1.1
 
 
-@on_ranks(4)
-def test_what_zerokit_keeps_does_not_depend_on_the_default_dtype() -> None:
+@on_ranks(4, (None, "int8"))
+def test_what_zerokit_keeps_does_not_depend_on_the_default_dtype(wire: Any) -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         model = model_of()
         torch.set_default_dtype(dtype)
         try:
             optimizer = wrap(model, (2, 2), precision=zerokit.Precision(compute="fp32", wire="int8"))
-            zerokit.LocalSteps(optimizer, every=2)
+            zerokit.LocalSteps(optimizer, every=2, wire=wire)
             for step in range(4):
                 train_step(model, optimizer, step, dist.get_rank())
             found.append(weights_of(model))
@@ -161,6 +168,23 @@ def test_fragments_in_flight_are_blended_in_when_they_are_due() -> None:
     for name, value in plain.state_dict().items():
         assert torch.allclose(model.state_dict()[name], value, rtol=0, atol=1e-6), name
     assert local.steps == 19
+
+
+@on_ranks(2)
+def test_what_a_narrow_wire_rounds_away_does_not_add_up() -> None:
+    gaps = []  # how far the weights after each round are from those of an exact wire
+    models = [model_of(), model_of()]
+    optimizers = [wrap(model, (2, 1)) for model in models]
+    for optimizer, wire in zip(optimizers, (None, "int4"), strict=True):
+        zerokit.LocalSteps(optimizer, every=2, outer=None, wire=wire)  # type: ignore[arg-type]
+    for step in range(24):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train_step(model, optimizer, step, dist.get_rank())
+        if step % 2:
+            exact, narrow = (torch.cat([p.flatten() for p in weights_of(model).values()]) for model in models)
+            gaps.append(float((narrow - exact).norm() / exact.norm()))
+    assert 0 < max(gaps) < 0.02
+    assert mean(gaps[-4:]) < 2 * mean(gaps[:4])
 
 
 def _inside() -> tuple[float, float, int, list[int]]:

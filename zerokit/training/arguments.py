@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zerokit.errors import UsageError
+from zerokit.formulas import BLOCK_FORMATS
 from zerokit.runtime.islands import Islands
 from zerokit.runtime.optimizer import ZeroOptimizer
 
@@ -29,7 +30,9 @@ def require_islands(optimizer: ZeroOptimizer) -> Islands:
     return optimizer.islands
 
 
-def check_arguments(every: object, outer: object, fragments: object, delay: object, blend: object) -> None:
+def check_arguments(
+    every: object, outer: object, fragments: object, delay: object, blend: object, wire: object
+) -> None:
     """Raise `UsageError`, which says what was expected, for the first argument that does not fit."""
     if type(every) is not int or every < 1:
         raise UsageError(
@@ -54,3 +57,5 @@ def check_arguments(every: object, outer: object, fragments: object, delay: obje
         )
     if not isinstance(blend, int | float) or isinstance(blend, bool) or not 0.0 < blend <= 1.0:
         raise UsageError(f"blend={blend!r}: expected a number over 0, and at most 1 for the result alone")
+    if wire is not None and not (isinstance(wire, str) and wire in BLOCK_FORMATS):
+        raise UsageError(f"wire={wire!r}: expected 'int8' or 'int4', or None for weights in fp32")

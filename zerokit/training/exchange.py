@@ -25,11 +25,12 @@ from zerokit.errors import LayoutMismatch, ScheduleError
 from zerokit.placement import Axis
 from zerokit.runtime.collectives.base import as_bytes
 from zerokit.runtime.islands import Islands
+from zerokit.training.differences import Differences
 
 _T = TypeVar("_T")
 
 FP32 = 4
-"""Bytes of an element of what is kept, and of what crosses."""
+"""Bytes of an element of what is kept, and of what crosses on a wide wire."""
 
 CHUNK_NUMEL = 1 << 18
 """Elements of a piece in one message without a pace: a MiB."""
@@ -55,14 +56,22 @@ class Synchronisation:
     Args:
         name: for errors.
         buffer: [islands × piece], fp32, on the host.
-        update: makes the new values of this rank's piece, in place, from their mean.
+        update: makes the new values of this rank's piece, in place, from their mean; with `differences`, from their
+            mean movement.
         seconds: to spread the messages over, as island 0 sees it; None for as fast as the link goes.
+        differences: on a narrow wire; `buffer` becomes what all islands know then.
     """
 
     def __init__(
-        self, name: str, buffer: Tensor, update: Callable[[Tensor], None], seconds: float | None
+        self,
+        name: str,
+        buffer: Tensor,
+        update: Callable[[Tensor], None],
+        seconds: float | None,
+        differences: Differences | None = None,
     ) -> None:
         self.name, self.buffer, self.update, self.seconds = name, buffer, update, seconds
+        self.differences = differences
         self.done = threading.Event()
         self.error: Exception | None = None
         self.wanted_at: float | None = None
@@ -77,7 +86,9 @@ class Synchronisation:
         self._begun = time.monotonic()
         self._deadline = self._begun + (self.seconds or 0.0)
         if ticks:
-            self.message_numel = min(max(-(-piece // ticks), _SMALLEST), CHUNK_NUMEL)
+            numel = min(max(-(-piece // ticks), _SMALLEST), CHUNK_NUMEL)
+            block = 1 if self.differences is None else self.differences.block
+            self.message_numel = -(-numel // block) * block
             self._messages_left = max(2 * -(-piece // self.message_numel), 1)
         self._late = _LATE * (self.seconds or 0.0) / self._messages_left
 
@@ -139,6 +150,22 @@ class Exchange:
         if one.error is not None:
             raise ScheduleError(self._explain(one.name, one.error)) from one.error
 
+    def sum(self, name: str, buffer: Tensor) -> None:
+        """Let this rank's piece of the region `buffer` be the sum over islands, and the rest zero. Raises
+        `ScheduleError`.
+        """
+        pieces = buffer.view(self.count, -1)
+        own = torch.zeros_like(pieces[self.index])
+
+        def add() -> None:
+            for start, stop in self._paced(own.numel()):
+                for term in self._swap(pieces[:, start:stop].contiguous()):
+                    own[start:stop] += term
+
+        self._guarded(name, add)
+        buffer.zero_()
+        pieces[self.index] = own
+
     def gather(self, name: str, buffer: Tensor) -> None:
         """Fill the region `buffer` from all islands' pieces, now. Raises `ScheduleError`."""
         self._guarded(name, lambda: self._gather(buffer))
@@ -183,11 +210,16 @@ class Exchange:
     def carry_out(self, one: Synchronisation) -> None:
         """Average, update and gather."""
         self._publish(one.name)
-        pieces = one.buffer.view(self.count, -1)
+        pieces, narrow = one.buffer.view(self.count, -1), one.differences
         own = pieces[self.index]
         self._agree_on_pace(one, own.numel())
         for start, stop in self._paced(own.numel(), one):
-            received = self._swap(pieces[:, start:stop].contiguous())
+            stretch = pieces[:, start:stop]
+            if narrow is not None:
+                received = self._swap(narrow.pack_movement(stretch, start, stop))
+                own[start:stop] = narrow.mean_movement(received, stop - start)
+                continue
+            received = self._swap(stretch.contiguous())
             mean = received[0]
             for term in received[1:]:
                 mean += term
@@ -199,7 +231,11 @@ class Exchange:
         pieces = buffer.view(self.count, -1)
         own = pieces[self.index]
         for start, stop in self._paced(own.numel(), one):
-            pieces[:, start:stop] = self._to_all(own[start:stop])
+            if one is None or one.differences is None:
+                pieces[:, start:stop] = self._to_all(own[start:stop])
+            else:
+                packed = one.differences.pack_result(own[start:stop], self.index, start, stop)
+                pieces[:, start:stop] = one.differences.learn(self._to_all(packed[0]), start, stop)
 
     def _to_all(self, sent: Tensor) -> Tensor:
         return self._swap(sent.expand(self.count, -1).contiguous())

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
+from zerokit.formulas import BlockFormat
 from zerokit.layout import Interval, Layout, Unit, align
+from zerokit.training.differences import KNOWN, LOST, Differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,25 @@ class Part:
         own: this rank's piece of the region, that of number `island`.
         anchor: [piece_numel] the weights that all islands last agreed on, of this rank's piece. None where nothing is
             kept.
+        differences: on a narrow wire of this `form`, what this rank knows and owes.
     """
 
     def __init__(
-        self, fragment: Fragment, rank: int, islands: int, island: int, *, kept: bool = False
+        self,
+        fragment: Fragment,
+        rank: int,
+        islands: int,
+        island: int,
+        form: BlockFormat | None = None,
+        *,
+        kept: bool = False,
     ) -> None:
-        self.fragment, self.rank = fragment, rank
+        self.fragment, self.rank, self.island = fragment, rank, island
         self.piece_numel = align(-(-sum(unit.shard_numel for unit in fragment.units) // islands))
         self.numel = self.piece_numel * islands
         self.own = slice(island * self.piece_numel, (island + 1) * self.piece_numel)
         self.anchor = nn.Parameter(torch.zeros(self.piece_numel, dtype=torch.float32)) if kept else None
+        self.differences = None if form is None else Differences(form, islands, self.piece_numel)
 
     def shards(self) -> Iterator[tuple[Unit, slice]]:
         """Each unit, and where its shard lies in the region."""
@@ -110,6 +121,12 @@ class Part:
         for index, place in self.split(region).items():
             place.copy_(shards[index])
         return region
+
+    def on_wire(self) -> dict[str, Tensor]:
+        """What a narrow wire needs, by the name of its stream."""
+        return (
+            {} if self.differences is None else {KNOWN: self.differences.known, LOST: self.differences.lost}
+        )
 
     @torch.no_grad()
     def set_anchor(self, region: Tensor) -> None:

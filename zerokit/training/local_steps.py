@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerokit.errors import ScheduleError, UsageError
-from zerokit.formulas import MemoryReport, TrafficReport
+from zerokit.formulas import BLOCK_FORMATS, MemoryReport, TrafficReport
 from zerokit.runtime.optimizer import ZeroOptimizer
+from zerokit.runtime.precision import BlockName
 from zerokit.training.arguments import check_arguments, require_islands
+from zerokit.training.differences import KNOWN, LOST
 from zerokit.training.exchange import Exchange, Synchronisation
 from zerokit.training.fragments import Part, divide
 from zerokit.training.masters import Masters
-from zerokit.training.outer import ANCHOR, Outer, OuterOptimizer
+from zerokit.training.outer import ANCHOR, KEPT_APART, Outer, OuterOptimizer
 from zerokit.training.round_traffic import predict_traffic, take_traffic, total
 
 DILOCO: OuterOptimizer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -75,6 +77,9 @@ class LocalSteps:
             busy.
         blend: how far weights move to the result, from over 0 to 1 for all the way; what an island has learned while
             the fragment was in flight is lost by 1. arXiv:2501.18512 uses 0.5.
+        wire: "int8" or "int4": weights cross as rounded differences from what all islands know, in a quarter or an
+            eighth of the bytes. What rounding takes away comes with the next synchronisation. Every rank keeps
+            8 bytes more of each element of its shards.
 
     Raises:
         UsageError: for arguments that do not exist or fit together, and for an optimizer without islands.
@@ -91,19 +96,21 @@ class LocalSteps:
         fragments: int = 1,
         delay: int = 0,
         blend: float = 1.0,
+        wire: BlockName | None = None,
     ) -> None:
         islands = require_islands(optimizer)
-        check_arguments(every, outer, fragments, delay, blend)
+        check_arguments(every, outer, fragments, delay, blend, wire)
+        form = None if wire is None else BLOCK_FORMATS[wire]
         self.every, self.fragments, self.delay, self.blend = every, fragments, delay, float(blend)
         self.steps = 0
         """Calls of `optimizer.step()` so far; those that overflowed in fp16 count."""
         self._masters = Masters(optimizer)
         self._exchange = Exchange(islands)
         self._saves = Exchange(islands)  # apart, for saves beside the training
-        kept = outer is not None or delay > 0
+        kept = outer is not None or delay > 0 or wire is not None
         where = self._masters.rank, islands.count, islands.index
         self._parts = [
-            Part(fragment, *where, kept=kept) for fragment in divide(optimizer.layout, fragments, every)
+            Part(fragment, *where, form, kept=kept) for fragment in divide(optimizer.layout, fragments, every)
         ]
         self._outer = Outer(self._parts, outer)
         self._exchange.require_equal(
@@ -114,6 +121,7 @@ class LocalSteps:
                 "fragments": str(fragments),
                 "delay": str(delay),
                 "blend": str(self.blend),
+                "wire": str(wire),
                 "outer": str(self._outer.describe()),
             },
         )
@@ -194,7 +202,7 @@ class LocalSteps:
         buffer = self._masters.region(part)
         name = f"synchronisation of fragment {part.fragment.index} after step {self.steps}"
         update = functools.partial(self._outer.update, part, self._outer.stepping())
-        work = Synchronisation(name, buffer, update, seconds)
+        work = Synchronisation(name, buffer, update, seconds, part.differences)
         pending = _Pending(part, due, work, buffer)
         self._pending.append(pending)
         self._exchange.start(work)
@@ -254,10 +262,19 @@ class LocalSteps:
         self._arrive()
         found: dict[str, dict[int, Tensor]] = {}
         for part in self._parts:
+            streams: dict[str, Tensor] = {}
             for name, piece in self._outer.arrays(part).items():
-                region = torch.zeros(part.numel, dtype=piece.dtype)
-                region[part.own] = piece
+                streams[name] = torch.zeros(part.numel, dtype=piece.dtype)
+                streams[name][part.own] = piece
+            if part.differences is not None:
+                # What all islands owe together, in the pieces of their ranks.
+                self._exchange.sum(f"save after step {self.steps}", part.differences.lost.view(-1))
+                streams[LOST] = part.differences.lost.view(-1).clone()
+            for region in streams.values():
                 self._exchange.gather(f"save after step {self.steps}", region)
+            if part.differences is not None:
+                streams[KNOWN] = part.differences.known.view(-1).clone()
+            for name, region in streams.items():
                 found.setdefault(name, {}).update(part.split(region))
         return found
 
@@ -271,8 +288,8 @@ class LocalSteps:
 
     def accepted(self, names: Iterable[str]) -> list[str]:
         """Those streams of a checkpoint that fit; all states of the outer optimizer or none, which then begin anew."""
-        fits = set(names) - {ANCHOR} == self._outer.kinds
-        return sorted(set(names) if fits else set(names) & {ANCHOR})
+        fits = set(names) - KEPT_APART == self._outer.kinds
+        return sorted(set(names) if fits else set(names) & KEPT_APART)
 
     def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
         """Room for the streams of these names that a checkpoint has, to be filled and given to `restore`."""
@@ -287,7 +304,7 @@ class LocalSteps:
 
         Raises `UsageError` for a checkpoint with a fragment in flight where fragments are others here.
         """
-        self._outer.require_loadable(plain)
+        self._outer.require_loadable(streams, plain)
         self._forget()
         regions: dict[int, Tensor] = {}
         for part in self._parts:
@@ -295,8 +312,12 @@ class LocalSteps:
                 continue
             filled = {name: part.join(shards) for name, shards in streams.items()}
             filled.setdefault(ANCHOR, self._masters.region(part))
+            if part.differences is not None and KNOWN not in filled:
+                known = filled[ANCHOR].clone()  # islands may differ in what they have loaded
+                self._exchange.gather("load", known)
+                filled[KNOWN] = known
             self._outer.restore_arrays(part, filled)
-            regions[part.fragment.index] = filled[ANCHOR]
+            regions[part.fragment.index] = filled[ANCHOR if part.differences is None else KNOWN]
         if plain is None:
             return
         self.steps = plain["steps"]
@@ -332,6 +353,8 @@ class LocalSteps:
             self._exchange.broadcast(name, buffer)
             self._masters.mix(part.split(buffer), 1.0)
             part.set_anchor(buffer)
+            if part.differences is not None:
+                part.differences.known.view(-1).copy_(buffer)
         with torch.no_grad(), self._masters.frozen() as frozen:
             for tensor in [*frozen, *self._masters.model.buffers()]:
                 self._exchange.broadcast(name, tensor)

@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.runtime.admission import probe
+from zerokit.training.differences import KNOWN, LOST
 from zerokit.training.fragments import Part
 
 OuterOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 ANCHOR = "anchor"
-"""The name of the anchor's stream, which is no state of the outer optimizer."""
+KEPT_APART = {ANCHOR, KNOWN, LOST}
+"""Streams that are no states of the outer optimizer."""
 
 
 class Outer:
@@ -32,6 +34,7 @@ class Outer:
 
     def __init__(self, parts: list[Part], make: OuterOptimizer | None) -> None:
         self.parts = parts
+        self.narrow = parts[0].differences is not None
         self.kinds: frozenset[str] = frozenset()
         """The names of the outer optimizer's states of a piece's shape."""
         self.optimizer: Optimizer | None = None
@@ -64,6 +67,8 @@ class Outer:
         """Replace the islands' `mean` of this rank's piece by its new values; `optimizer` is from `stepping`."""
         if part.anchor is None:
             return
+        if part.differences is not None:
+            mean += part.anchor  # it is the mean movement
         if self.optimizer is None or optimizer is None:
             part.anchor.copy_(mean)
             return
@@ -83,12 +88,17 @@ class Outer:
         return f"{type(self.optimizer).__name__} {options}"
 
     def memory(self) -> dict[str, int]:
-        """Bytes by line of a `MemoryReport`: anchors and outer states under `optimizer`."""
+        """Bytes by line of a `MemoryReport`: anchors and outer states under `optimizer`, and what narrow wires need."""
         lines: Counter[str] = Counter()
         for part in self.parts:
-            for tensor in self.arrays(part).values():
-                payload = part.payload(part.own)
-                lines["optimizer"] += payload * tensor.element_size()
+            kept = [("optimizer", tensor, part.own) for tensor in self.arrays(part).values()]
+            if part.differences is not None:
+                region = slice(0, part.numel)
+                kept.append(("optimizer", part.differences.known, region))
+                kept.append(("residual", part.differences.lost, region))
+            for line, tensor, place in kept:
+                payload = part.payload(place)
+                lines[line] += payload * tensor.element_size()
                 lines["padding"] += (tensor.numel() - payload) * tensor.element_size()
             for value in self.scalars(part).values():
                 lines["scalars"] += value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
@@ -147,9 +157,14 @@ class Outer:
                 del self.optimizer.state[part.anchor]  # it has not been synchronised yet
 
     def restore_arrays(self, part: Part, regions: Mapping[str, Tensor]) -> None:
-        """Take this rank's pieces of `regions`, by name: the anchor's, outer states."""
+        """Take this rank's pieces of `regions`, by name: the anchor's, what is owed on a narrow wire, outer states."""
         part.set_anchor(regions[ANCHOR])
-        states = {name: region[part.own].clone() for name, region in regions.items() if name != ANCHOR}
+        if part.differences is not None:
+            part.differences.known.view(-1).copy_(regions[KNOWN])
+            part.differences.lost.zero_()
+            if LOST in regions:
+                part.differences.lost[part.island] = regions[LOST][part.own]
+        states = {n: region[part.own].clone() for n, region in regions.items() if n not in KEPT_APART}
         if self.optimizer is not None and part.anchor is not None and states:
             self.optimizer.state[part.anchor] = states
 
@@ -157,11 +172,18 @@ class Outer:
         """The names of the units of each fragment."""
         return [[unit.name for unit in part.fragment.units] for part in self.parts]
 
-    def require_loadable(self, plain: Mapping[str, Any] | None) -> None:
-        """Raise `UsageError` where a checkpoint has in flight what would be lost here."""
+    def require_loadable(
+        self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
+    ) -> None:
+        """Raise `UsageError` where a checkpoint has in flight, or owes, what would be lost here."""
         if plain is not None and plain["pending"] and plain["fragments"] != self.fragment_names():
             raise UsageError(
                 f"the checkpoint was saved while a fragment was in flight, and has {len(plain['fragments'])} fragments "
                 f"of other units than the {len(self.parts)} here: build LocalSteps and ZeroOptimizer with the "
                 "fragments, units and bucket_mb that were saved, or save after synchronize()"
+            )
+        if not self.narrow and any(shard.any() for shard in streams.get(LOST, {}).values()):
+            raise UsageError(
+                "the checkpoint holds what a narrow wire between islands has rounded away, which would be lost here: "
+                "build LocalSteps with wire='int8' or 'int4', or save without it"
             )

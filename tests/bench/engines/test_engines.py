@@ -150,6 +150,7 @@ WIRES = [replace(cell, wire=wire) for cell in (CLIPPED, EXACT) for wire in ("own
 POWERSGD = replace(EXACT, wire="powersgd")
 LOCAL = replace(TINY, every=2)
 NAMED, PEER = replace(LOCAL, mesh="2x1"), replace(LOCAL, engine="post-local-sgd", stage=0)
+NARROW = [replace(LOCAL, wire=wire) for wire in ("int8", "int4")]
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def trained() -> dict[Settings, list[Curve]]:
     """What two ranks saw, all in one process group: importing torch's engines and the library takes long."""
     library = importlib.util.find_spec("transformers") is not None
     cells = [cell for name, cells in AGREE.items() if library or name not in OF_A_LIBRARY for cell in cells]
-    cells += [*HALF, ALONE, *WIRES, POWERSGD, LOCAL, NAMED, PEER]
+    cells += [*HALF, ALONE, *WIRES, POWERSGD, LOCAL, NAMED, PEER, *NARROW]
     return dict(zip(cells, curves(cells), strict=True))
 
 
@@ -289,10 +290,11 @@ def test_deepspeed_agrees() -> None:
 
 
 def test_local_steps_are_another_training(trained: dict[Settings, list[Curve]]) -> None:
-    own, peer = trained[LOCAL], trained[PEER]
+    own, peer, int8, int4 = (trained[cell] for cell in (LOCAL, PEER, *NARROW))
     assert own == trained[NAMED]
+    assert len({tuple(found[0].losses) for found in (own, int8, int4)}) == 3
     every_step = trained[CLIPPED][0].losses
-    for found in (own, peer):
+    for found in (own, peer, int8, int4):
         assert found[0].losses[:1] == every_step[:1]
         assert found[0].losses != every_step
         assert found[0].losses[-1] < found[0].losses[0]

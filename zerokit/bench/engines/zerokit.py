@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
+from zerokit.formulas import BLOCK_FORMATS
 from zerokit.placement import StageArgument, stage_of
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.training import LocalSteps
@@ -36,7 +37,8 @@ class ZerokitTrainer(Trainer):
         settings = self.settings
         precision = Precision.of(settings.precision or "fp32")
         wire: Any = None if settings.wire == "own" else settings.wire  # one of the names that Precision knows
-        if wire is not None:
+        between_islands = settings.every is not None and wire in BLOCK_FORMATS
+        if wire is not None and not between_islands:
             precision = replace(precision, wire=wire, wire_updates=settings.wire_updates)
         options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
         outer, inner = map(stage_of, settings.stages)
@@ -55,7 +57,11 @@ class ZerokitTrainer(Trainer):
         )
         if settings.every is not None:
             self.local = LocalSteps(
-                self.zero, every=settings.every, fragments=settings.fragments, delay=settings.delay
+                self.zero,
+                every=settings.every,
+                fragments=settings.fragments,
+                delay=settings.delay,
+                wire=wire if between_islands else None,
             )
         return self.zero
 
