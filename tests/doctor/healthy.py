@@ -22,7 +22,7 @@ GIB = 2**30
 SOFTWARE = Software("3.12.4", "0.1.0", "5e1f0c2d9a7b", "2.13.0", "13.0", "2.28.3", "0.8.0", "3.17.2")
 LOOPBACK = Interface("lo", True, True, ["127.0.0.1", "::1"], 65536)
 LIMITS = Limits(8 * GIB, 8 * GIB, None, 65536, 1, "1", False)
-SERVER = Tracking("http://mlflow:5000", "server", True, "3.17.2", host="mlflow:5000", writable=True)
+SERVER = Tracking("http://mlflow:5000", "server")
 
 
 def seat(rank: int, *, ranks_a_node: int = 1) -> Seat:

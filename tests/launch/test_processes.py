@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import uuid
 
 from zerokit.launch.processes import MARK, kill_marked, marked

@@ -160,7 +160,7 @@ def examine_quickly(plan: Plan) -> Report:
         # A name server that is silent would keep urllib longer than its time-out.
         tracking = within(lambda: look_at_tracking(plan.tracking_uri, quick=True), _QUICK_ANSWER_SECONDS)
     except TimeoutError as error:
-        tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", False, error=str(error))
+        tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", str(error), reached=False)
     findings = judge([here], None, plan.world) + judge_tracking(tracking)
     findings.append(finding("ZD901", Verdict.skipped("--quick: none were started")))
     return Report(plan, True, _now(), here, [], None, tracking, _by_code(findings))
