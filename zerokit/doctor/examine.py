@@ -25,7 +25,7 @@ from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, finding, machines
 from zerokit.doctor.interfaces import judge_network
 from zerokit.doctor.limits import judge_limits
-from zerokit.doctor.names import judge_lookups, judge_own_names, within
+from zerokit.doctor.names import within
 from zerokit.doctor.processor import judge_processors
 from zerokit.doctor.software import judge_software
 from zerokit.doctor.tracking import Tracking, judge_tracking, look_at_tracking
@@ -198,7 +198,6 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
         *judge_software([(one.seat, one.software) for one in ranks]),
         *judge_devices([(one.seat, one.devices) for one in ranks]),
         *judge_network(network),
-        *judge_own_names([(one.seat, one.name) for one in ranks]),
         *judge_processors([(one.seat, one.processor) for one in ranks]),
     ]
     directories = [(one.seat, one.directory) for one in ranks]
@@ -207,22 +206,13 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
     routes = [(seat, route) for seat, route in zip(seats, group.routes, strict=True) if route is not None]
     seen = None if group.seen is None else list(zip(seats, group.seen, strict=True))
     several = len(machines(network)) > 1
-    speeds = [taken.speed_mbit for _, one in network if (taken := one.gloo_takes()) and taken.speed_mbit]
+    speeds = [taken.speed_mbit for _, one in network if (taken := one.between_nodes) and taken.speed_mbit]
     findings += [
         *judge_limits(limits, world, routes),
         judge_clocks(list(zip(seats, group.offsets, strict=True))),
         *judge_directories(directories, seen),
         finding("ZD701", judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None)),
     ]
-    if several:
-        truth = {
-            one.seat.host: [
-                address for interface in one.network.interfaces for address in interface.addresses
-            ]
-            for one in ranks
-        }
-        lookups = zip(seats, group.lookups, strict=True)
-        findings += judge_lookups([(seat, found) for seat, found in lookups if seat.local_rank == 0], truth)
     if group.pairs:
         findings.append(finding("ZD702", judge_pairs(group.pairs, seats)))
     return findings
