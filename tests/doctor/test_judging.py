@@ -11,7 +11,6 @@ import pytest
 from tests.doctor.healthy import LIMITS, LOOPBACK, bad, group_facts, judged, network, rank_facts, seat, world
 from zerokit.doctor.clock import Offset
 from zerokit.doctor.devices import Device, Devices, judge_devices
-from zerokit.doctor.examine import judge
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import CHECKS, Severity, Verdict, by_machine, by_rank, where
 from zerokit.doctor.interfaces import Interface, nccl_takes
@@ -167,11 +166,6 @@ def test_cores_are_counted_over_the_ranks_of_a_machine() -> None:
     assert bad(judged(ranks)) == {"ZD502": WARNING}
     apart = [replace(one, processor=Processor(64, [one.seat.rank], None, 0.0)) for one in ranks]
     assert bad(judged(apart)) == {}
-
-
-def test_yama_is_judged_where_no_rank_has_tried() -> None:
-    strict = replace(rank_facts(0), limits=replace(LIMITS, ptrace_scope=2))
-    assert bad(judge([strict], None, 1)) == {"ZD404": WARNING}
 
 
 def test_what_is_no_fault() -> None:

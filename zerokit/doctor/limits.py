@@ -74,8 +74,8 @@ def _soft(which: int) -> int | None:
 def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | None = None) -> list[Finding]:
     """ZD401 to ZD404.
 
-    `routes` is how the ranks of each node read each other's tensors ("memory" or "sockets"), where they tried; empty
-    where every rank is alone on its node.
+    `routes` is how the ranks of each node read each other's tensors ("memory" or "sockets"), empty where every
+    rank is alone on its node, and None where they did not try.
     """
     findings = [
         *by_machine("ZD401", answers, _judge_shm),
@@ -83,7 +83,7 @@ def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | No
         *by_rank("ZD403", answers, lambda limits: _judge_files(limits, world)),
     ]
     if routes is None:
-        return [*findings, *by_rank("ZD404", answers, _judge_rules)]
+        return [*findings, finding("ZD404", Verdict.skipped("the ranks did not try"))]
     if not routes:
         return [*findings, finding("ZD404", Verdict.skipped("every rank is alone on its node"))]
     cma = answers[0][1].cma
@@ -139,28 +139,14 @@ def _judge_files(limits: Limits, world: int) -> Verdict:
     )
 
 
-def _judge_rules(limits: Limits) -> Verdict:
-    """What the rules allow, where no rank has tried."""
-    if limits.cma != "1":
-        return Verdict.ok(f"not used: ZEROKIT_CMA={limits.cma}")
-    if (limits.ptrace_scope or 0) >= 2:
-        return _forbidden(f"Yama's ptrace_scope is {limits.ptrace_scope}", "sockets", limits.ptrace_scope)
-    scope = "no Yama" if limits.ptrace_scope is None else f"Yama's ptrace_scope is {limits.ptrace_scope}"
-    return Verdict.ok(f"nothing forbids it ({scope}); ranks were not asked")
-
-
 def _judge_route(route: str, cma: str, scope: int | None) -> Verdict:
     if route == "memory" or cma == "0":
         return Verdict.ok(f"through {route}" + ("" if cma == "1" else f" (ZEROKIT_CMA={cma})"))
-    return _forbidden(f"through {route}", route, scope)
-
-
-def _forbidden(listed: str, route: str, scope: int | None) -> Verdict:
     because = (
         f"Yama's ptrace_scope {scope} forbids" if (scope or 0) >= 2 else "the kernel or a sandbox forbids"
     )
     return Verdict.warning(
-        listed,
+        f"through {route}",
         f"{because} reading other processes' memory; {route} costs more copies. Results are the same bits.",
         "sysctl kernel.yama.ptrace_scope=1; in a container --cap-add SYS_PTRACE, and a seccomp profile with "
         "process_vm_readv; or ZEROKIT_CMA=0, to confirm that this is intended",

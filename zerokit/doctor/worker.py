@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from zerokit import files
 from zerokit.bench.record.schema import from_plain, to_plain
-from zerokit.doctor.clock import measure_offset
+from zerokit.doctor.clock import measure_offsets
 from zerokit.doctor.devices import Device
 from zerokit.doctor.directory import TRIAL_BYTES, sees, show, take_away
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
@@ -103,7 +103,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     assert group is not None
     everyone = _gather(facts)
     at("comparing clocks")
-    offsets = _gather(measure_offset(group, now))
+    offsets = measure_offsets(group, now)
     at("reading neighbours' memory")
     collectives = make_collectives(group, torch.device("cpu"), None, units=1)
     alone = sum(one.seat.node == seat.node for one in everyone) == 1
