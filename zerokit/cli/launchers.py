@@ -117,7 +117,7 @@ class Chosen:
     ) -> None:
         from zerokit.launch.remote import launch_on
         from zerokit.launch.slurm import Container, node_address, srun_host
-        from zerokit.launch.ssh import Ssh
+        from zerokit.launch.ssh import ssh_address, ssh_host
 
         options = self.options
         python = options["remote_python"] or sys.executable
@@ -125,9 +125,9 @@ class Chosen:
         hosts = self.hosts[:nodes]
         address = options["master_addr"]
         if self.name == "ssh":
-            ssh = Ssh(_ssh_words(options), python, options["connect_timeout"])
-            machines = [ssh.remote(host) for host in hosts]
-            address = address or ssh.address(hosts[0])
+            words = _ssh_words(options)
+            machines = [ssh_host(host, words, python, options["connect_timeout"]) for host in hosts]
+            address = address or ssh_address(hosts[0], words)
         else:
             image = options["container_image"]
             container = Container(image, options["container_runtime"]) if image else None

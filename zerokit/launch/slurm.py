@@ -161,18 +161,7 @@ def srun_host(host: str, python: str, container: Container | None = None) -> Rem
     if container is not None:
         command = container.wrap(command, here)
         options += container.srun_options(here)
-    return RemoteHost(host, ("srun", *options, *command), _advise)
-
-
-def _advise(output: str) -> str | None:
-    lowered = output.lower()
-    if "no module named" in lowered:
-        return "install zerokit there at the same path, or name its Python with --remote-python"
-    if "container" in lowered and "unrecognized" in lowered:
-        return "this Slurm has no Pyxis: use --container-runtime apptainer"
-    if "requested node configuration is not available" in lowered or "invalid node name" in lowered:
-        return "the allocation does not have that node: leave out --nodes, or ask for more"
-    return None
+    return RemoteHost(host, ("srun", *options, *command))
 
 
 def render_script(request: Request, command: Sequence[str], made_by: str = "") -> str:
