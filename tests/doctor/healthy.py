@@ -44,7 +44,7 @@ def rank_facts(rank: int, *, ranks_a_node: int = 1) -> RankFacts:
         network=network(place.node),
         limits=LIMITS,
         processor=Processor(64, list(range(64)), None, 0.5),
-        directory=Directory("/data/run", "/data/run", None, 900 * GIB, 10**6, 0.002, 1e9),
+        directory=Directory("/data/run", "/data/run", None, 900 * GIB, 10**6, 1e9),
     )
 
 

@@ -67,7 +67,6 @@ RANK_FAULTS: list[tuple[str, Severity, Change]] = [
     ("ZD602", FAULT, on("directory", free_files=0)),
     ("ZD602", WARNING, on("directory", free_bytes=2**29)),
     ("ZD603", WARNING, on("directory", bytes_per_s=5e6)),
-    ("ZD603", WARNING, on("directory", sync_s=0.5)),
 ]  # fmt: skip
 
 
