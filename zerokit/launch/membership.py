@@ -3,7 +3,7 @@
 torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT
 srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
 Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE; on several nodes with -x MASTER_ADDR=HOST
-a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
+a pod               PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
                     node, whose ranks are still to be started
 """
 
@@ -162,7 +162,7 @@ def _pod(environment: Mapping[str, str]) -> Membership | None:
         )
     ranks = environment.get("PET_NPROC_PER_NODE", "auto")
     return Membership(
-        scheme="a TrainJob (or torchrun's PET_ variables)",
+        scheme="a pod (or torchrun's PET_ variables)",
         index=node,
         count=int(least),
         node=node,
