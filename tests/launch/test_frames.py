@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.launch.ranks import wait_for
 from zerokit.launch import frames
-from zerokit.launch.frames import FrameError, Peer, frame, pack, parse, put_file, relocate
+from zerokit.launch.frames import FrameError, Peer, frame, pack, parse, put_file
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 
@@ -60,16 +60,3 @@ def test_a_file_is_put_below_the_folder_and_nowhere_else(tmp_path: Path) -> None
     for name in ("/etc/passwd", "../other", "node-0/../../other", "way/other", "", "."):
         with pytest.raises(FrameError, match="outside the folder"):
             put_file(folder, {"name": name, "content": pack(b"")})
-
-
-@pytest.mark.parametrize(
-    ("argument", "there"),
-    [
-        ("/here/job", "/copy"),
-        ("--out=/here/job/x", "--out=/copy/x"),
-        ("/here/job-2/settings.json", "/here/job-2/settings.json"),
-        ("/else/here/job/x", "/else/here/job/x"),
-    ],
-)
-def test_only_paths_in_the_folder_become_the_copys(argument: str, there: str) -> None:
-    assert relocate([argument], "/here/job", Path("/copy")) == [there]

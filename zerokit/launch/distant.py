@@ -13,7 +13,7 @@ from zerokit.errors import ZerokitError
 from zerokit.launch import frames
 from zerokit.launch.agents import POLL_SECONDS, await_end
 from zerokit.launch.failures import Failure, name_node
-from zerokit.launch.frames import MOST_LOG_BYTES, Peer, pack, put_file, relocate
+from zerokit.launch.frames import MOST_LOG_BYTES, Peer, pack, put_file
 from zerokit.launch.ranks import Ranks, World
 
 _FILES_SECONDS = 0.5
@@ -107,7 +107,7 @@ def serve(
     for name, content in start["files"].items():
         put_file(folder, {"name": name, "content": content})
     files = _Files(folder)
-    command = relocate(start["command"], start["folder"], folder)
+    command = [word.replace(f"{start['folder']}/", f"{folder}/") for word in start["command"]]
     agent = Ranks(World(**start["world"]), ranks, command, folder)
     try:
         looked = time.monotonic()

@@ -13,11 +13,10 @@ import base64
 import contextlib
 import json
 import queue
-import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -130,16 +129,6 @@ def parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
 def pack(data: bytes) -> str:
     """Encode bytes as text."""
     return base64.b64encode(zlib.compress(data, 1)).decode()
-
-
-def relocate(arguments: Sequence[str], folder: str, here: Path) -> list[str]:
-    """A command line with paths in `folder` replaced by those in its copy `here`, also in `--out=PATH`."""
-    path = re.compile(rf"(?P<option>(?:-[^=]*=)?){re.escape(folder)}(?P<rest>(?:/.*)?)", re.DOTALL)
-    matches = [path.fullmatch(argument) for argument in arguments]
-    return [
-        argument if match is None else f"{match['option']}{here}{match['rest']}"
-        for argument, match in zip(arguments, matches, strict=True)
-    ]
 
 
 def put_file(folder: Path, frame: Mapping[str, Any]) -> None:

@@ -178,17 +178,10 @@ def _srun(environment: Mapping[str, str]) -> Membership | None:
     # The batch script has SLURM_PROCID as well, but no step of its own that srun numbered.
     if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdecimal():
         return None
-    step = {name: value for name, value in environment.items() if value}
-    for of_step, of_job in (
-        ("STEP_NUM_TASKS", "NTASKS"),
-        ("STEP_NUM_NODES", "NNODES"),
-        ("STEP_NODELIST", "NODELIST"),
-    ):
-        step.setdefault(f"SLURM_{of_step}", environment.get(f"SLURM_{of_job}", ""))
     world, nodes, node, local_rank = _numbers(
-        step, "SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_NODEID SLURM_LOCALID"
+        environment, "SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_NODEID SLURM_LOCALID"
     )
-    names = expand_hostlist(step["SLURM_STEP_NODELIST"])
+    names = expand_hostlist(environment.get("SLURM_STEP_NODELIST", ""))
     # "2(x3)"; with other numbers on other nodes "2(x2),1".
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if nodes == 0 or world % nodes or "," in tasks:
