@@ -32,7 +32,6 @@ from zerokit.doctor.tracking import Tracking, judge_tracking, look_at_tracking
 from zerokit.doctor.wire import judge_all_reduce, judge_pairs
 from zerokit.doctor.worker import STAGES, Job
 from zerokit.errors import ZerokitError
-from zerokit.launch.failures import Failure
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
@@ -45,6 +44,7 @@ JOB = "job.json"
 FAULTS = 5
 """The exit code of a report with a fault."""
 _QUICK_ANSWER_SECONDS = 1.0
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,22 +229,21 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
         if time.monotonic() > deadline:
             raise TimedOut(f"the ranks did not end within {plan.timeout_s:g} s")
 
-    progress = _Progress(plan, work)
-    reason, failures = "the ranks ended, but rank 0 left no result", tuple[Failure, ...]()
+    reason = "the ranks ended, but rank 0 left no result"
     try:
         launch(
             WORKER, [str(job)], nodes=plan.nodes, nproc_per_node=plan.nproc_per_node, log_dir=work, poll=poll
         )
     except TimedOut as error:
         verdict = Verdict.fault(
-            f"{error}; last seen {progress}",
+            f"{error}; last seen {_progress(plan, work)}",
             "A rank hangs, was never started, or cannot reach the others: training would wait in the same way.",
             "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
             f"--timeout gives more time; logs: {work}",
         )
-        return finding("ZD901", verdict, progress.behind())
+        return finding("ZD901", verdict)
     except ZerokitError as error:
-        reason, failures = str(error), getattr(error, "failures", ())
+        reason = str(error)
     else:
         if (work / "group.json").is_file():
             return None
@@ -254,54 +253,27 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
     last = f" ({stderr[-1][:200]})" if stderr and stderr[-1] not in lines[0] else ""
     verdict = Verdict.fault(
         lines[0][:400] + last,
-        f"Training would fail in the same way. Ranks were last seen {progress}.",
+        f"Training would fail in the same way. Ranks were last seen {_progress(plan, work)}.",
         f"look at the faults above, if any, and at the logs in {work}",
     )
-    return finding("ZD901", verdict, progress.where([failures[0].rank]) if failures else "")
+    return finding("ZD901", verdict)
 
 
-class _Progress:
-    """How far each rank has come, by the files that it leaves; as text, the ranks at each stage."""
-
-    def __init__(self, plan: Plan, work: Path) -> None:
-        self._plan, self._work = plan, work
-
-    def _read(self) -> list[tuple[int, str]]:
-        """An index of `STAGES`, -1 for one that never ran, and the host."""
-        found = []
-        for rank in range(self._plan.world):
-            try:
-                stage, host = (self._work / f"stage-{rank}").read_text().split("\n")
-                found.append((STAGES.index(stage), host))
-            except (OSError, ValueError):
-                found.append((-1, ""))
-        return found
-
-    def __str__(self) -> str:
-        stages = [stage for stage, _ in self._read()]
-        return "; ".join(
-            f"{_ranks([rank for rank, one in enumerate(stages) if one == stage])} "
-            f"{'not running' if stage < 0 else STAGES[stage]}"
-            for stage in sorted(set(stages))
-        )
-
-    def behind(self) -> str:
-        """The ranks that have come least far, for which the others wait; empty if all are equally far."""
-        stages = [stage for stage, _ in self._read()]
-        late = [rank for rank, stage in enumerate(stages) if stage == min(stages)]
-        return self.where(late) if len(late) < len(stages) else ""
-
-    def where(self, ranks: Sequence[int]) -> str:
-        """These ranks and their nodes, with hosts as far as they are known."""
-        each = self._plan.nproc_per_node
-        hosts = {rank // each: host for rank, (_, host) in enumerate(self._read()) if host}
-        nodes = dict.fromkeys(rank // each for rank in ranks)
-        named = [f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes]
-        return f"{', '.join(named)}, {_ranks(ranks)}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _progress(plan: Plan, work: Path) -> str:
+    """How far each rank has come, by the files that it leaves; those that the others wait for come first."""
+    stages: dict[int, list[str]] = {}
+    for rank in range(plan.world):
+        try:
+            stage, host = (work / f"stage-{rank}").read_text().split("\n")
+            stages.setdefault(STAGES.index(stage), []).append(f"{rank} on {host}")
+        except (OSError, ValueError):
+            stages.setdefault(-1, []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_MOST_NAMED])}"
+        + (f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else "")
+        + (" not running" if stage < 0 else f" {STAGES[stage]}")
+        for stage, ranks in sorted(stages.items())
+    )
 
 
 def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:

@@ -133,7 +133,10 @@ def device_named(name: str) -> Device:
 
 
 def network(gbit_per_s: float) -> Link:
-    """The link between nodes with this nominal bandwidth per node and direction, in 10^9 bits per second. Raises `UsageError`."""
+    """The link between nodes with this nominal bandwidth per node and direction, in 10^9 bits per second.
+
+    Raises `UsageError` for one that is no number above 0.
+    """
     if not 0 < gbit_per_s < inf:
         raise UsageError(f"the bandwidth of a node is a number above 0, not {gbit_per_s!r} Gbit/s")
     return Link(NETWORK_LATENCY_S, gbit_per_s * NETWORK_EFFICIENCY / 8 * _GIGA)
