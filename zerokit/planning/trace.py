@@ -126,13 +126,16 @@ def _explained(sentence: str) -> Iterator[None]:
         raise UsageError(sentence.format(type(error).__name__, text)) from error
 
 
+_MADE_SAMPLES = 1024
+"""Larger micro-batches are not made, as they would fill the memory of this process."""
+
 _Input: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of a tensor of the micro-batch."""
 
 
 def _inputs(batch: Callable[[int], tuple[Tensor, ...]], samples: int | None) -> list[_Input]:
-    """What a micro-batch consists of. A general one follows from two small ones: what differs grows."""
-    if samples is not None:
+    """What a micro-batch consists of. A general or a large one follows from two small ones: what differs grows."""
+    if samples is not None and samples <= _MADE_SAMPLES:
         return [(tuple(tensor.shape), tensor.dtype) for tensor in _made(batch, samples)]
     few, more = _made(batch, 2), _made(batch, 3)
     if [one.dim() for one in few] != [one.dim() for one in more]:
@@ -143,7 +146,7 @@ def _inputs(batch: Callable[[int], tuple[Tensor, ...]], samples: int | None) -> 
     return [
         (
             tuple(
-                a if a == b else a + (b - a) * (SAMPLES - 2)
+                a if a == b else a + (b - a) * ((samples or SAMPLES) - 2)
                 for a, b in zip(one.shape, two.shape, strict=True)
             ),
             one.dtype,
