@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from zerokit.cli.work import Finite
+
 LAUNCHERS = ("local", "ssh", "slurm", "kubernetes", "env")
 RUNTIMES = ("pyxis", "apptainer")
 _TITLES = {"ssh": "ssh", "slurm": "Slurm", "kubernetes": "Kubernetes"}
@@ -58,7 +60,7 @@ _option(
 _option(
     _REMOTE,
     "--connect-timeout",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1, max=1e6),
     default=30.0,
     metavar="S",
     help="seconds within which a node must answer.",

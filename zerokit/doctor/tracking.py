@@ -56,7 +56,7 @@ def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
         found = Tracking(shown, "SQLite")
         return _sqlite(found, path) if path.exists() else _folder(found, path.parent)
     if scheme == "file" or "://" not in uri:
-        path = Path(urllib.request.url2pathname(urllib.parse.urlsplit(uri).path) if scheme == "file" else uri)
+        path = Path(urllib.request.url2pathname(rest) if scheme == "file" else uri)
         return _folder(Tracking(shown, "folder"), path.absolute())
     return Tracking(shown, "other")
 
