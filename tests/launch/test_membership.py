@@ -25,6 +25,7 @@ SRUN = variables(
 OPEN_MPI = variables("OMPI_COMM_WORLD_", "RANK=1 SIZE=2 LOCAL_RANK=1 LOCAL_SIZE=2") | {
     "PMIX_NAMESPACE": "job-1"
 }
+PMI = variables("", "PMI_RANK=0 PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 MASTER_ADDR=gpu1")
 POD = variables(
     "PET_", "NODE_RANK=1 NNODES=2 NPROC_PER_NODE=auto MASTER_ADDR=bench-node-0-0.bench MASTER_PORT=29400"
 )
@@ -84,6 +85,7 @@ def test_srun_may_number_ranks_in_any_order() -> None:
 def test_mpirun() -> None:
     member = find(OPEN_MPI)
     assert (member.index, member.count, member.nodes, member.master_addr) == (1, 2, 1, "127.0.0.1")
+    assert (find(PMI).index, find(PMI).nodes, find(PMI).master_addr) == (0, 2, "gpu1")
     assert find(OF_TWO_NODES | {"MASTER_ADDR": "gpu1"}).master_addr == "gpu1"
 
 
@@ -118,6 +120,7 @@ def test_a_pod_is_a_whole_node() -> None:
         (OF_TWO_NODES, r"set MASTER_ADDR to its host \(mpirun -x MASTER_ADDR=HOST\)"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "the same number of ranks"),
         (POD | {"PET_NNODES": "1:4"}, "expected a fixed number of nodes"),
+        (POD | {"PET_MASTER_PORT": "99999"}, "cannot meet at port 99999: expected 1 to 65535"),
         (POD | {"PET_NODE_RANK": "2"}, "expected a fixed number of nodes"),
     ],
 )

@@ -3,6 +3,7 @@
 torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT
 srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
 Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE; on several nodes with -x MASTER_ADDR=HOST
+other mpiruns       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS; on several nodes with -genv MASTER_ADDR HOST
 a pod               PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
                     node, whose ranks are still to be started
 """
@@ -72,8 +73,10 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
 
     Raises `UsageError` where the environment contradicts itself, or lacks something that cannot be guessed.
     """
-    for find in (_torchrun, _pod, _srun, _open_mpi):
+    for find in (_torchrun, _pod, _srun, _mpirun):
         if (member := find(environment)) is not None:
+            if not 0 < member.master_port < 2**16:
+                raise UsageError(f"the ranks cannot meet at port {member.master_port}: expected 1 to 65535")
             return member
     return None
 
@@ -200,9 +203,16 @@ def _srun(environment: Mapping[str, str]) -> Membership | None:
     )
 
 
-def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
-    if "OMPI_COMM_WORLD_RANK" not in environment:
-        return None
-    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "")
-    return _one_rank(environment, "mpirun", _numbers(environment, " ".join(names)), job)
+_RANKS_OF_MPI = (
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
+)
+
+
+def _mpirun(environment: Mapping[str, str]) -> Membership | None:
+    for names in _RANKS_OF_MPI:
+        if set(names.split()) <= environment.keys():
+            jobs = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
+            job = next((environment[name] for name in jobs if name in environment), "")
+            return _one_rank(environment, "mpirun", _numbers(environment, names), job)
+    return None
