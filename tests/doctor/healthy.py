@@ -20,7 +20,7 @@ from zerokit.doctor.wire import AllReduce, Pair
 GIB = 2**30
 SOFTWARE = Software("3.12.4", "0.1.0", "5e1f0c2d9a7b", "2.13.0", "13.0", "2.28.3", "0.8.0", "3.17.2")
 LOOPBACK = Interface("lo", True, True, ["127.0.0.1", "::1"], 65536)
-LIMITS = Limits(8 * GIB, 8 * GIB, None, 65536, 1, "1", False)
+LIMITS = Limits(8 * GIB, 8 * GIB, None, 65536, "1", False)
 SERVER = Tracking("http://mlflow:5000", "server")
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.launch.ranks import wait_for
 from zerokit.launch import frames
-from zerokit.launch.frames import FrameError, Peer, frame, pack, parse, put_file
+from zerokit.launch.failures import LaunchError
+from zerokit.launch.frames import Peer, frame, pack, parse, put_file
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 
@@ -58,5 +59,5 @@ def test_a_file_is_put_below_the_folder_and_nowhere_else(tmp_path: Path) -> None
     assert (folder / "node-0" / "report.json").read_bytes() == b"{}\0"
     (folder / "way").symlink_to(tmp_path)
     for name in ("/etc/passwd", "../other", "node-0/../../other", "way/other", "", "."):
-        with pytest.raises(FrameError, match="outside the folder"):
+        with pytest.raises(LaunchError, match="outside the folder"):
             put_file(folder, {"name": name, "content": pack(b"")})

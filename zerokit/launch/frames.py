@@ -21,16 +21,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from zerokit import files
-from zerokit.errors import ZerokitError
+from zerokit.launch.failures import LaunchError
 
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
 MOST_LOG_BYTES = 1 << 20
 """The most that is sent of a log: its end."""
-
-
-class FrameError(ZerokitError):
-    """A message asks for something that is not to be done."""
 
 
 def frame(kind: str, **content: Any) -> bytes:
@@ -134,11 +130,11 @@ def pack(data: bytes) -> str:
 def put_file(folder: Path, frame: Mapping[str, Any]) -> None:
     """Write the file of a `file` frame, whole or not at all.
 
-    Raises `FrameError` if it lies outside of `folder`.
+    Raises `LaunchError` if it lies outside of `folder`.
     """
     name, data = str(frame["name"]), zlib.decompress(base64.b64decode(frame["content"]))
     path = folder.joinpath(name)
     if name.startswith("/") or folder.resolve() not in path.resolve().parents:
-        raise FrameError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
+        raise LaunchError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_aside(path, data, durable=False)
