@@ -75,8 +75,8 @@ def plan(
 
     Raises `UsageError` for what is unknown, contradictory, or cannot be traced.
     """
-    counts: dict[str, Any] = dict(gpus=gpus, nodes=nodes, seq_len=seq_len, batch_size=batch_size)
-    counts |= dict(accumulate=accumulate, samples_per_step=samples_per_step)
+    counts: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "seq_len": seq_len, "batch_size": batch_size}
+    counts |= {"accumulate": accumulate, "samples_per_step": samples_per_step}
     for name, given in counts.items():
         if wrong := [one for one in _several(given) or () if not isinstance(one, int) or one < 1]:
             raise UsageError(f"{name} {wrong[0]!r}: expected a whole number above 0")
