@@ -80,7 +80,7 @@ class Network:
 
 
 def _leads_out(interface: Interface) -> bool:
-    return interface.usable and not interface.loopback
+    return interface.usable and not interface.loopback and not interface.name.startswith("docker")
 
 
 def look_at_network() -> Network:
