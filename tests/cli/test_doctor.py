@@ -32,9 +32,9 @@ def test_a_fault_is_told_last_and_in_full(tmp_path: Path) -> None:
     assert [lines[place].split()[1] for place in faults] == ["ZD301", "ZD601", "ZD801"]
     assert max(quiet) < min(faults)
     after = " ".join(" ".join(lines[faults[0] :]).split())
-    assert "found GLOO_SOCKET_IFNAME=warp9: warp9: no such interface" in after
-    assert "means gloo fails when it starts." in after
-    assert "do name one that is up:" in after
+    assert "found GLOO_SOCKET_IFNAME=warp9: no such interface" in after
+    assert "means The ranks' backend finds no interface and fails when it starts." in after
+    assert "do name one that leads to the other nodes:" in after
     assert "no answer within" in after
     assert lines[-1].startswith("3 faults, ")
 

@@ -49,7 +49,7 @@ REFUSED = {
     "bench --hosts a,b": "--hosts is for --launcher ssh, not for local",
     "bench --time 1": "--time is for --launcher slurm, not for local",
     "bench --env A=1": "--env is for --launcher ssh or slurm or kubernetes, not for local",
-    "bench --launcher env": "no variables of torchrun, srun, mpirun or a TrainJob are set",
+    "bench --launcher env": "no variables of torchrun, srun, mpirun or a pod are set",
     "bench --launcher kubernetes --container-image i --save /runs/a": "--pvc CLAIM",
     "bench --launcher kubernetes --container-image i --tracking-uri http://me:pass@tracker": (
         "the password in MLFLOW_TRACKING_URI would appear in the manifest"
@@ -60,7 +60,6 @@ REFUSED = {
     "bench --launcher slurm --dry-run --partition 'a b'": "cannot be written in a line of a batch script",
     "bench --launcher slurm --continue x": "inside an allocation",
     "bench --launcher slurm --nodes 1,3 --dry-run": "fixed number of nodes",
-    "bench --launcher slurm --dry-run --follow": "a job's output is in its log",
     "bench --launcher slurm --dry-run --env HF_TOKEN=x": "a password would appear",
     "bench --launcher slurm --dry-run --tracking-uri http://me:pass@tracker": "a password would appear",
     # Other commands.
@@ -76,7 +75,9 @@ REFUSED = {
     "doctor --quick --pairs": "--pairs needs ranks, and --quick starts none",
     "doctor --pairs": "--pairs compares nodes, and there is only one: give --nodes 2 or more",
     "doctor --nodes 0": "0 is not in the range x>=1.",
-    "doctor --timeout 0": "0.0 is not in the range x>0.",
+    "doctor --timeout 0": "0.0 is not in the range 0<x<=1000000.0.",
+    "doctor --timeout nan": "'nan' is not a finite number.",
+    "compare old.json --losses-agree nan": "'nan' is not a finite number.",
     "doctor a b": "Got unexpected extra argument (b)",
     "plan tests.planning.models:branching --gpus 8 --device h100-80": "the model cannot be traced",
     "plan gpt-tiny --gpus 8 --device h900": "device 'h900' is unknown: choose one of a100-40",

@@ -12,7 +12,6 @@ from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import Finding, Seat, Severity
 from zerokit.doctor.interfaces import Interface, Network
 from zerokit.doctor.limits import Limits
-from zerokit.doctor.names import Lookups, OwnName
 from zerokit.doctor.processor import Processor
 from zerokit.doctor.software import Software
 from zerokit.doctor.tracking import Tracking
@@ -21,8 +20,8 @@ from zerokit.doctor.wire import AllReduce, Pair
 GIB = 2**30
 SOFTWARE = Software("3.12.4", "0.1.0", "5e1f0c2d9a7b", "2.13.0", "13.0", "2.28.3", "0.8.0", "3.17.2")
 LOOPBACK = Interface("lo", True, True, ["127.0.0.1", "::1"], 65536)
-LIMITS = Limits(8 * GIB, 8 * GIB, None, 65536, 1, "1", False)
-SERVER = Tracking("http://mlflow:5000", "server", True, "3.17.2", host="mlflow:5000", writable=True)
+LIMITS = Limits(8 * GIB, 8 * GIB, None, 65536, "1", False)
+SERVER = Tracking("http://mlflow:5000", "server")
 
 
 def seat(rank: int, *, ranks_a_node: int = 1) -> Seat:
@@ -33,21 +32,19 @@ def seat(rank: int, *, ranks_a_node: int = 1) -> Seat:
 def network(node: int, **changes: object) -> Network:
     address = f"10.0.0.{node + 1}"
     ethernet = Interface("eth0", True, False, [address], 9000, 100_000)
-    return replace(Network([LOOPBACK, ethernet], own_addresses=[address]), **changes)  # type: ignore[arg-type]
+    return replace(Network([LOOPBACK, ethernet], own=[address]), **changes)  # type: ignore[arg-type]
 
 
 def rank_facts(rank: int, *, ranks_a_node: int = 1) -> RankFacts:
     place = seat(rank, ranks_a_node=ranks_a_node)
-    address = f"10.0.0.{place.node + 1}"
     return RankFacts(
         seat=place,
         software=SOFTWARE,
         devices=Devices("580.95", 8, 8, True, 8, Device("H200", f"GPU-{rank}")),
-        name=OwnName(place.host, [address], place.host),
         network=network(place.node),
         limits=LIMITS,
         processor=Processor(64, list(range(64)), None, 0.5),
-        directory=Directory("/data/run", "/data/run", None, 900 * GIB, 10**6, 0.002, 1e9),
+        directory=Directory("/data/run", "/data/run", None, 900 * GIB, 10**6, 1e9),
     )
 
 
@@ -57,14 +54,10 @@ def world(count: int, *, ranks_a_node: int = 1) -> list[RankFacts]:
 
 def group_facts(ranks: list[RankFacts]) -> GroupFacts:
     nodes = sorted({one.seat.node for one in ranks})
-    names = {one.seat.host: [f"10.0.0.{one.seat.node + 1}"] for one in ranks}
     on_node = [sum(other.seat.node == one.seat.node for other in ranks) for one in ranks]
     return GroupFacts(
         offsets=[Offset(0.0, 0.0001) for _ in ranks],
         routes=["memory" if count > 1 else None for count in on_node],
-        lookups=[
-            Lookups({name: found for name, found in names.items() if name != one.seat.host}) for one in ranks
-        ],
         seen=[True] * len(ranks),
         all_reduce=AllReduce(2**24, 0.002, 15.0, "nccl", True),
         pairs=[Pair(a, b, 2**24, 0.002, 8.0 + a) for a in nodes for b in nodes if a < b],

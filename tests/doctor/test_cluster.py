@@ -26,18 +26,15 @@ def change_link(hosts: Hosts, host: str, line: str) -> None:
 
 
 @pytest.mark.netns
-def test_a_slow_wire_a_smaller_mtu_and_a_missing_name(plan: Plan) -> None:
+def test_a_slow_wire_and_a_smaller_mtu(plan: Plan) -> None:
     plan = replace(plan, nodes=3, pairs=True, timeout_s=150.0)
     with wired_hosts(NODES, servers=False) as hosts:
         for host, end in (("node-2", "eth0"), (HUB, "to-node-2")):
             change_link(hosts, host, f"tc qdisc add dev {end} root tbf rate 80mbit burst 64kb latency 200ms")
         change_link(hosts, "node-1", "ip link set eth0 mtu 1400")
-        names = hosts.folder / "hosts-node-1"
-        names.write_text(names.read_text().replace("node-2", "another"))
         report = examine(plan, launcher(hosts))
     assert of(report, "ZD901").severity is Severity.OK
     assert [one.seat.host for one in report.ranks] == ["node-0", "node-1", "node-2"]
-    assert of(report, "ZD301").found.startswith("by the host's name: eth0")
 
     slow = of(report, "ZD702")
     assert slow.severity is Severity.WARNING
@@ -48,9 +45,6 @@ def test_a_slow_wire_a_smaller_mtu_and_a_missing_name(plan: Plan) -> None:
     assert mtu.severity is Severity.WARNING
     assert "1400 on eth0, node 1 (node-1)" in mtu.found
 
-    name = of(report, "ZD304")
-    assert (name.severity, name.where) == (Severity.WARNING, "node 1 (node-1)")
-    assert name.found.startswith("node-2 cannot be looked up: ")
     assert report.exit_code == 0
 
 
@@ -63,5 +57,5 @@ def test_nodes_that_are_named_after_loopback_do_not_meet(plan: Plan) -> None:
         report = examine(replace(plan, nodes=3, timeout_s=8.0), launcher(hosts))
     assert report.exit_code == 5
     assert of(report, "ZD901").severity is Severity.FAULT
-    assert of(report, "ZD301").severity is Severity.FAULT
-    assert "loopback (127.0.1.1)" in of(report, "ZD301").found
+    assert of(report, "ZD303").severity is Severity.FAULT
+    assert "loopback (127.0.1.1)" in of(report, "ZD303").found

@@ -84,9 +84,10 @@ def test_a_rank_that_hangs_is_named_in_time(plan: Plan) -> None:
     report = examined(plan, "hang", timeout_s=12.0)
     assert report.exit_code == FAULTS
     found = faults(report)["ZD901"]
-    assert found.where == f"node 1 ({socket.gethostname()}), rank 1"
+    host = socket.gethostname()
     assert found.found == (
-        "the ranks did not end within 12 s; last seen rank 1 looking around; rank 0 meeting the others"
+        f"the ranks did not end within 12 s; last seen rank 1 on {host} looking around; rank 0 on {host} meeting the "
+        "others"
     )
     # What rank 0 saw before is in the report.
     assert [one.seat.rank for one in report.ranks] == [0]
@@ -97,7 +98,6 @@ def test_a_rank_that_dies_is_named(plan: Plan) -> None:
     assert set(found) == {"ZD901"}
     assert "rank 1 (node 1, pid" in found["ZD901"].found
     assert "was killed by SIGKILL" in found["ZD901"].found
-    assert found["ZD901"].where == f"node 1 ({socket.gethostname()}), rank 1"
 
 
 def test_why_ranks_do_not_meet_is_told_beside(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,6 @@ def test_why_ranks_do_not_meet_is_told_beside(plan: Plan, monkeypatch: pytest.Mo
     assert set(faults(report)) == {"ZD301", "ZD901"}
     assert report.group is None
     assert report.ranks
-    assert faults(report)["ZD901"].where.startswith("node ")
 
 
 def test_a_launcher_that_cannot_start(plan: Plan) -> None:

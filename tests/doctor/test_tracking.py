@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -21,18 +19,9 @@ from tests.doctor.healthy import bad
 from tests.support.serving import serving
 from zerokit.doctor import tracking as module
 from zerokit.doctor.findings import Finding, Severity
-from zerokit.doctor.http import Server
 from zerokit.doctor.tracking import judge_tracking, look_at_tracking
 
 HOST_REFUSED = "Invalid Host header - possible DNS rebinding attack detected"
-
-
-def mlflow_like(method: str, path: str, authorization: str) -> tuple[int, str]:
-    if path == "/version":
-        return 200, "3.17.2"
-    if "experiments/search" in path:
-        return 200, json.dumps({"experiments": [{"experiment_id": "0", "name": "Default"}]})
-    return 200, "{}"
 
 
 def looked(uri: str, *, quick: bool = False) -> list[Finding]:
@@ -41,23 +30,6 @@ def looked(uri: str, *, quick: bool = False) -> list[Finding]:
 
 def texts(findings: list[Finding]) -> str:
     return " ".join(f"{one.found} {one.meaning} {one.remedy}" for one in findings)
-
-
-def test_a_server_that_works_is_left_as_it_was() -> None:
-    with serving(mlflow_like) as (uri, asked):
-        findings = looked(uri)
-    assert bad(findings) == {}
-    assert [one.code for one in findings] == ["ZD801", "ZD802", "ZD803"]
-    assert "MLflow 3.17.2" in findings[0].found
-    # What was written is removed again.
-    assert [(method, path.rpartition("/")[2]) for method, path, _ in asked[-2:]] == [
-        ("POST", "set-experiment-tag"),
-        ("POST", "delete-experiment-tag"),
-    ]
-    with serving(mlflow_like) as (uri, asked):  # quick, nothing is written
-        findings = looked(uri, quick=True)
-    assert {method for method, *_ in asked} == {"GET"}
-    assert findings[-1].severity is Severity.SKIPPED
 
 
 @contextmanager
@@ -86,13 +58,12 @@ def mlflow_server(folder: Path) -> Iterator[int]:
 
 
 def test_mlflow_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left as it was, and refuses a name that it does not know."""
+    """It refuses a name that it does not know."""
     with mlflow_server(tmp_path) as port:
         uri = f"http://localhost:{port}"
         findings = looked(uri)
         assert bad(findings) == {}
-        assert [one.code for one in findings] == ["ZD801", "ZD802", "ZD803"]
-        assert "zerokit" not in Server(uri, 5.0).read().text
+        assert [one.code for one in findings] == ["ZD801", "ZD802"]
         monkeypatch.setattr(module, "QUICK_SECONDS", 5.0)  # on a busy machine it may take longer
         for quick in (True, False):
             findings = looked(f"http://127.0.0.1:{port}", quick=quick)
@@ -108,17 +79,6 @@ def test_servers_that_refuse_or_fail(status: int, code: str) -> None:
             assert bad(looked(uri, quick=quick)) == {code: Severity.FAULT}
 
 
-@pytest.mark.parametrize(("status", "text", "code"), [(403, "read only", "ZD802"), (400, "strange", "ZD803")])
-def test_a_server_that_lets_read_but_not_write(status: int, text: str, code: str) -> None:
-    def says(method: str, path: str, authorization: str) -> tuple[int, str]:
-        return (status, text) if method == "POST" else mlflow_like(method, path, authorization)
-
-    with serving(says) as (uri, _):
-        findings = looked(uri)
-    assert bad(findings) == {code: Severity.FAULT}
-    assert f"HTTP {status}: {text}" in texts(findings)
-
-
 def test_passwords_are_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(lambda *_: (401, "no")) as (uri, asked):
         seen = look_at_tracking(uri.replace("http://", "http://me:s3cret@"), quick=False)
@@ -130,7 +90,10 @@ def test_passwords_are_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_redirect_takes_no_password_elsewhere() -> None:
-    with serving(mlflow_like) as (elsewhere, theirs), serving(lambda *_: (302, elsewhere)) as (uri, asked):
+    with (
+        serving(lambda *_: (200, "{}")) as (elsewhere, theirs),
+        serving(lambda *_: (302, elsewhere)) as (uri, asked),
+    ):
         looked(uri.replace("http://", "http://me:s3cret@"))
     assert asked[0][2].startswith("Basic ")
     assert theirs
@@ -138,18 +101,10 @@ def test_a_redirect_takes_no_password_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["[1]", '"abc"', "[" * 200_000, '{"experiments": [1]}', '{"experiments": "abc"}', "{", "null"]
-)
-def test_an_answer_that_is_not_mlflow_s(text: str) -> None:
-    with serving(lambda *_: (200, text)) as (uri, _):
-        assert looked(uri)
-
-
-@pytest.mark.parametrize(
     ("word", "said"),
-    [(b"", "no answer within 0.3 s"), (b"H", "no whole answer within 0.6 s"), (b"SSH-2.0\r\n", "no HTTP")],
+    [(b"", "no answer within 0.3 s"), (b"SSH-2.0\r\n", "SSH-2.0")],
 )
-def test_a_server_that_says_nothing_drips_or_speaks_another_language_does_not_hold_the_doctor(
+def test_a_server_that_says_nothing_or_speaks_another_language_does_not_hold_the_doctor(
     monkeypatch: pytest.MonkeyPatch, word: bytes, said: str
 ) -> None:
     monkeypatch.setattr(module, "PATIENT_SECONDS", 0.3)
@@ -171,19 +126,14 @@ def test_a_server_that_says_nothing_drips_or_speaks_another_language_does_not_ho
     assert said in findings[0].found
 
 
-def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_there() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as gone:
         port = gone.getsockname()[1]
-    database = "postgresql+psycopg2://me:s3cret/@127.0.0.1"
-    for uri in (f"http://127.0.0.1:{port}", f"{database}:{port}/runs"):
-        findings = looked(uri)
+    for login, said in (("me:s3cret", "Connection refused"), ("me:s3cret/", "not a valid address")):
+        findings = looked(f"http://{login}@127.0.0.1:{port}")
         assert bad(findings) == {"ZD801": Severity.FAULT}
-        assert "Connection refused" in findings[0].found
+        assert said in findings[0].found
         assert "s3cret" not in texts(findings)
-    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{port}")
-    found = looked("http://mlflow.invalid")[0].found
-    assert found == "http://mlflow.invalid: the proxy (HTTP_PROXY, NO_PROXY): Connection refused"
-    assert "Port could not be cast" in looked(f"{database}:5O00/runs")[0].found
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,21 +147,4 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad(looked("sqlite:///text.db")) == {"ZD801": Severity.FAULT}
     for uri in (str(tmp_path / "text.db"), "sqlite:///text.db/new.db"):
         assert bad(looked(uri)) == {"ZD801": Severity.FAULT}
-    assert looked("databricks")[0].severity in (Severity.OK, Severity.SKIPPED)
-
-
-def test_a_database_that_somebody_else_writes_to(tmp_path: Path) -> None:
-    path = tmp_path / "runs.db"
-    with closing(sqlite3.connect(path)) as other:
-        other.execute("CREATE TABLE alembic_version (version_num TEXT)")
-        other.execute("INSERT INTO alembic_version VALUES ('abc123')")
-        other.commit()
-        before = path.read_bytes()
-        findings = looked(f"sqlite:///{path}")
-        assert bad(findings) == {}
-        assert "schema abc123" in findings[0].found
-        assert path.read_bytes() == before
-        other.execute("BEGIN IMMEDIATE")
-        findings = looked(f"sqlite:///{path}")
-    assert bad(findings) == {"ZD803": Severity.WARNING}
-    assert "database is locked" in findings[-1].found
+    assert looked("postgresql://me@host/runs")[0].severity is Severity.SKIPPED

@@ -53,10 +53,10 @@ def require_nothing_left(hosts: Hosts, seconds: float = 30.0) -> None:
 @pytest.mark.parametrize(
     ("names", "options", "node", "remedy"),
     [
-        ("a,nowhere.invalid", [], "node 1 on nowhere.invalid", "does not resolve"),
+        ("a,nowhere.invalid", [], "node 1 on nowhere.invalid", "Could not resolve hostname"),
         ("a,b", ["--remote-python", "/nowhere/python"], "node 0 on a", "--remote-python"),
         ("a,b", ["--ssh-option", "-o PubkeyAuthentication=no"], "node 0 on a", "ssh-copy-id"),
-        ("a,10.77.0.9", [], "node 1 on 10.77.0.9", "the machine is down"),
+        ("a,10.77.0.9", [], "node 1 on 10.77.0.9", "port 22: "),
     ],
 )
 def test_a_host_that_cannot_serve_is_named_with_the_remedy(
@@ -78,11 +78,12 @@ LAUNCHER = """
 import sys
 from pathlib import Path
 from tests.launch.test_remote import run
-from zerokit.launch.ssh import Ssh
+from zerokit.launch.ssh import ssh_address, ssh_host
 config, python, folder = sys.argv[1:]
-ssh = Ssh(("-F", config, "-o", "ServerAliveInterval=2"), python)
+options = ("-F", config, "-o", "ServerAliveInterval=2")
 (logs := Path(folder, "logs")).mkdir()
-run(Path(folder), logs, "wait", ssh.remote("a"), ssh.remote("b"), master_addr=ssh.address("a"))
+hosts = [ssh_host(name, options, python, 30.0) for name in "ab"]
+run(Path(folder), logs, "wait", *hosts, master_addr=ssh_address("a", options))
 """
 
 

@@ -127,3 +127,8 @@ def fours() -> Own:
 def labelled() -> Own:
     """A model whose micro-batch holds no tensor."""
     return Own(Branching, lambda generator, samples: (*_features(generator, samples), "label"))  # type: ignore[arg-type]
+
+
+def squares() -> Own:
+    """A model whose micro-batch grows with the square of its samples."""
+    return Own(Branching, lambda generator, samples: _features(generator, samples**2))

@@ -75,6 +75,8 @@ def test_samples_of_a_step_decide_how_often_micro_batches_accumulate() -> None:
         ({"mesh": "8x1"}, "one rank on its inner axis: write one axis as 1x8"),
         ({"samples_per_step": 64, "accumulate": 2}, "exclude each other"),
         ({"bucket_mb": math.inf}, "bucket_mb inf: expected a number above 0"),
+        ({"nodes": 2.0}, "nodes 2.0: expected a whole number above 0"),
+        ({"mesh": (2, 4)}, "mesh .2.: expected OUTERxINNER, such as 2x4"),
         ({"record": "nothing.json"}, "cannot read the bench record"),
         ({"model": "tests.planning.models:double", "seq_len": None}, "linear.weight is torch.float64"),
         (

@@ -22,7 +22,6 @@ import click
 
 from zerokit import __version__
 from zerokit.errors import UsageError, ZerokitError, ZerokitWarning
-from zerokit.launch.init import leave_process_one
 from zerokit.launch.interrupts import Interrupted
 from zerokit.text import printable, printable_lines
 
@@ -144,7 +143,10 @@ def _prepare_streams() -> None:
 
 def main() -> None:
     """The program `zerokit`: its own errors are shown as plain text, without a traceback."""
-    leave_process_one()
+    if (
+        os.getpid() == 1
+    ):  # a container's first process, which the kernel ends by no signal that has no handler
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     _prepare_streams()
     warnings.simplefilter("always", ZerokitWarning)
     warnings.showwarning = _show

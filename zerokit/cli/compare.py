@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zerokit.cli.work import Name, json_option, note, tracking_uri_option
+from zerokit.cli.work import Finite, Name, json_option, note, tracking_uri_option
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ unknown because there is only one run of each.
 @click.option(
     "--losses-agree",
     "tolerance",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     metavar="X",
     help="Exit with 3 if the losses of cells with equal training differ by more than this share in any step. Example: "
     "1e-5. In half precision engines round differently: allow at least 1e-2 between engines.",

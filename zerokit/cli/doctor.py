@@ -17,7 +17,7 @@ from zerokit.cli.bench import setting_option
 from zerokit.cli.details import NARROWEST, annotate
 from zerokit.cli.launcher_options import launcher_options, take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, join
-from zerokit.cli.work import PATH, counted, json_option, print_json, tracking_uri_option
+from zerokit.cli.work import PATH, Finite, counted, json_option, print_json, tracking_uri_option
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.text import printable
 
@@ -46,7 +46,7 @@ Exit codes: 0 no fault (there may be warnings), 1 failure, 2 wrong use,
 @click.option("--pairs", is_flag=True, help="Measure the bandwidth between all pairs of nodes.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Finite(min=0, max=1e6, min_open=True),
     default=120.0,
     show_default=True,
     metavar="SECONDS",

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from zerokit.cli.work import Finite
+
 LAUNCHERS = ("local", "ssh", "slurm", "kubernetes", "env")
 RUNTIMES = ("pyxis", "apptainer")
 _TITLES = {"ssh": "ssh", "slurm": "Slurm", "kubernetes": "Kubernetes"}
@@ -33,7 +35,7 @@ _option(
     "--launcher",
     type=click.Choice(LAUNCHERS),
     help="What starts the ranks: local simulates nodes on this machine; env joins ranks that torchrun, srun, "
-    "mpirun or a TrainJob has started.  [default: env if started by one of these, else local]",
+    "mpirun or a pod has started.  [default: env if started by one of these, else local]",
 )
 _option(_SSH, "--hosts", metavar="HOST,…", help="the hosts of the nodes; the first is node 0.")
 _option(
@@ -58,7 +60,7 @@ _option(
 _option(
     _REMOTE,
     "--connect-timeout",
-    type=click.FloatRange(min=1),
+    type=Finite(min=1, max=1e6),
     default=30.0,
     metavar="S",
     help="seconds within which a node must answer.",
@@ -72,7 +74,6 @@ _option(
     help="an environment variable for ranks on other machines. NCCL_*, GLOO_*, OMP_* and ZEROKIT_* are always "
     "passed on, to pods also MLFLOW_TRACKING_URI, elsewhere also TORCH_*, HF_* and PYTHONPATH.",
 )
-_option(("local", *_REMOTE), "--follow", is_flag=True, help="Show the ranks' output while they run.")
 _option(_SLURM, "--partition", metavar="NAME")
 _option(_SLURM, "--account", metavar="NAME")
 _option(_SLURM, "--time", "time_limit", metavar="TIME", help="the job's time limit, such as 00:30:00.")
@@ -125,13 +126,6 @@ _option(
 )
 _option(_KUBERNETES, "--service-account", metavar="NAME")
 _option(_KUBERNETES, "--pull-secret", multiple=True, metavar="NAME", help="the pull Secret for the image.")
-_option(
-    _KUBERNETES,
-    "--form",
-    type=click.Choice(("trainjob", "jobset")),
-    default="trainjob",
-    help="the kind of job: Kubeflow's TrainJob, or a plain JobSet.",
-)
 _option(
     _KUBERNETES,
     "--submit",

@@ -16,7 +16,6 @@ import click
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.errors import UsageError
 from zerokit.launch.hosts import HostSlots, equal_slots, read_hostfile
-from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
@@ -97,12 +96,10 @@ class Chosen:
         if leader is not None:
             return partial(leader.launch, interrupts=interrupts)
         if self.name in ("ssh", "slurm"):
-            launch: Launch = partial(self._launch_on, interrupts)
-        else:
-            from zerokit.launch import local
+            return partial(self._launch_on, interrupts)
+        from zerokit.launch import local
 
-            launch = partial(local.launch, interrupts=interrupts)
-        return partial(_followed, launch) if self.options["follow"] else launch
+        return partial(local.launch, interrupts=interrupts)
 
     def _launch_on(
         self,
@@ -117,7 +114,7 @@ class Chosen:
     ) -> None:
         from zerokit.launch.remote import launch_on
         from zerokit.launch.slurm import Container, node_address, srun_host
-        from zerokit.launch.ssh import Ssh
+        from zerokit.launch.ssh import ssh_address, ssh_host
 
         options = self.options
         python = options["remote_python"] or sys.executable
@@ -125,9 +122,9 @@ class Chosen:
         hosts = self.hosts[:nodes]
         address = options["master_addr"]
         if self.name == "ssh":
-            ssh = Ssh(_ssh_words(options), python, options["connect_timeout"])
-            machines = [ssh.remote(host) for host in hosts]
-            address = address or ssh.address(hosts[0])
+            words = _ssh_words(options)
+            machines = [ssh_host(host, words, python, options["connect_timeout"]) for host in hosts]
+            address = address or ssh_address(hosts[0], words)
         else:
             image = options["container_image"]
             container = Container(image, options["container_runtime"]) if image else None
@@ -144,24 +141,7 @@ class Chosen:
             environment=read_variables(options["variables"]),
             master_addr=address,
             connect_seconds=options["connect_timeout"],
-            follow=options["follow"],
         )
-
-
-def _followed(launch: Launch, *what: Any, log_dir: Path, poll: Callable[[], None], **more: Any) -> None:
-    """A launch whose ranks' output is shown on stderr."""
-    from zerokit.launch.logs import RankLogs
-
-    logs = RankLogs(log_dir, lambda line: click.echo(printable(line), err=True))
-
-    def look() -> None:
-        poll()
-        logs.look()
-
-    try:
-        launch(*what, log_dir=log_dir, poll=look, **more)
-    finally:
-        logs.look()
 
 
 def read_variables(given: Sequence[str]) -> dict[str, str]:
@@ -191,7 +171,7 @@ def choose_launcher(
     if name == "env" and member is None:
         raise UsageError(
             "--launcher env joins ranks that are already running, but no variables of torchrun, srun, mpirun or "
-            "a TrainJob are set: start zerokit with one of these, or use another launcher"
+            "a pod are set: start zerokit with one of these, or use another launcher"
         )
     one_of_many = elastic and "TORCHELASTIC_RUN_ID" in environment
     if name is None and member is not None and member.count == 1 and not one_of_many:

@@ -73,17 +73,17 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         raise click.UsageError(
             "checkpoints would be lost with their pod: give a persistent volume with --pvc CLAIM"
         )
-    objects = render(pods, options["form"])
+    job = render(pods)
     if not options["submit"]:
         made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context)]))
-        click.echo(f"# {made_by}\n{to_yaml(objects)}", nl=False)
+        click.echo(f"# {made_by}\n{to_yaml(job)}", nl=False)
         return 0
     path = record_path(request.output, cells[0], datetime.now())
-    apply(objects)
+    apply(job)
     display = Display()
-    display.warn(f"submitted as {options['form']} {pods.name} in namespace {pods.namespace}")
+    display.warn(f"submitted as jobset {pods.name} in namespace {pods.namespace}")
     with Interrupts() as interrupts, display:
-        log = follow(pods, options["form"], interrupts, display.warn)
+        log = follow(pods, interrupts, display.warn)
     record = Record.from_json(find_json(log))
     write_record(record, path)
     if tracked_here:
@@ -136,10 +136,6 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     if request.continued is not None:
         raise click.UsageError(
             "--continue needs running nodes: use --launcher slurm inside an allocation (salloc)"
-        )
-    if options["follow"]:
-        raise click.UsageError(
-            "--follow works for ranks started from here; a job's output is in its log (tail -f)"
         )
     nodes, ranks = _one_shape(context, request)
     address = options["master_addr"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -180,6 +181,17 @@ def print_output(output: Path, as_json: bool, **more: object) -> str:
     else:  # unchanged for a program, escaped for a terminal
         click.echo(printable(str(output)) if sys.stdout.isatty() else output)
     return f"{counted(len(files), 'file')}, {decimal_size(sum(files.values()))}"
+
+
+class Finite(click.FloatRange):
+    """A number in a range: no bound refuses nan."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Parse the number; neither nan nor infinity is one."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
 
 
 class CommaList(click.ParamType[Any]):

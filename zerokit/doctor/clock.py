@@ -1,10 +1,9 @@
 """The offsets between the ranks' clocks, measured over the process group.
 
-    rank 0   ──── its time T ───▶          offset = T + (b − a) / 2 − b
-    rank r   a ─ asks ─── b, answered      uncertain by (b − a) / 2, so the fastest round of some counts
+    rank 0   begins ── barrier ──────────────── barrier ── ends       offset = reading − (begin + end) / 2
+    rank r             barrier ── its reading ── barrier              uncertain by (end − begin) / 2
 
-Cristian's algorithm (Distributed Computing 3, 1989). Clocks of one machine are one clock: any offset there is the
-noise of the measurement.
+The fastest round of some counts.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zerokit.doctor.findings import Answers, Finding, Verdict, finding, machines, where
+from zerokit.doctor.findings import Answers, Finding, Verdict, finding, where
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-ROUNDS = 10
+ROUNDS = 5
 SKEW_NOTICED_S = 0.5
 """NTP keeps clocks within some milliseconds; half a second means that it does not run."""
 SKEW_REFUSED_S = 60.0
@@ -28,39 +27,28 @@ SKEW_REFUSED_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """A rank's clock offset from rank 0, in seconds, and its error bound: half the round trip."""
+    """A rank's clock offset from rank 0, in seconds, and its error bound."""
 
     seconds: float
     uncertainty_s: float
 
 
-def measure_offset(group: dist.ProcessGroup, now: Callable[[], float] = time.time) -> Offset:
-    """Measure the offset of this rank's clock, `now`. Collective: rank 0 answers one rank after the other.
-
-    `group` is gloo's, of all ranks.
-    """
-    import torch
+def measure_offsets(group: dist.ProcessGroup, now: Callable[[], float] = time.time) -> list[Offset]:
+    """Compare the clocks of all ranks of a gloo `group`, which call it; `now` reads this one's."""
     import torch.distributed as dist
 
-    rank, cell = group.rank(), torch.zeros(1, dtype=torch.float64)
-    best = Offset(0.0, float("inf")) if rank else Offset(0.0, 0.0)
-    for peer in range(1, group.size()):
-        if rank not in (0, peer):
-            continue
-        for _ in range(ROUNDS):
-            if rank == 0:
-                dist.recv(cell, peer, group=group)
-                cell[0] = now()
-                dist.send(cell, peer, group=group)
-                continue
-            sent = now()
-            dist.send(cell, 0, group=group)
-            dist.recv(cell, 0, group=group)
-            answered = now()
-            half = (answered - sent) / 2
-            if half < best.uncertainty_s:
-                best = Offset(answered - half - float(cell.item()), half)
-    return best
+    rounds = []
+    for _ in range(ROUNDS):
+        begun = now()
+        dist.barrier(group)
+        read = now()
+        dist.barrier(group)
+        rounds.append((begun, read, now()))
+    everyone = [rounds] * group.size()
+    dist.all_gather_object(everyone, rounds, group=group)
+    fastest = min(range(ROUNDS), key=lambda one: everyone[0][one][2] - everyone[0][one][0])
+    begun, _, ended = everyone[0][fastest]
+    return [Offset(one[fastest][1] - (begun + ended) / 2, (ended - begun) / 2) for one in everyone]
 
 
 def judge_clocks(answers: Answers[Offset]) -> Finding:
@@ -68,25 +56,20 @@ def judge_clocks(answers: Answers[Offset]) -> Finding:
     if len(answers) < 2:
         return finding("ZD501", Verdict.skipped("one rank: nothing to compare"))
     (first, low), (last, high) = (pick(answers, key=lambda entry: entry[1].seconds) for pick in (min, max))
-    skew, seats = high.seconds - low.seconds, [seat for seat, _ in answers]
-    verdict = _judge(skew, low.uncertainty_s + high.uncertainty_s, several=len(machines(answers)) > 1)
-    differ = " and ".join(where([seat], seats) for seat in (first, last)) if skew > SKEW_NOTICED_S else ""
-    return finding("ZD501", verdict, differ)
-
-
-def _judge(skew: float, doubt: float, *, several: bool) -> Verdict:
+    skew, doubt = high.seconds - low.seconds, low.uncertainty_s + high.uncertainty_s
     listed = f"{_time(skew)} apart at most (± {_time(doubt)})"
-    remedy = "let every node follow a time server: timedatectl set-ntp true, chronyc makestep"
     # What the measurement cannot distinguish from zero is no skew.
+    if skew - doubt <= SKEW_NOTICED_S:
+        return finding("ZD501", Verdict.ok(listed))
+    judge, meaning = Verdict.warning, "Logs and traces of different nodes cannot be put in order."
     if skew - doubt > SKEW_REFUSED_S:
-        return Verdict.fault(
-            listed,
-            "Signed requests and tickets are refused, and newer files look older than old ones.",
-            remedy,
-        )
-    if skew - doubt > SKEW_NOTICED_S:
-        return Verdict.warning(listed, "Logs and traces of different nodes cannot be put in order.", remedy)
-    return Verdict.ok(listed if several else f"one machine, one clock (measured: {listed})")
+        judge = Verdict.fault
+        meaning = "Signed requests and tickets are refused, and newer files look older than old ones."
+    remedy = "let every node follow a time server: timedatectl set-ntp true, chronyc makestep"
+    seats = [seat for seat, _ in answers]
+    return finding(
+        "ZD501", judge(listed, meaning, remedy), " and ".join(where([one], seats) for one in (first, last))
+    )
 
 
 def _time(seconds: float) -> str:

@@ -25,14 +25,13 @@ from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, finding, machines
 from zerokit.doctor.interfaces import judge_network
 from zerokit.doctor.limits import judge_limits
-from zerokit.doctor.names import judge_lookups, judge_own_names, within
+from zerokit.doctor.names import within
 from zerokit.doctor.processor import judge_processors
 from zerokit.doctor.software import judge_software
 from zerokit.doctor.tracking import Tracking, judge_tracking, look_at_tracking
 from zerokit.doctor.wire import judge_all_reduce, judge_pairs
 from zerokit.doctor.worker import STAGES, Job
 from zerokit.errors import ZerokitError
-from zerokit.launch.failures import Failure
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
@@ -45,6 +44,7 @@ JOB = "job.json"
 FAULTS = 5
 """The exit code of a report with a fault."""
 _QUICK_ANSWER_SECONDS = 1.0
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def examine_quickly(plan: Plan) -> Report:
         # A name server that is silent would keep urllib longer than its time-out.
         tracking = within(lambda: look_at_tracking(plan.tracking_uri, quick=True), _QUICK_ANSWER_SECONDS)
     except TimeoutError as error:
-        tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", False, error=str(error))
+        tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", str(error), reached=False)
     findings = judge([here], None, plan.world) + judge_tracking(tracking)
     findings.append(finding("ZD901", Verdict.skipped("--quick: none were started")))
     return Report(plan, True, _now(), here, [], None, tracking, _by_code(findings))
@@ -198,7 +198,6 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
         *judge_software([(one.seat, one.software) for one in ranks]),
         *judge_devices([(one.seat, one.devices) for one in ranks]),
         *judge_network(network),
-        *judge_own_names([(one.seat, one.name) for one in ranks]),
         *judge_processors([(one.seat, one.processor) for one in ranks]),
     ]
     directories = [(one.seat, one.directory) for one in ranks]
@@ -207,22 +206,13 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
     routes = [(seat, route) for seat, route in zip(seats, group.routes, strict=True) if route is not None]
     seen = None if group.seen is None else list(zip(seats, group.seen, strict=True))
     several = len(machines(network)) > 1
-    speeds = [taken.speed_mbit for _, one in network if (taken := one.gloo_takes()) and taken.speed_mbit]
+    speeds = [taken.speed_mbit for _, one in network if (taken := one.between_nodes) and taken.speed_mbit]
     findings += [
         *judge_limits(limits, world, routes),
         judge_clocks(list(zip(seats, group.offsets, strict=True))),
         *judge_directories(directories, seen),
         finding("ZD701", judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None)),
     ]
-    if several:
-        truth = {
-            one.seat.host: [
-                address for interface in one.network.interfaces for address in interface.addresses
-            ]
-            for one in ranks
-        }
-        lookups = zip(seats, group.lookups, strict=True)
-        findings += judge_lookups([(seat, found) for seat, found in lookups if seat.local_rank == 0], truth)
     if group.pairs:
         findings.append(finding("ZD702", judge_pairs(group.pairs, seats)))
     return findings
@@ -239,22 +229,21 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
         if time.monotonic() > deadline:
             raise TimedOut(f"the ranks did not end within {plan.timeout_s:g} s")
 
-    progress = _Progress(plan, work)
-    reason, failures = "the ranks ended, but rank 0 left no result", tuple[Failure, ...]()
+    reason = "the ranks ended, but rank 0 left no result"
     try:
         launch(
             WORKER, [str(job)], nodes=plan.nodes, nproc_per_node=plan.nproc_per_node, log_dir=work, poll=poll
         )
     except TimedOut as error:
         verdict = Verdict.fault(
-            f"{error}; last seen {progress}",
+            f"{error}; last seen {_progress(plan, work)}",
             "A rank hangs, was never started, or cannot reach the others: training would wait in the same way.",
             "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
             f"--timeout gives more time; logs: {work}",
         )
-        return finding("ZD901", verdict, progress.behind())
+        return finding("ZD901", verdict)
     except ZerokitError as error:
-        reason, failures = str(error), getattr(error, "failures", ())
+        reason = str(error)
     else:
         if (work / "group.json").is_file():
             return None
@@ -264,54 +253,27 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
     last = f" ({stderr[-1][:200]})" if stderr and stderr[-1] not in lines[0] else ""
     verdict = Verdict.fault(
         lines[0][:400] + last,
-        f"Training would fail in the same way. Ranks were last seen {progress}.",
+        f"Training would fail in the same way. Ranks were last seen {_progress(plan, work)}.",
         f"look at the faults above, if any, and at the logs in {work}",
     )
-    return finding("ZD901", verdict, progress.where([failures[0].rank]) if failures else "")
+    return finding("ZD901", verdict)
 
 
-class _Progress:
-    """How far each rank has come, by the files that it leaves; as text, the ranks at each stage."""
-
-    def __init__(self, plan: Plan, work: Path) -> None:
-        self._plan, self._work = plan, work
-
-    def _read(self) -> list[tuple[int, str]]:
-        """An index of `STAGES`, -1 for one that never ran, and the host."""
-        found = []
-        for rank in range(self._plan.world):
-            try:
-                stage, host = (self._work / f"stage-{rank}").read_text().split("\n")
-                found.append((STAGES.index(stage), host))
-            except (OSError, ValueError):
-                found.append((-1, ""))
-        return found
-
-    def __str__(self) -> str:
-        stages = [stage for stage, _ in self._read()]
-        return "; ".join(
-            f"{_ranks([rank for rank, one in enumerate(stages) if one == stage])} "
-            f"{'not running' if stage < 0 else STAGES[stage]}"
-            for stage in sorted(set(stages))
-        )
-
-    def behind(self) -> str:
-        """The ranks that have come least far, for which the others wait; empty if all are equally far."""
-        stages = [stage for stage, _ in self._read()]
-        late = [rank for rank, stage in enumerate(stages) if stage == min(stages)]
-        return self.where(late) if len(late) < len(stages) else ""
-
-    def where(self, ranks: Sequence[int]) -> str:
-        """These ranks and their nodes, with hosts as far as they are known."""
-        each = self._plan.nproc_per_node
-        hosts = {rank // each: host for rank, (_, host) in enumerate(self._read()) if host}
-        nodes = dict.fromkeys(rank // each for rank in ranks)
-        named = [f"node {node}" + (f" ({hosts[node]})" if node in hosts else "") for node in nodes]
-        return f"{', '.join(named)}, {_ranks(ranks)}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _progress(plan: Plan, work: Path) -> str:
+    """How far each rank has come, by the files that it leaves; those that the others wait for come first."""
+    stages: dict[int, list[str]] = {}
+    for rank in range(plan.world):
+        try:
+            stage, host = (work / f"stage-{rank}").read_text().split("\n")
+            stages.setdefault(STAGES.index(stage), []).append(f"{rank} on {host}")
+        except (OSError, ValueError):
+            stages.setdefault(-1, []).append(str(rank))
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_MOST_NAMED])}"
+        + (f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else "")
+        + (" not running" if stage < 0 else f" {STAGES[stage]}")
+        for stage, ranks in sorted(stages.items())
+    )
 
 
 def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:

@@ -17,7 +17,6 @@ from zerokit.doctor.directory import Directory, look_at_directory
 from zerokit.doctor.findings import Seat
 from zerokit.doctor.interfaces import Network, look_at_network
 from zerokit.doctor.limits import Limits, look_at_limits
-from zerokit.doctor.names import Lookups, OwnName, look_at_own_name
 from zerokit.doctor.pace import Paces
 from zerokit.doctor.processor import Processor, look_at_processor
 from zerokit.doctor.software import Software, look_at_software
@@ -31,7 +30,6 @@ class RankFacts:
     seat: Seat
     software: Software
     devices: Devices
-    name: OwnName
     network: Network
     limits: Limits
     processor: Processor
@@ -45,7 +43,6 @@ class GroupFacts:
     Attributes:
         offsets: of the ranks' clocks.
         routes: how each rank reads its neighbours' tensors; None for one that is alone on its node.
-        lookups: other nodes' names, as each rank's node looked them up.
         seen: whether each rank saw a file of rank 0 in the run directory; None where it could not write.
         all_reduce: over all ranks.
         pairs: of nodes; empty unless asked for.
@@ -55,7 +52,6 @@ class GroupFacts:
 
     offsets: list[Offset]
     routes: list[str | None]
-    lookups: list[Lookups]
     seen: list[bool] | None
     all_reduce: AllReduce | None
     pairs: list[Pair] = field(default_factory=list)
@@ -65,13 +61,11 @@ class GroupFacts:
 
 def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:
     """Everything that this process sees by itself; `trial_bytes` are written to see how long it takes."""
-    name = look_at_own_name()
     return RankFacts(
         seat=seat,
         software=look_at_software(),
         devices=look_at_devices(used),
-        name=name,
-        network=look_at_network(name.addresses),
+        network=look_at_network(),
         limits=look_at_limits(),
         processor=look_at_processor(),
         directory=look_at_directory(directory, trial_bytes),

@@ -45,10 +45,8 @@ CHECKS = {
         Check(
             "ZD302", "NCCL's interfaces", "NCCL connects over these, and sends over them without InfiniBand."
         ),
-        Check("ZD303", "own host name", "gloo and torchrun look up the host's own name."),
-        Check("ZD304", "names of nodes", "torchrun and ssh find other nodes by their names."),
+        Check("ZD303", "own host name", "Without a named interface, gloo listens where this name leads."),
         Check("ZD305", "MTU", "Packets larger than a hop accepts are lost; small ones cost processor time."),
-        Check("ZD306", "InfiniBand", "NCCL uses active InfiniBand ports if there are any."),
         Check("ZD401", "/dev/shm", "NCCL and data loaders keep shared memory there."),
         Check("ZD402", "locked memory", "RDMA and io_uring lock the memory that they register."),
         Check("ZD403", "open files", "Each rank holds a connection to every other rank, and files."),

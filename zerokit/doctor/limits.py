@@ -26,14 +26,13 @@ FILES_A_PEER = 6
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one process; None means unlimited, or for `ptrace_scope`, a kernel without Yama.
+    """The limits of one process; None means unlimited.
 
     Attributes:
         shm_bytes: size of /dev/shm; 0 where there is none.
         shm_free_bytes: what is free of it.
         memlock_bytes: memory that may be locked.
         open_files: descriptors that may be open.
-        ptrace_scope: Yama's rule for reading other processes' memory.
         cma: the environment's ZEROKIT_CMA.
         infiniband: whether there is such a device.
     """
@@ -42,25 +41,21 @@ class Limits:
     shm_free_bytes: int
     memlock_bytes: int | None
     open_files: int | None
-    ptrace_scope: int | None
     cma: str
     infiniband: bool
 
 
 def look_at_limits() -> Limits:
     """Read the limits of this process."""
-    size, free, scope = 0, 0, None
+    size, free = 0, 0
     with contextlib.suppress(OSError):
         status = os.statvfs("/dev/shm")
         size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    with contextlib.suppress(OSError, ValueError):
-        scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     return Limits(
         shm_bytes=size,
         shm_free_bytes=free,
         memlock_bytes=_soft(resource.RLIMIT_MEMLOCK),
         open_files=_soft(resource.RLIMIT_NOFILE),
-        ptrace_scope=scope,
         cma=os.environ.get("ZEROKIT_CMA", "1") or "1",
         infiniband=any(Path("/sys/class/infiniband").glob("*")),
     )
@@ -74,8 +69,8 @@ def _soft(which: int) -> int | None:
 def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | None = None) -> list[Finding]:
     """ZD401 to ZD404.
 
-    `routes` is how the ranks of each node read each other's tensors ("memory" or "sockets"), where they tried; empty
-    where every rank is alone on its node.
+    `routes` is how the ranks of each node read each other's tensors ("memory" or "sockets"), empty where every
+    rank is alone on its node, and None where they did not try.
     """
     findings = [
         *by_machine("ZD401", answers, _judge_shm),
@@ -83,13 +78,11 @@ def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | No
         *by_rank("ZD403", answers, lambda limits: _judge_files(limits, world)),
     ]
     if routes is None:
-        return [*findings, *by_rank("ZD404", answers, _judge_rules)]
+        return [*findings, finding("ZD404", Verdict.skipped("the ranks did not try"))]
     if not routes:
         return [*findings, finding("ZD404", Verdict.skipped("every rank is alone on its node"))]
     cma = answers[0][1].cma
-    scopes = {seat: limits.ptrace_scope for seat, limits in answers}
-    routed = [(seat, (route, scopes.get(seat))) for seat, route in routes]
-    return [*findings, *by_rank("ZD404", routed, lambda one: _judge_route(one[0], cma, one[1]))]
+    return [*findings, *by_rank("ZD404", routes, lambda route: _judge_route(route, cma))]
 
 
 def _judge_shm(limits: Limits) -> Verdict:
@@ -139,29 +132,13 @@ def _judge_files(limits: Limits, world: int) -> Verdict:
     )
 
 
-def _judge_rules(limits: Limits) -> Verdict:
-    """What the rules allow, where no rank has tried."""
-    if limits.cma != "1":
-        return Verdict.ok(f"not used: ZEROKIT_CMA={limits.cma}")
-    if (limits.ptrace_scope or 0) >= 2:
-        return _forbidden(f"Yama's ptrace_scope is {limits.ptrace_scope}", "sockets", limits.ptrace_scope)
-    scope = "no Yama" if limits.ptrace_scope is None else f"Yama's ptrace_scope is {limits.ptrace_scope}"
-    return Verdict.ok(f"nothing forbids it ({scope}); ranks were not asked")
-
-
-def _judge_route(route: str, cma: str, scope: int | None) -> Verdict:
+def _judge_route(route: str, cma: str) -> Verdict:
     if route == "memory" or cma == "0":
         return Verdict.ok(f"through {route}" + ("" if cma == "1" else f" (ZEROKIT_CMA={cma})"))
-    return _forbidden(f"through {route}", route, scope)
-
-
-def _forbidden(listed: str, route: str, scope: int | None) -> Verdict:
-    because = (
-        f"Yama's ptrace_scope {scope} forbids" if (scope or 0) >= 2 else "the kernel or a sandbox forbids"
-    )
     return Verdict.warning(
-        listed,
-        f"{because} reading other processes' memory; {route} costs more copies. Results are the same bits.",
+        f"through {route}",
+        "The kernel (Yama) or a sandbox forbids reading other processes' memory, and sockets cost more copies. Results "
+        "are the same bits.",
         "sysctl kernel.yama.ptrace_scope=1; in a container --cap-add SYS_PTRACE, and a seccomp profile with "
         "process_vm_readv; or ZEROKIT_CMA=0, to confirm that this is intended",
     )

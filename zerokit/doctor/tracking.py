@@ -1,4 +1,4 @@
-"""The MLflow store (a server, a SQLite file or a folder): whether it is reachable and writable.
+"""The MLflow store (a server, a SQLite file or a folder): whether it is reachable and lets this user in.
 
 MLflow itself is never imported: that takes longer than all the rest, and would create what is missing.
 """
@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sqlite3
 import tempfile
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import requests
 
 from zerokit.doctor.findings import Finding, Verdict, finding
-from zerokit.doctor.http import Answer, Server, excerpt
 from zerokit.text import without_secrets
 
 QUICK_SECONDS, PATIENT_SECONDS = 0.7, 5.0
-_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_READ = "api/2.0/mlflow/experiments/search?max_results=1"
+"""As MLflow's clients ask: what begins with /api is guarded by the server's checks of host name and user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,105 +31,77 @@ class Tracking:
 
     Attributes:
         uri: where it is, without a password.
-        kind: "server", "SQLite", "folder", "database", "address" where it is none, or "other" for what cannot be looked
-            at from here.
-        reached: whether it answered; None where that was not tried.
-        version: MLflow's, of a server; or the schema's, of a database.
-        status: the HTTP status of the first request that was refused.
-        error: the message of what went wrong.
-        host: the server's name in requests.
-        writable: None where that was not tried.
-        write_error: why it is not.
+        kind: "server", "SQLite", "folder", or "other" for what cannot be looked at from here.
+        error: why it cannot be used; None where nothing is wrong.
+        status: the HTTP status of a server that refused.
+        reached: whether there is a store, or a place for a new one.
     """
 
     uri: str
     kind: str
-    reached: bool | None
-    version: str | None = None
-    status: int | None = None
     error: str | None = None
-    host: str | None = None
-    writable: bool | None = None
-    write_error: str | None = None
+    status: int | None = None
+    reached: bool = True
 
 
 def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
-    """Contact the store; `quick` waits less and writes nothing."""
+    """Contact the store, and change nothing in it; `quick` waits less."""
     shown = without_secrets(uri).replace("***@", "")
-    seconds = QUICK_SECONDS if quick else PATIENT_SECONDS
-    try:
-        parts = urllib.parse.urlsplit(shown)  # of a password, no part is a port
-        port = parts.port
-    except ValueError as error:
-        return Tracking(shown, "address", False, error=str(error))
-    scheme = parts.scheme.partition("+")[0]
+    scheme, _, rest = uri.partition(":")
     if scheme in ("http", "https"):
-        server = Tracking(shown, "server", True, host=parts.netloc.rpartition("@")[2])
-        try:
-            return _server(server, Server(uri, seconds), quick)
-        except (OSError, ValueError) as error:
-            return replace(server, reached=False, error=str(error))
-    if scheme == "sqlite":
+        return _server(Tracking(shown, "server"), uri, QUICK_SECONDS if quick else PATIENT_SECONDS)
+    if scheme.partition("+")[0] == "sqlite":
         # sqlite:///relative and sqlite:////absolute, as SQLAlchemy reads them.
-        path = Path(urllib.parse.unquote(uri.partition("///")[2].partition("?")[0])).absolute()
-        database = Tracking(shown, "SQLite", True)
-        return _sqlite(database, path) if path.exists() else _folder(database, path.parent)
-    if scheme in ("", "file"):
-        folder = Path(urllib.request.url2pathname(parts.path)) if scheme else Path(uri)
-        return _folder(Tracking(shown, "folder", True), folder.absolute())
-    if scheme in _PORTS and parts.hostname:
-        database = Tracking(shown, "database", True, host=parts.hostname)
-        try:
-            socket.create_connection((parts.hostname, port or _PORTS[scheme]), seconds).close()
-        except OSError as error:
-            return replace(database, reached=False, error=error.strerror or str(error))
-        return database
-    return Tracking(shown, "other", None)
+        path = Path(urllib.parse.unquote(rest.removeprefix("///").partition("?")[0])).absolute()
+        found = Tracking(shown, "SQLite")
+        return _sqlite(found, path) if path.exists() else _folder(found, path.parent)
+    if scheme == "file" or "://" not in uri:
+        path = Path(urllib.request.url2pathname(rest) if scheme == "file" else uri)
+        return _folder(Tracking(shown, "folder"), path.absolute())
+    return Tracking(shown, "other")
 
 
-def _server(found: Tracking, server: Server, quick: bool) -> Tracking:
-    version = server.get("version")
-    if version.failed and version.status != 404:  # a gateway need not have this address
-        return _refused(found, version)
-    found = replace(found, version=excerpt(version.text)[:40] if version.status == 200 else None)
-    read = server.read()
-    if read.status != 200:
-        return _refused(found, read)
-    written = None if quick else server.write(read)
-    if written is None:
-        return found
-    if written.status in (None, 401, 403) or written.status >= 500:
-        return _refused(found, written)
-    why = None if written.status == 200 else f"HTTP {written.status}: {excerpt(written.text)}"
-    return replace(found, writable=why is None, write_error=why)
-
-
-def _refused(found: Tracking, answer: Answer) -> Tracking:
-    return replace(
-        found,
-        reached=answer.status is not None,
-        status=answer.status,
-        error=answer.error or excerpt(answer.text),
+def _server(found: Tracking, uri: str, seconds: float) -> Tracking:
+    """Ask with the user and certificates that MLflow's own client would use."""
+    more: dict[str, Any] = {}
+    user, password, token = (
+        os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
     )
+    if user is not None and password is not None:
+        more["auth"] = (user, password)
+    elif token:
+        more["headers"] = {"Authorization": f"Bearer {token}"}
+    insecure = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true")
+    more["verify"] = not insecure and (os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or True)
+    try:
+        answer = requests.get(f"{uri.partition('?')[0].rstrip('/')}/{_READ}", timeout=seconds, **more)
+    except requests.Timeout:
+        return replace(found, error=f"no answer within {seconds:g} s", reached=False)
+    except ValueError:  # its text would show the password
+        return replace(found, error="not a valid address", reached=False)
+    except OSError as error:
+        return replace(found, error=_root(error), reached=False)
+    if answer.status_code == 200:
+        return found
+    reason = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[:200]}"
+    return replace(found, error=reason, status=answer.status_code)
+
+
+def _root(error: BaseException) -> str:
+    """What went wrong at the root, which requests and urllib3 wrap."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return str(getattr(error, "strerror", None) or error).rpartition("] ")[2]
 
 
 def _sqlite(found: Tracking, path: Path) -> Tracking:
     try:
-        address = f"file:{urllib.parse.quote(str(path))}?mode=rw"
-        with contextlib.closing(sqlite3.connect(address, uri=True, timeout=QUICK_SECONDS)) as database:
+        with contextlib.closing(sqlite3.connect(path, timeout=QUICK_SECONDS)) as database:
             database.execute("PRAGMA schema_version").fetchone()
-            with contextlib.suppress(sqlite3.OperationalError):  # a database that is not MLflow's yet
-                row = database.execute("SELECT version_num FROM alembic_version").fetchone()
-                found = replace(found, version=None if row is None else f"schema {row[0]}")
-            # Takes the lock that a write takes, and changes nothing.
-            database.execute("BEGIN IMMEDIATE")
-            database.rollback()
-    except sqlite3.OperationalError as error:
-        return replace(found, writable=False, write_error=str(error))
-    except sqlite3.DatabaseError as error:
-        return replace(found, reached=False, error=str(error))
+    except sqlite3.Error as error:
+        return replace(found, error=str(error), reached=False)
     if not os.access(path, os.W_OK):
-        return replace(found, writable=False, write_error="Permission denied")
+        return replace(found, error=f"{path}: Permission denied")
     return _folder(found, path.parent)  # for the journal
 
 
@@ -135,88 +109,54 @@ def _folder(found: Tracking, folder: Path) -> Tracking:
     """Whether files can be made there, or where the folder would be made."""
     existing = next(one for one in (folder, *folder.parents) if os.path.exists(one))
     if not existing.is_dir():
-        return replace(found, reached=False, error=f"{existing} is not a directory")
+        return replace(found, error=f"{existing} is not a directory", reached=False)
     try:
         with tempfile.TemporaryFile(dir=existing):
-            return replace(found, writable=True)
+            return found
     except OSError as error:
-        return replace(found, writable=False, write_error=f"{existing}: {error.strerror}")
+        return replace(found, error=f"{existing}: {error.strerror}")
 
 
 def judge_tracking(tracking: Tracking) -> list[Finding]:
-    """ZD801, and if the store was reached, ZD802 and ZD803."""
-    if tracking.reached is None:
-        return [
-            finding(
-                "ZD801", Verdict.skipped(f"{tracking.uri}: a store of this kind cannot be checked from here")
-            )
-        ]
+    """ZD801, and if the store was reached, ZD802 of a server and ZD803 of files."""
+    if tracking.kind == "other":
+        unknown = Verdict.skipped(f"{tracking.uri}: a store of this kind cannot be checked from here")
+        return [finding("ZD801", unknown)]
     if not tracking.reached or (tracking.status or 0) >= 500:
-        return [finding("ZD801", _judge_silence(tracking))]
-    version = f" (MLflow {tracking.version})" if tracking.kind == "server" and tracking.version else ""
-    version = version or (f" ({tracking.version})" if tracking.version else "")
-    does = "answers" if tracking.host is not None else "can be opened"
-    findings = [finding("ZD801", Verdict.ok(f"{tracking.kind} at {tracking.uri} {does}{version}"))]
+        lost = "Benches keep their records and lose nothing, but write no MLflow runs until it works."
+        remedy = "correct MLFLOW_TRACKING_URI or --tracking-uri"
+        if tracking.kind == "server":
+            remedy = f"start the server (mlflow server), or {remedy}; look at firewalls, proxies and gateways"
+        return [finding("ZD801", Verdict.fault(f"{tracking.uri}: {tracking.error}", lost, remedy))]
+    answers = "answers" if tracking.kind == "server" else "can be opened"
+    reached = finding("ZD801", Verdict.ok(f"{tracking.kind} at {tracking.uri} {answers}"))
     if tracking.kind == "server":
-        findings.append(finding("ZD802", _judge_access(tracking)))
-        if tracking.status is not None:
-            return findings
-    return [*findings, finding("ZD803", _judge_writes(tracking))]
-
-
-def _judge_silence(tracking: Tracking) -> Verdict:
-    lost = "Benches keep their records and lose nothing, but write no MLflow runs"
-    if tracking.status is not None:
-        return Verdict.fault(
-            f"{tracking.uri}: HTTP {tracking.status}: {tracking.error}",
-            f"The server, or a gateway before it, fails. {lost} until it works.",
-            "look at the server's log; zerokit push sends the runs later",
-        )
-    if tracking.kind in ("server", "database"):
-        return Verdict.fault(
-            f"{tracking.uri}: {tracking.error}",
-            f"No server answers there. {lost} until one does.",
-            "start the server (mlflow server), or correct MLFLOW_TRACKING_URI; look at firewalls and proxies",
-        )
-    return Verdict.fault(
-        f"{tracking.uri}: {tracking.error}", f"{lost}.", "correct MLFLOW_TRACKING_URI or --tracking-uri"
-    )
+        return [reached, finding("ZD802", _judge_access(tracking))]
+    return [reached, finding("ZD803", _judge_writes(tracking))]
 
 
 def _judge_access(tracking: Tracking) -> Verdict:
-    if tracking.status is None:
-        return Verdict.ok(f"lets us in as {tracking.host}")
-    listed = f"HTTP {tracking.status}: {tracking.error}"
-    if "invalid host header" in (tracking.error or "").lower():
+    if tracking.error is None:
+        return Verdict.ok("lets us in")
+    if "invalid host header" in tracking.error.lower():
+        host = urllib.parse.urlsplit(tracking.uri).netloc
         return Verdict.fault(
-            listed,
-            f"The server does not know the name {tracking.host}, by which it was asked, and takes the request for a "
-            "DNS rebinding attack.",
-            f"start it with mlflow server --allowed-hosts {tracking.host},localhost:* "
-            "(or MLFLOW_SERVER_ALLOWED_HOSTS)",
+            tracking.error,
+            f"The server does not know the name {host}, by which it was asked, and takes the request for a DNS "
+            "rebinding attack.",
+            f"start it with mlflow server --allowed-hosts {host},localhost:* (or MLFLOW_SERVER_ALLOWED_HOSTS)",
         )
     if tracking.status in (401, 403):
         return Verdict.fault(
-            listed,
+            tracking.error,
             "The server, or a gateway before it, refuses this user.",
-            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; request write access",
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
         )
-    return Verdict.fault(listed, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
+    return Verdict.fault(tracking.error, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
 
 
 def _judge_writes(tracking: Tracking) -> Verdict:
-    if tracking.writable is None:
-        return Verdict.skipped("not tried")
-    if tracking.writable:
+    if tracking.error is None:
         return Verdict.ok("possible")
-    if "locked" in (tracking.write_error or ""):
-        return Verdict.warning(
-            f"{tracking.uri}: {tracking.write_error}",
-            "Another process writes there at this moment; over NFS, locks may remain forever.",
-            "close it, or use a server: mlflow server --backend-store-uri …",
-        )
-    return Verdict.fault(
-        f"{tracking.uri}: {tracking.write_error}",
-        "Runs cannot be written.",
-        "give this user write access, or choose another store",
-    )
+    remedy = "give this user write access, or choose another store"
+    return Verdict.fault(tracking.error, "Runs cannot be written.", remedy)

@@ -23,12 +23,11 @@ from typing import TypeVar
 
 from zerokit import files
 from zerokit.bench.record.schema import from_plain, to_plain
-from zerokit.doctor.clock import measure_offset
+from zerokit.doctor.clock import measure_offsets
 from zerokit.doctor.devices import Device
 from zerokit.doctor.directory import TRIAL_BYTES, sees, show, take_away
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import Seat
-from zerokit.doctor.names import Lookups, look_up
 from zerokit.doctor.pace import measure_paces, measure_units
 from zerokit.doctor.wire import Pair, measure_all_reduce, measure_axes, measure_pairs
 
@@ -40,7 +39,6 @@ STAGES = (
     "comparing clocks",
     "reading neighbours' memory",
     "computing together",
-    "looking up names",
     "looking for rank 0's file",
     "all-reducing",
     "exchanging along axes",
@@ -105,7 +103,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     assert group is not None
     everyone = _gather(facts)
     at("comparing clocks")
-    offsets = _gather(measure_offset(group, now))
+    offsets = measure_offsets(group, now)
     at("reading neighbours' memory")
     collectives = make_collectives(group, torch.device("cpu"), None, units=1)
     alone = sum(one.seat.node == seat.node for one in everyone) == 1
@@ -115,8 +113,6 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
         units = measure_units(group, collectives)
         at("computing together")
         paces = measure_paces(group)
-    at("looking up names")
-    names = _gather(_look_up_others(everyone, seat))
     at("looking for rank 0's file")
     seen = _see(facts, job)
     at("all-reducing")
@@ -136,7 +132,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
             leaders.setdefault(one.seat.node, one.seat.rank)
         pairs = measure_pairs(wire, accelerator, list(leaders.values()))
     if seat.rank == 0:
-        together = GroupFacts(offsets, routes, names, seen, all_reduce, pairs, axes, paces)
+        together = GroupFacts(offsets, routes, seen, all_reduce, pairs, axes, paces)
         _write(folder / "group.json", json.dumps(to_plain(together)))
     at("done")
     dist.barrier()
@@ -149,12 +145,6 @@ def _gather(mine: T) -> list[T]:
     gathered: list[T] = [mine] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
-
-
-def _look_up_others(everyone: list[RankFacts], seat: Seat) -> Lookups:
-    if seat.local_rank != 0:
-        return Lookups()
-    return look_up([one.seat.host for one in everyone if one.seat.machine != seat.machine])
 
 
 def _see(facts: RankFacts, job: Job) -> list[bool] | None:

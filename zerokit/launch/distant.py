@@ -13,7 +13,7 @@ from zerokit.errors import ZerokitError
 from zerokit.launch import frames
 from zerokit.launch.agents import POLL_SECONDS, await_end
 from zerokit.launch.failures import Failure, name_node
-from zerokit.launch.frames import MOST_LOG_BYTES, Peer, pack, put_file, relocate
+from zerokit.launch.frames import MOST_LOG_BYTES, Peer, pack, put_file
 from zerokit.launch.ranks import Ranks, World
 
 _FILES_SECONDS = 0.5
@@ -78,17 +78,14 @@ class DistantAgent:
             await_end([self], _END_SECONDS)
 
 
-def launch_frame(
-    world: World, log_dir: Path, command: Sequence[str], *, follow: bool = False
-) -> dict[str, Any]:
+def launch_frame(world: World, log_dir: Path, command: Sequence[str]) -> dict[str, Any]:
     """The content of `start`: what to run, with the files of the launch's folder."""
     files = {
         path.name: pack(path.read_bytes())
         for path in log_dir.iterdir()
         if path.is_file() and not path.name.startswith(".")
     }
-    about = {"command": list(command), "folder": str(log_dir), "files": files, "follow": follow}
-    return {"world": asdict(world), **about}
+    return {"world": asdict(world), "command": list(command), "folder": str(log_dir), "files": files}
 
 
 def hear(peer: Peer) -> tuple[str, dict[str, Any]] | None:
@@ -110,7 +107,7 @@ def serve(
     for name, content in start["files"].items():
         put_file(folder, {"name": name, "content": content})
     files = _Files(folder)
-    command = relocate(start["command"], start["folder"], folder)
+    command = [word.replace(f"{start['folder']}/", f"{folder}/") for word in start["command"]]
     agent = Ranks(World(**start["world"]), ranks, command, folder)
     try:
         looked = time.monotonic()
@@ -119,7 +116,7 @@ def serve(
             if (message := hear(peer)) is not None and message[0] == "signal":
                 agent.send_signal(int(message[1]["number"]))
             if time.monotonic() - looked > _FILES_SECONDS:
-                files.send(peer, logs=bool(start["follow"]))
+                files.send(peer)
                 looked = time.monotonic()
             time.sleep(POLL_SECONDS)
     finally:
@@ -135,24 +132,20 @@ class _Files:
         self._folder = folder
         self._sent = {path: _state(path) for path in folder.iterdir()}
 
-    def send(self, peer: Peer, *, logs: bool) -> None:
-        """Send new files that the ranks wrote next to their job, and what their logs have grown by if requested."""
+    def send(self, peer: Peer, *, logs: bool = False) -> None:
+        """Send files that the ranks wrote next to their job; of their `logs`, below it, the end."""
         for path in list(self._folder.rglob("*") if logs else self._folder.glob("*")):
             with contextlib.suppress(FileNotFoundError):  # a file that was renamed meanwhile
                 if not path.is_file() or path.name.startswith("."):
                     continue
-                size, _ = state = _state(path)
-                before, self._sent[path] = self._sent.get(path, (0, 0)), state
-                if state == before:
+                before, self._sent[path] = self._sent.get(path), _state(path)
+                if before == self._sent[path]:
                     continue
-                more = path.parent != self._folder
                 with path.open("rb") as file:
-                    if more:
-                        file.seek(max(before[0], size - MOST_LOG_BYTES))
-                    content = file.read(size - file.tell())
-                peer.say(
-                    "file", name=path.relative_to(self._folder).as_posix(), content=pack(content), more=more
-                )
+                    if path.parent != self._folder:
+                        file.seek(max(0, path.stat().st_size - MOST_LOG_BYTES))
+                    content = pack(file.read())
+                peer.say("file", name=path.relative_to(self._folder).as_posix(), content=content)
 
 
 def _state(path: Path) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Messages between a launcher and others' machines: one JSON document per line, over a pipe or a socket.
 
-    there -> launcher    hello, file (name, content, more: whether to append it), exit (code, failures), alive
+    there -> launcher    hello, file (name, content), exit (code, failures), alive
     launcher -> there    start, signal (number), end (code), alive
 
 Who is not heard for `SILENCE_SECONDS` is given up, and so is one whose connection closes: no rank outlives its launcher
@@ -13,25 +13,20 @@ import base64
 import contextlib
 import json
 import queue
-import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from zerokit import files
-from zerokit.errors import ZerokitError
+from zerokit.launch.failures import LaunchError
 
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
 MOST_LOG_BYTES = 1 << 20
-"""The most that is sent of what was added to a log: its end."""
-
-
-class FrameError(ZerokitError):
-    """A message asks for something that is not to be done."""
+"""The most that is sent of a log: its end."""
 
 
 def frame(kind: str, **content: Any) -> bytes:
@@ -132,28 +127,14 @@ def pack(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 1)).decode()
 
 
-def relocate(arguments: Sequence[str], folder: str, here: Path) -> list[str]:
-    """A command line with paths in `folder` replaced by those in its copy `here`, also in `--out=PATH`."""
-    path = re.compile(rf"(?P<option>(?:-[^=]*=)?){re.escape(folder)}(?P<rest>(?:/.*)?)", re.DOTALL)
-    matches = [path.fullmatch(argument) for argument in arguments]
-    return [
-        argument if match is None else f"{match['option']}{here}{match['rest']}"
-        for argument, match in zip(arguments, matches, strict=True)
-    ]
-
-
 def put_file(folder: Path, frame: Mapping[str, Any]) -> None:
-    """Write the file of a `file` frame, whole or not at all, or append to a log.
+    """Write the file of a `file` frame, whole or not at all.
 
-    Raises `FrameError` if it lies outside of `folder`.
+    Raises `LaunchError` if it lies outside of `folder`.
     """
     name, data = str(frame["name"]), zlib.decompress(base64.b64decode(frame["content"]))
     path = folder.joinpath(name)
     if name.startswith("/") or folder.resolve() not in path.resolve().parents:
-        raise FrameError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
+        raise LaunchError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if frame.get("more"):
-        with path.open("ab") as log:
-            log.write(data)
-    else:
-        files.write_aside(path, data, durable=False)
+    files.write_aside(path, data, durable=False)

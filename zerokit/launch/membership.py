@@ -2,23 +2,20 @@
 
 torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT
 srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
-Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE; OMPI_MCA_orte_hnp_uri (Open MPI 4) and
-                    PMIX_NAMESPACE (5) tell mpirun's own machine
-other mpiruns       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
-a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
+Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE; on several nodes with -x MASTER_ADDR=HOST
+other mpiruns       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS; on several nodes with -genv MASTER_ADDR HOST
+a pod               PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
                     node, whose ranks are still to be started
 """
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.errors import UsageError
 from zerokit.launch.hosts import expand_hostlist
-from zerokit.launch.network import first_reached
 from zerokit.launch.slurm import node_address
 
 DEFAULT_PORT = 29500
@@ -76,8 +73,10 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
 
     Raises `UsageError` where the environment contradicts itself, or lacks something that cannot be guessed.
     """
-    for find in (_torchrun, _pod, _srun, _open_mpi, _pmi):
+    for find in (_torchrun, _pod, _srun, _mpirun):
         if (member := find(environment)) is not None:
+            if not 0 < member.master_port < 2**16:
+                raise UsageError(f"the ranks cannot meet at port {member.master_port}: expected 1 to 65535")
             return member
     return None
 
@@ -98,9 +97,7 @@ def _one_rank(
     scheme: str,
     numbers: Sequence[int],
     job: str,
-    *,
     first: str | None = None,
-    remedy: str = "",
 ) -> Membership:
     """One rank.
 
@@ -110,7 +107,6 @@ def _one_rank(
         numbers: the rank, the world size, the rank on its node, the ranks of each node.
         job: has the same value on all ranks, and on no others on their machines.
         first: the address of rank 0, where it is known.
-        remedy: how to set MASTER_ADDR.
     """
     rank, world, local_rank, local_world = numbers
     if local_world < 1 or world % local_world or local_rank >= local_world or rank >= world:
@@ -127,8 +123,8 @@ def _one_rank(
     address = environment.get("MASTER_ADDR") or (first if nodes > 1 else "127.0.0.1")
     if not address:
         raise UsageError(
-            f"{scheme} started ranks on {nodes} nodes, but does not say where rank 0 is: set MASTER_ADDR to its host"
-            + remedy
+            f"{scheme} started ranks on {nodes} nodes, but does not say where rank 0 is: set MASTER_ADDR to its host "
+            "(mpirun -x MASTER_ADDR=HOST)"
         )
     # Two jobs on a machine should not meet at one port.
     port = 20000 + zlib.crc32(job.encode()) % 20000
@@ -169,7 +165,7 @@ def _pod(environment: Mapping[str, str]) -> Membership | None:
         )
     ranks = environment.get("PET_NPROC_PER_NODE", "auto")
     return Membership(
-        scheme="a TrainJob (or torchrun's PET_ variables)",
+        scheme="a pod (or torchrun's PET_ variables)",
         index=node,
         count=int(least),
         node=node,
@@ -185,17 +181,10 @@ def _srun(environment: Mapping[str, str]) -> Membership | None:
     # The batch script has SLURM_PROCID as well, but no step of its own that srun numbered.
     if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID", "").isdecimal():
         return None
-    step = {name: value for name, value in environment.items() if value}
-    for of_step, of_job in (
-        ("STEP_NUM_TASKS", "NTASKS"),
-        ("STEP_NUM_NODES", "NNODES"),
-        ("STEP_NODELIST", "NODELIST"),
-    ):
-        step.setdefault(f"SLURM_{of_step}", environment.get(f"SLURM_{of_job}", ""))
     world, nodes, node, local_rank = _numbers(
-        step, "SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_NODEID SLURM_LOCALID"
+        environment, "SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES SLURM_NODEID SLURM_LOCALID"
     )
-    names = expand_hostlist(step["SLURM_STEP_NODELIST"])
+    names = expand_hostlist(environment.get("SLURM_STEP_NODELIST", ""))
     # "2(x3)"; with other numbers on other nodes "2(x2),1".
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if nodes == 0 or world % nodes or "," in tasks:
@@ -214,46 +203,16 @@ def _srun(environment: Mapping[str, str]) -> Membership | None:
     )
 
 
-def _open_mpi(environment: Mapping[str, str]) -> Membership | None:
-    if "OMPI_COMM_WORLD_RANK" not in environment:
-        return None
-    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    rank, world, _, each = numbers = _numbers(environment, " ".join(names))
-    asks = world > each and not environment.get("MASTER_ADDR")
-    return _one_rank(
-        environment,
-        "mpirun",
-        numbers,
-        environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", ""),
-        first=_mpirun_address(environment, rank) if asks else None,
-        remedy=" (mpirun -x MASTER_ADDR=HOST), or start mpirun there",
-    )
+_RANKS_OF_MPI = (
+    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
+)
 
 
-def _mpirun_address(environment: Mapping[str, str], rank: int) -> str | None:
-    """The machine on which mpirun itself runs, where its variables tell it; None if rank 0 knows to be on another.
-
-    Its first rank is there unless the list of hosts begins with another; who that is, only that rank could tell.
-    """
-    job, _, _ = environment.get("PMIX_NAMESPACE", "").partition("@")
-    if (match := re.fullmatch(r"prterun-(.+)-\d+", job)) is not None:  # Open MPI 5
-        daemon = environment.get("PMIX_SERVER_URI41", "").partition(";")[0]
-        return None if rank == 0 and daemon != f"{job}@0.0" else match[1]
-    mpirun = environment.get("OMPI_MCA_orte_hnp_uri", "")
-    if rank == 0 and mpirun != environment.get("OMPI_MCA_orte_local_daemon_uri"):
-        return None
-    # Every machine has several addresses, of which some (containers' bridges) lead elsewhere from the others.
-    addresses = re.search(r";tcp://([\d.,]+):(\d+)", mpirun)
-    return first_reached(addresses[1].split(","), int(addresses[2])) if addresses else None
-
-
-def _pmi(environment: Mapping[str, str]) -> Membership | None:
-    if "PMI_RANK" not in environment or "MPI_LOCALRANKID" not in environment:
-        return None
-    return _one_rank(
-        environment,
-        "mpirun (PMI)",
-        _numbers(environment, "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),
-        environment.get("PMI_PORT", ""),
-        remedy=" (mpirun -genv MASTER_ADDR HOST)",
-    )
+def _mpirun(environment: Mapping[str, str]) -> Membership | None:
+    for names in _RANKS_OF_MPI:
+        if set(names.split()) <= environment.keys():
+            jobs = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_PORT")
+            job = next((environment[name] for name in jobs if name in environment), "")
+            return _one_rank(environment, "mpirun", _numbers(environment, names), job)
+    return None

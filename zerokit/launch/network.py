@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-from collections.abc import Sequence
 
 import psutil
-
-_CONNECT_SECONDS = 5.0
 
 # Systems give ports from 32768 (Linux) or 49152 on to outgoing connections and to whoever binds port 0. A port from
 # there is often taken again before its server listens: torchrun's agent needs seconds to start.
@@ -39,14 +36,6 @@ def address_towards(other: str) -> str:
         probe.connect(target)
         address: str = probe.getsockname()[0]
         return address
-
-
-def first_reached(addresses: Sequence[str], port: int) -> str | None:
-    """The first of these addresses that accepts a connection from here, if any."""
-    for address in addresses:
-        with contextlib.suppress(OSError), socket.create_connection((address, port), _CONNECT_SECONDS):
-            return address
-    return None
 
 
 def interface_of(address: str) -> str | None:

@@ -39,14 +39,22 @@ _END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RemoteHost:
-    """A machine that runs one node: its display name, and the command that runs a program on it.
-
-    `advise` turns what that command said into the remedy, if it knows one.
-    """
+    """A machine that runs one node: its display name, and the command that runs a program on it."""
 
     name: str
     command: tuple[str, ...]
-    advise: Callable[[str], str | None] = lambda output: None
+
+
+_PYTHON = "name its Python with --remote-python"
+_REMEDIES = {
+    "permission denied": "give this user's key to that host (ssh-copy-id), or name another with --ssh-option '-i FILE'",
+    "host key verification failed": "connect once by hand (ssh HOST true) to accept the host's key",
+    "no module named": f"install zerokit there at the same path, or {_PYTHON}",
+    "not found": f"there is no such Python there: {_PYTHON}",
+    "no such file or directory": f"there is no such Python there: {_PYTHON}",
+    "--container": "this Slurm has no Pyxis: use --container-runtime apptainer",
+}
+"""What to do about what ssh, srun or the machine's shell said."""
 
 
 def node_command(python: str) -> str:
@@ -64,7 +72,7 @@ class RemoteAgent(DistantAgent):
 
     def __init__(self, node: int, host: RemoteHost, log_dir: Path) -> None:
         (folder := log_dir / f"node-{node}").mkdir()
-        self._log, self._advise = folder / "connection.log", host.advise
+        self._log = folder / "connection.log"
         try:
             with self._log.open("ab") as log:  # as `_keep` does, so that neither writes over the other
                 self._process = subprocess.Popen(
@@ -90,7 +98,8 @@ class RemoteAgent(DistantAgent):
         """How the connection ended."""
         self.end()
         what = "did not start" if self.hello is None else "was lost while its ranks ran: the connection ended"
-        remedy = self._advise(self._log.read_text(errors="replace"))
+        said = self._log.read_text(errors="replace").lower()
+        remedy = next((remedy for words, remedy in _REMEDIES.items() if words in said), None)
         lines = [f"{self.where} {what} with exit code {self._process.returncode}", tail(self._log), remedy]
         return "\n".join(line for line in lines if line)
 
@@ -118,7 +127,6 @@ def launch_on(
     environment: Mapping[str, str] | None = None,
     master_addr: str | None = None,
     connect_seconds: float = _CONNECT_SECONDS,
-    follow: bool = False,
 ) -> None:
     """Run `python -m module arguments` on every host's ranks and wait for all of them, as `local.launch` does here.
 
@@ -133,7 +141,6 @@ def launch_on(
         environment: variables set for every rank, beside those of `FORWARDED`.
         master_addr: where the others reach node 0; by default the name of its host.
         connect_seconds: how long a node may take to answer.
-        follow: whether ranks' logs are sent back while they grow.
 
     Raises:
         LaunchError: a node did not answer, or is not equal to this machine.
@@ -149,7 +156,7 @@ def launch_on(
         world = World(
             len(hosts), nproc_per_node, address, first["port"], {**forwarded, **(environment or {})}
         )
-        start = launch_frame(world, log_dir, [module, *arguments], follow=follow)
+        start = launch_frame(world, log_dir, [module, *arguments])
         for agent in agents:
             ranks = [agent.node * nproc_per_node, (agent.node + 1) * nproc_per_node]
             agent.peer.say("start", ranks=ranks, **start)

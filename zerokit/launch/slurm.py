@@ -28,8 +28,6 @@ _QUEUE_SECONDS = 120.0
 # After a job has left the queue its files may take a moment to be seen here (NFS).
 _FILES_SECONDS = 60.0
 _WARNING_SECONDS = 60
-_EARLIER_SECONDS = 60
-"""Slurm may send that signal so much earlier (sbatch(1), --signal)."""
 _CANCEL_SECONDS = 10.0
 _CORES, _HERE, JOB_FOLDER = "\0cores", "\0here", "\0folder"
 """In a script's command they stand for a rank's cores, the folder of submission, and that of the job's results."""
@@ -161,18 +159,7 @@ def srun_host(host: str, python: str, container: Container | None = None) -> Rem
     if container is not None:
         command = container.wrap(command, here)
         options += container.srun_options(here)
-    return RemoteHost(host, ("srun", *options, *command), _advise)
-
-
-def _advise(output: str) -> str | None:
-    lowered = output.lower()
-    if "no module named" in lowered:
-        return "install zerokit there at the same path, or name its Python with --remote-python"
-    if "container" in lowered and "unrecognized" in lowered:
-        return "this Slurm has no Pyxis: use --container-runtime apptainer"
-    if "requested node configuration is not available" in lowered or "invalid node name" in lowered:
-        return "the allocation does not have that node: leave out --nodes, or ask for more"
-    return None
+    return RemoteHost(host, ("srun", *options, *command))
 
 
 def render_script(request: Request, command: Sequence[str], made_by: str = "") -> str:
@@ -277,9 +264,8 @@ def follow(job: str, results: Path, interrupts: Interrupts, show: Callable[[str]
         raise LaunchError("\n".join(filter(None, lines)))
     exited, _, number = told["ExitCode"].partition(":")
     code = int(exited) or (128 + int(number) if int(number) else int(told["JobState"] != "COMPLETED"))
-    if code >= 128 or not by_itself:  # by Slurm, at the job's time limit, or by a user's scancel
-        limit = "at its time limit (--time): " if _at_time_limit(told) else ""
-        show(f"job {job} was ended: {limit}{final}")
+    if code >= 128 or not by_itself:
+        show(f"job {job} was ended, perhaps at its time limit (--time): {final}")
     return code
 
 
@@ -307,7 +293,7 @@ def _ask(job: str, interrupts: Interrupts) -> dict[str, str]:
         done = subprocess.run(
             ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, check=False
         )
-        if told := dict(re.findall(r"\b(JobState|Reason|ExitCode|RunTime|TimeLimit)=(\S+)", done.stdout)):
+        if told := dict(re.findall(r"\b(JobState|Reason|ExitCode)=(\S+)", done.stdout)):
             return told
         if "Invalid job id" in done.stderr:
             raise LaunchError(f"Slurm does not know job {job} any more: see {log_of(job)}")
@@ -317,20 +303,3 @@ def _ask(job: str, interrupts: Interrupts) -> dict[str, str]:
                 f"continues: watch it with squeue --jobs={job} and end it with scancel {job}"
             )
         interrupts.wait(_FOLLOW_SECONDS)
-
-
-def _at_time_limit(told: Mapping[str, str]) -> bool:
-    """Whether a job ended when Slurm had warned it of its limit, or later."""
-    if told["JobState"] == "TIMEOUT":
-        return True
-    run, limit = (_seconds(told.get(name, "")) for name in ("RunTime", "TimeLimit"))
-    return run is not None and limit is not None and run >= limit - _WARNING_SECONDS - _EARLIER_SECONDS
-
-
-def _seconds(text: str) -> int | None:
-    """Slurm's [DAYS-]HH:MM:SS."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -53,13 +53,6 @@ class Link:
     relays: bool = True
     reading: Reading | None = None
 
-    def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and self.bytes_per_s > 0 and 0 <= self.share < 1):
-            raise UsageError(
-                f"a link has a latency of at least 0 and a bandwidth above 0, not {self.latency_s:g} s and "
-                f"{self.bytes_per_s:g} bytes/s"
-            )
-
 
 @dataclass(frozen=True)
 class Device:
@@ -140,7 +133,12 @@ def device_named(name: str) -> Device:
 
 
 def network(gbit_per_s: float) -> Link:
-    """The link between nodes with this nominal bandwidth per node and direction, in 10^9 bits per second."""
+    """The link between nodes with this nominal bandwidth per node and direction, in 10^9 bits per second.
+
+    Raises `UsageError` for one that is no number above 0.
+    """
+    if not 0 < gbit_per_s < inf:
+        raise UsageError(f"the bandwidth of a node is a number above 0, not {gbit_per_s!r} Gbit/s")
     return Link(NETWORK_LATENCY_S, gbit_per_s * NETWORK_EFFICIENCY / 8 * _GIGA)
 
 
@@ -176,10 +174,6 @@ class Cluster:
     inner: Link | None = None
     outer: Link | None = None
     sharing: Sharing | None = None
-
-    def __post_init__(self) -> None:
-        if self.ranks_per_node < 1:
-            raise UsageError(f"a node has at least one rank, not {self.ranks_per_node}")
 
     def nodes(self, world: int) -> int:
         """The number of nodes for `world` ranks."""
@@ -248,7 +242,7 @@ def _from_table(value: Mapping[str, Any], device: Device | None) -> Cluster:
             raise UsageError('no device: write device = "h100-80", or give --device')
         device = device_named(given) if isinstance(given, str) else _described(given)
     count = value.get("gpus_per_node")
-    if type(count) is not int:
+    if type(count) is not int or count < 1:
         raise UsageError(f"gpus_per_node is {count!r}: expected the devices of a node, such as 8")
     links = {"inner": device.inner, "outer": None}
     for name, key in (("inner", "gb_per_s"), ("outer", "gbit_per_s")):

@@ -7,7 +7,7 @@ number of ranks or on a stage: `memory` replays a trace for each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -53,13 +53,7 @@ def trace_model(
 
     Raises `UsageError`, which says what failed, for a model that cannot be run so.
     """
-    with (
-        _explained(
-            "the model cannot be built without memory ({} on torch.device('meta'): {}): build it without reading "
-            "values of tensors, or measure it with zerokit bench"
-        ),
-        torch.device("meta"),
-    ):
+    with explained(UNBUILT), torch.device("meta"):
         model = subject.build()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient, so there is nothing to plan")
@@ -70,7 +64,7 @@ def trace_model(
         "the model cannot be traced: running it once on fake tensors failed ({}: {}). A model that reads values of "
         "tensors (.item(), a branch on data) cannot be planned; measure it with zerokit bench"
     )
-    with _explained(failed + (sizes if samples is None else "")), ExitStack() as stack:
+    with explained(failed + (sizes if samples is None else "")), ExitStack() as stack:
         anatomy = take_apart(model, None, {})
         bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
         layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
@@ -114,8 +108,14 @@ def trace_model(
         return Recording(samples is None, trace, levels[:, 1], uses, subject.units_per_sample)
 
 
+UNBUILT = (
+    "the model cannot be built without memory ({} on torch.device('meta'): {}): build it without reading values of "
+    "tensors, or measure it with zerokit bench"
+)
+
+
 @contextmanager
-def _explained(sentence: str) -> Iterator[None]:
+def explained(sentence: str) -> Iterator[None]:
     """What somebody's code raises inside becomes a `UsageError` of this sentence, with the error's type and text."""
     try:
         yield
@@ -126,34 +126,39 @@ def _explained(sentence: str) -> Iterator[None]:
         raise UsageError(sentence.format(type(error).__name__, text)) from error
 
 
+_MADE_SAMPLES = 1024
+"""Larger micro-batches are not made, as they would fill the memory of this process."""
+
 _Input: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of a tensor of the micro-batch."""
 
 
 def _inputs(batch: Callable[[int], tuple[Tensor, ...]], samples: int | None) -> list[_Input]:
-    """What a micro-batch consists of. A general one follows from two small ones: what differs grows."""
-    if samples is not None:
+    """What a micro-batch consists of. A general or a large one follows from two small ones: what differs grows."""
+    if samples is not None and samples <= _MADE_SAMPLES:
         return [(tuple(tensor.shape), tensor.dtype) for tensor in _made(batch, samples)]
-    few, more = _made(batch, 2), _made(batch, 3)
-    if [one.dim() for one in few] != [one.dim() for one in more]:
+    few, more, most = ([tensor.shape for tensor in _made(batch, count)] for count in (2, 3, 5))
+    if [list(map(len, few)), _grown(few, more, 5)] != [list(map(len, more)), [tuple(one) for one in most]]:
         raise UsageError(
-            "micro-batches of 2 and of 3 samples have other tensors: batch(generator, samples) must return a tuple of "
-            "tensors with as many dimensions whatever the samples"
+            "the tensors of micro-batches of 2, 3 and 5 samples do not grow evenly: give one --batch-size of at most "
+            f"{_MADE_SAMPLES}"
         )
+    shapes = _grown(few, more, samples or SAMPLES)
+    return [(shape, tensor.dtype) for shape, tensor in zip(shapes, _made(batch, 2), strict=True)]
+
+
+def _grown(
+    few: Sequence[Sequence[int]], more: Sequence[Sequence[int]], samples: int
+) -> list[tuple[int, ...]]:
+    """The shapes for so many samples, from those for 2 and for 3."""
     return [
-        (
-            tuple(
-                a if a == b else a + (b - a) * (SAMPLES - 2)
-                for a, b in zip(one.shape, two.shape, strict=True)
-            ),
-            one.dtype,
-        )
-        for one, two in zip(few, more, strict=True)
+        tuple(a + (b - a) * (samples - 2) for a, b in zip(one, two, strict=False))
+        for one, two in zip(few, more, strict=False)
     ]
 
 
 def _made(batch: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
-    with _explained(
+    with explained(
         f"the micro-batch of {samples} samples cannot be made ({{}}: {{}}): give one --batch-size if only certain "
         "sizes can"
     ):

@@ -75,10 +75,13 @@ def plan(
 
     Raises `UsageError` for what is unknown, contradictory, or cannot be traced.
     """
-    counts = {"gpus": gpus, "batch_size": batch_size, "accumulate": accumulate, "seq_len": seq_len}
-    for name, given in (counts | {"samples_per_step": samples_per_step, "bucket_mb": bucket_mb}).items():
-        if wrong := [value for value in _several(given) or () if not 0 < value < inf]:
-            raise UsageError(f"{name} {wrong[0]}: expected a number above 0")
+    counts: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "seq_len": seq_len, "batch_size": batch_size}
+    counts |= {"accumulate": accumulate, "samples_per_step": samples_per_step}
+    for name, given in counts.items():
+        if wrong := [one for one in _several(given) or () if not isinstance(one, int) or one < 1]:
+            raise UsageError(f"{name} {wrong[0]!r}: expected a whole number above 0")
+    if bucket_mb is not None and not 0 < bucket_mb < inf:
+        raise UsageError(f"bucket_mb {bucket_mb}: expected a number above 0")
     if samples_per_step is not None and accumulate != 1 and accumulate is not None:
         raise UsageError("accumulate and samples_per_step exclude each other: give one of them")
     try:
@@ -231,7 +234,7 @@ def _meshes(given: Sequence[str] | None, world: int) -> tuple[Mesh, ...] | None:
         return None
     meshes = []
     for text in given:
-        outer, inner = parse_mesh(text)
+        outer, inner = parse_mesh(str(text))
         if inner == 1 and world > 1:
             raise UsageError(f"mesh {text} has one rank on its inner axis: write one axis as 1x{outer}")
         if outer * inner != world:

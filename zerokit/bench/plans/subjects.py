@@ -35,6 +35,7 @@ from zerokit.planning.replay import Step
 from zerokit.planning.subject import Subject, Traces
 from zerokit.planning.timeline import Plan as Timed
 from zerokit.planning.timeline import step_time
+from zerokit.planning.trace import UNBUILT, explained
 from zerokit.runtime.precision import Precision
 
 USUAL_TOKENS = 2048
@@ -74,7 +75,9 @@ def subject_in(settings: Settings) -> Subject:
 
 def subject_of(loaded: Loaded) -> Subject:
     """The subject of a loaded workload."""
-    model, settings = loaded.model, replace(loaded.settings, recompute=False)
+    with explained(UNBUILT):
+        model = loaded.model
+    settings = replace(loaded.settings, recompute=False)
 
     def batch(samples: int) -> tuple[Tensor, ...]:
         if samples == settings.batch_size:
