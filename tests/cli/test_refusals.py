@@ -49,7 +49,7 @@ REFUSED = {
     "bench --hosts a,b": "--hosts is for --launcher ssh, not for local",
     "bench --time 1": "--time is for --launcher slurm, not for local",
     "bench --env A=1": "--env is for --launcher ssh or slurm or kubernetes, not for local",
-    "bench --launcher env": "no variables of torchrun, srun, mpirun or a pod are set",
+    "bench --launcher env": "no variables of torchrun, srun, mpirun or a TrainJob are set",
     "bench --launcher kubernetes --container-image i --save /runs/a": "--pvc CLAIM",
     "bench --launcher kubernetes --container-image i --tracking-uri http://me:pass@tracker": (
         "the password in MLFLOW_TRACKING_URI would appear in the manifest"

@@ -83,8 +83,9 @@ def test_compose_waits_for_health_and_keeps_the_root_read_only() -> None:
     assert (COMPOSE["page"]["command"][-1], "index.html") == (str(written.parent), written.name)
 
 
-def test_the_manifest_is_what_the_command_in_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (DOCKER / "kubernetes/jobset.yaml").read_text()
+@pytest.mark.parametrize("form", ["trainjob", "jobset"])
+def test_manifests_are_what_the_command_in_them_prints(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCKER / f"kubernetes/{form}.yaml").read_text()
     command, *_ = text.splitlines()
     for name in list(os.environ):
         if name.startswith(("ZEROKIT_", "NCCL_", "GLOO_", "OMP_")):
@@ -93,10 +94,14 @@ def test_the_manifest_is_what_the_command_in_it_prints(monkeypatch: pytest.Monke
     printed = CliRunner().invoke(cli, shlex.split(command.removeprefix("# zerokit ")))
     assert printed.exit_code == 0, printed.output
     assert printed.output == text
-    job = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
-    member = _member({one["name"]: one.get("value", "1") for one in container["env"]})
-    assert (member.index, member.nodes, member.nproc_per_node) == (1, job["completions"], 8)
+    manifests = {one["kind"]: one for one in yaml.safe_load_all(text)}
+    if form == "trainjob":
+        container = manifests["TrainJob"]["spec"]["trainer"]
+    else:
+        job = manifests["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        member = _member({one["name"]: one.get("value", "1") for one in container["env"]})
+        assert (member.index, member.nodes, member.nproc_per_node) == (1, job["completions"], 8)
     _parses(container["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"})
 
 

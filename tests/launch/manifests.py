@@ -1,4 +1,4 @@
-"""JobSets, checked against the model that Kubeflow makes of their definition."""
+"""Objects for Kubernetes, checked against the models that Kubeflow and JobSet make of their definitions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kubeflow_trainer_api import models
+
+MODELS = {
+    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "JobSet": models.JobsetV1alpha2JobSet,
+}
 
 
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:
@@ -18,7 +24,7 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def require_known(made: Mapping[str, Any]) -> None:
-    """The model drops fields that it does not know: every leaf must come back."""
-    known = models.JobsetV1alpha2JobSet.from_dict(dict(made))
+    """The models drop fields that they do not know: every leaf must come back."""
+    known = MODELS[made["kind"]].from_dict(made)
     assert known is not None
     assert _leaves(known.to_dict()) == _leaves(made), made["kind"]

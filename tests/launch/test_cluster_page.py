@@ -129,12 +129,16 @@ def test_kubernetes(tmp_path: Path, command: str) -> None:
     kubectl.chmod(0o755)
     command = command.replace("IMAGE", "registry.example/zerokit:1")
     printed = finish(begin(f"PATH=$PWD:$PATH; {command}", os.environ))
-    require_known(made := yaml.safe_load(printed))
-    job = made["spec"]["replicatedJobs"][0]["template"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
-    ranks = {"name": "PET_NPROC_PER_NODE", "value": str(GPUS)}
-    assert (container["image"], job["completions"]) == ("registry.example/zerokit:1", 2)
-    assert ranks in container["env"]
+    objects = list(yaml.safe_load_all(printed))
+    assert [made["kind"] for made in objects] == ["TrainingRuntime", "TrainJob"]
+    for made in objects:
+        require_known(made)
+    trainer = objects[-1]["spec"]["trainer"]
+    assert (trainer["image"], trainer["numNodes"], trainer["numProcPerNode"]) == (
+        "registry.example/zerokit:1",
+        2,
+        GPUS,
+    )
 
 
 @pytest.mark.sshd

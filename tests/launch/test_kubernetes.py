@@ -1,4 +1,4 @@
-"""A JobSet, checked against its own model, and kubectl's part with a program in its place."""
+"""Objects for Kubernetes, checked against Kubeflow's own models, and kubectl's part with a program in its place."""
 
 from __future__ import annotations
 
@@ -38,17 +38,20 @@ PODS = Pods(
 )
 
 
-def pod_of(pods: Pods) -> dict[str, Any]:
-    """The pod's specification, once JobSet's model knows every field."""
-    made = yaml.safe_load(to_yaml(render(pods)))
-    require_known(made)
-    pod: dict[str, Any] = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+def pod_of(pods: Pods, form: str) -> dict[str, Any]:
+    """The pod's specification, once Kubeflow's or JobSet's models know every field of all objects."""
+    made = {one["kind"]: one for one in yaml.safe_load_all(to_yaml(render(pods, form)))}
+    for one in made.values():
+        require_known(one)
+    spec = made["JobSet"]["spec"] if form == "jobset" else made["TrainingRuntime"]["spec"]["template"]["spec"]
+    pod: dict[str, Any] = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     return pod
 
 
-def test_pods_keep_to_the_restricted_standard() -> None:
+@pytest.mark.parametrize("form", ["trainjob", "jobset"])
+def test_pods_keep_to_the_restricted_standard(form: str) -> None:
     """Rule by rule: https://kubernetes.io/docs/concepts/security/pod-security-standards/."""
-    pod = pod_of(PODS)
+    pod = pod_of(PODS, form)
     (container,) = pod["containers"]
     assert {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & pod.keys() == set()
     assert not any("hostPort" in port for port in container.get("ports", ()))
@@ -72,8 +75,9 @@ def test_pods_keep_to_the_restricted_standard() -> None:
     assert {"seLinuxOptions", "sysctls", "appArmorProfile"} & around.keys() == set()
 
 
-def test_pods_have_what_was_asked_for() -> None:
-    pod = pod_of(PODS)
+@pytest.mark.parametrize("form", ["trainjob", "jobset"])
+def test_pods_have_what_was_asked_for(form: str) -> None:
+    pod = pod_of(PODS, form)
     (container,) = pod["containers"]
     volumes = {one["name"]: one for one in pod["volumes"]}
     mounted = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
@@ -88,10 +92,10 @@ def test_pods_have_what_was_asked_for() -> None:
     ]
     assert pod["serviceAccountName"] == "bench"
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
-    assert container["env"][-1] == {"name": "NCCL_DEBUG", "value": "$$(x)$$$$"}
-    assert container["args"][-5:] == ["--json", "--stage", "3", "--model", "$$(x):y"]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
-    bare = pod_of(Pods("a", "default", "image", 1, 1, []))
+    *_, job = render(PODS, form)
+    assert '{"name": "NCCL_DEBUG", "value": "$$(x)$$$$"}' in json.dumps(job)
+    assert '"--json", "--stage", "3", "--model", "$$(x):y"]' in json.dumps(job)
+    bare = pod_of(Pods("a", "default", "image", 1, 1, []), form)
     assert {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"} & bare.keys() == set()
 
 
@@ -127,30 +131,31 @@ def condition(kind: str) -> str:
 
 
 def test_what_is_created_is_what_was_rendered(kubectl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    apply(render(PODS))
-    assert yaml.safe_load((kubectl / "created").read_text()) == render(PODS)
+    apply(render(PODS, "trainjob"))
+    assert list(yaml.safe_load_all((kubectl / "created").read_text())) == render(PODS, "trainjob")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(LaunchError, match="kubectl cannot be run"):
-        apply({})
+        apply([])
 
 
-def test_a_job_is_followed_to_its_end(kubectl: Path) -> None:
+@pytest.mark.parametrize(("form", "done"), [("trainjob", "Complete"), ("jobset", "Completed")])
+def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> None:
     """Where it failed, by what node 0 said."""
     (kubectl / "state").write_text("{}")
     (kubectl / "log").write_text("the log\n")
-    threading.Timer(0.3, lambda: (kubectl / "state").write_text(condition("Completed"))).start()
+    threading.Timer(0.3, lambda: (kubectl / "state").write_text(condition(done))).start()
     said: list[str] = []
     with Interrupts() as interrupts:
-        assert follow(PODS, interrupts, said.append) == "the log\n"
-        assert said[0] == "jobset zerokit-1: waiting"
+        assert follow(PODS, form, interrupts, said.append) == "the log\n"
+        assert said[0] == f"{form} zerokit-1: waiting"
         (kubectl / "state").write_text(condition("Failed"))
         with pytest.raises(LaunchError, match=r"zerokit-1 failed.*\n.*the log"):
-            follow(PODS, interrupts, said.append)
+            follow(PODS, form, interrupts, said.append)
 
 
 def test_an_interrupted_job_is_deleted(kubectl: Path, programs: Programs) -> None:
     (kubectl / "state").write_text(condition("Running"))
     with Interrupts() as interrupts, pytest.raises(Interrupted):
-        follow(PODS, interrupts, lambda text: os.kill(os.getpid(), signal.SIGTERM))
+        follow(PODS, "trainjob", interrupts, lambda text: os.kill(os.getpid(), signal.SIGTERM))
     deleted = [line.split()[-1] for line in programs.asked("kubectl") if line.startswith("delete ")]
-    assert deleted == ["jobset/zerokit-1"]
+    assert deleted == ["trainjob/zerokit-1", "trainingruntime/zerokit-1"]

@@ -35,7 +35,7 @@ _option(
     "--launcher",
     type=click.Choice(LAUNCHERS),
     help="What starts the ranks: local simulates nodes on this machine; env joins ranks that torchrun, srun, "
-    "mpirun or a pod has started.  [default: env if started by one of these, else local]",
+    "mpirun or a TrainJob has started.  [default: env if started by one of these, else local]",
 )
 _option(_SSH, "--hosts", metavar="HOST,…", help="the hosts of the nodes; the first is node 0.")
 _option(
@@ -126,6 +126,13 @@ _option(
 )
 _option(_KUBERNETES, "--service-account", metavar="NAME")
 _option(_KUBERNETES, "--pull-secret", multiple=True, metavar="NAME", help="the pull Secret for the image.")
+_option(
+    _KUBERNETES,
+    "--form",
+    type=click.Choice(("trainjob", "jobset")),
+    default="trainjob",
+    help="the kind of job: Kubeflow's TrainJob, or a plain JobSet.",
+)
 _option(
     _KUBERNETES,
     "--submit",

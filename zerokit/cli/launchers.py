@@ -171,7 +171,7 @@ def choose_launcher(
     if name == "env" and member is None:
         raise UsageError(
             "--launcher env joins ranks that are already running, but no variables of torchrun, srun, mpirun or "
-            "a pod are set: start zerokit with one of these, or use another launcher"
+            "a TrainJob are set: start zerokit with one of these, or use another launcher"
         )
     one_of_many = elastic and "TORCHELASTIC_RUN_ID" in environment
     if name is None and member is not None and member.count == 1 and not one_of_many:

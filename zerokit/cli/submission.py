@@ -73,17 +73,17 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         raise click.UsageError(
             "checkpoints would be lost with their pod: give a persistent volume with --pvc CLAIM"
         )
-    job = render(pods)
+    objects = render(pods, options["form"])
     if not options["submit"]:
         made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context)]))
-        click.echo(f"# {made_by}\n{to_yaml(job)}", nl=False)
+        click.echo(f"# {made_by}\n{to_yaml(objects)}", nl=False)
         return 0
     path = record_path(request.output, cells[0], datetime.now())
-    apply(job)
+    apply(objects)
     display = Display()
-    display.warn(f"submitted as jobset {pods.name} in namespace {pods.namespace}")
+    display.warn(f"submitted as {options['form']} {pods.name} in namespace {pods.namespace}")
     with Interrupts() as interrupts, display:
-        log = follow(pods, interrupts, display.warn)
+        log = follow(pods, options["form"], interrupts, display.warn)
     record = Record.from_json(find_json(log))
     write_record(record, path)
     if tracked_here:

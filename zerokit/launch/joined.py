@@ -1,4 +1,4 @@
-r"""Ranks that another launcher has started: torchrun, srun, mpirun or a pod (see `membership`).
+r"""Ranks that another launcher has started: torchrun, srun, mpirun or a TrainJob (see `membership`).
 
     process 0 (leads)    zerokit bench ... -- launch -- rank 0
     process 1 (follows)  zerokit bench ... -- serve --- rank 1

@@ -1,10 +1,10 @@
-"""Nodes as pods: a JobSet in which every pod runs `zerokit bench` as one node.
+"""Nodes as pods: a Kubeflow TrainJob, or a JobSet by itself, in which every pod runs `zerokit bench` as one node.
 
-Kubeflow's Trainer 2 runs its TrainJobs as JobSets, so its clusters have them, too. The record is read from the log of
-node 0, where `--json` prints it.
-
-Sources: https://jobset.sigs.k8s.io/docs/concepts/ (names of pods),
-https://kubernetes.io/docs/concepts/security/pod-security-standards/ ("restricted", which the pods keep to).
+Sources: https://www.kubeflow.org/docs/components/trainer/ (a runtime with `torch` sets torchrun's PET_ variables),
+https://jobset.sigs.k8s.io/docs/concepts/ (names of pods),
+https://kubernetes.io/docs/concepts/security/pod-security-standards/ ("restricted", which the pods keep to). The record
+is read from the log of node 0, where `--json` prints it. Kubeflow's own runtime `torch-distributed` has neither shared
+memory nor a volume, so a TrainJob comes with one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from zerokit.launch.membership import DEFAULT_PORT
 
 _NODE = "node"
 _FOLLOW_SECONDS = 2.0
+_LABEL = "zerokit-bench"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,20 @@ class Pods:
                 )
 
 
-def to_yaml(job: Mapping[str, Any]) -> str:
-    """The job in the form that kubectl reads."""
-    return yaml.safe_dump(job, sort_keys=False, default_flow_style=False)
+def render(pods: Pods, form: str) -> list[dict[str, Any]]:
+    """The objects to create, in order: a TrainJob's runtime, and the job."""
+    if form == "jobset":
+        return [_job_set(pods)]
+    return [_runtime(pods), _train_job(pods)]  # the TrainJob's webhook looks for its runtime
+
+
+def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
+    """The objects in the form that kubectl reads."""
+    return yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False)
+
+
+def _metadata(pods: Pods) -> dict[str, Any]:
+    return {"name": pods.name, "namespace": pods.namespace, "labels": {"app.kubernetes.io/name": _LABEL}}
 
 
 def _verbatim(text: str) -> str:
@@ -88,9 +100,22 @@ def _verbatim(text: str) -> str:
     return text.replace("$", "$$")
 
 
+def _variables(pods: Pods) -> list[dict[str, Any]]:
+    return [{"name": name, "value": _verbatim(value)} for name, value in pods.environment.items()]
+
+
+def _program(pods: Pods) -> dict[str, Any]:
+    arguments = map(_verbatim, pods.arguments)
+    return {"command": ["zerokit"], "args": ["bench", "--launcher", "env", "--json", *arguments]}
+
+
 def _given(**fields: Any) -> dict[str, Any]:
     """The fields that are not empty."""
     return {name: value for name, value in fields.items() if value}
+
+
+def _resources(pods: Pods) -> dict[str, Any]:
+    return {"limits": {"nvidia.com/gpu": str(pods.gpus_per_node)}} if pods.gpus_per_node else {}
 
 
 RUNS = "/runs"
@@ -100,7 +125,7 @@ _USER = 10001
 
 
 def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
-    """A pod. All that ranks write goes to three volumes: the image's own files cannot change."""
+    """A pod of either form. All that ranks write goes to three volumes: the image's own files cannot change."""
     runs: dict[str, Any] = (
         {"persistentVolumeClaim": {"claimName": pods.claim}} if pods.claim else {"emptyDir": {}}
     )
@@ -146,25 +171,67 @@ def _toleration(text: str) -> dict[str, str]:
     return {"key": key, **rest, "effect": effect}
 
 
-def render(pods: Pods) -> dict[str, Any]:
-    """The JobSet to create."""
-    labels = {"app.kubernetes.io/name": "zerokit-bench"}
+def _secrets(pods: Pods) -> dict[str, Any]:
+    return _given(envFrom=[{"secretRef": {"name": one}} for one in pods.secrets])
+
+
+def _runtime(pods: Pods) -> dict[str, Any]:
+    job = {
+        "name": _NODE,
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            "spec": {"template": {"spec": _pod(pods, _secrets(pods))}},
+        },
+    }
+    metadata = _metadata(pods)
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainingRuntime",
+        "metadata": metadata | {"labels": metadata["labels"] | {"trainer.kubeflow.org/framework": "torch"}},
+        "spec": {
+            "mlPolicy": {"numNodes": pods.nodes, "torch": {}},
+            "template": {"spec": {"failurePolicy": {"maxRestarts": 0}, "replicatedJobs": [job]}},
+        },
+    }
+
+
+def _train_job(pods: Pods) -> dict[str, Any]:
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(pods),
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "TrainingRuntime",
+                "name": pods.name,
+            },
+            "trainer": {
+                "image": pods.image,
+                "numNodes": pods.nodes,
+                "numProcPerNode": pods.nproc_per_node,
+                **_program(pods),
+                "env": _variables(pods),
+                **_given(resourcesPerNode=_resources(pods)),
+            },
+        },
+    }
+
+
+def _job_set(pods: Pods) -> dict[str, Any]:
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     container = {
-        "command": ["zerokit"],
-        "args": ["bench", "--launcher", "env", "--json", *map(_verbatim, pods.arguments)],
+        **_program(pods),
         "env": [
             {"name": "PET_NNODES", "value": str(pods.nodes)},
             {"name": "PET_NPROC_PER_NODE", "value": str(pods.nproc_per_node)},
             {"name": "PET_NODE_RANK", "valueFrom": index},
             {"name": "PET_MASTER_ADDR", "value": f"{pods.name}-{_NODE}-0-0.{pods.name}"},
             {"name": "PET_MASTER_PORT", "value": str(DEFAULT_PORT)},
-            *({"name": name, "value": _verbatim(value)} for name, value in pods.environment.items()),
+            *_variables(pods),
         ],
-        **_given(
-            envFrom=[{"secretRef": {"name": one}} for one in pods.secrets],
-            resources=pods.gpus_per_node and {"limits": {"nvidia.com/gpu": str(pods.gpus_per_node)}},
-        ),
+        **_secrets(pods),
+        **_given(resources=_resources(pods)),
     }
     job = {
         "completionMode": "Indexed",
@@ -172,14 +239,14 @@ def render(pods: Pods) -> dict[str, Any]:
         "parallelism": pods.nodes,
         "backoffLimit": 0,
         "template": {
-            "metadata": {"labels": dict(labels)},  # a copy: YAML would refer to one
+            "metadata": {"labels": {"app.kubernetes.io/name": _LABEL}},
             "spec": _pod(pods, container),
         },
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": pods.name, "namespace": pods.namespace, "labels": labels},
+        "metadata": _metadata(pods),
         "spec": {
             # Ranks look the first node up before it is ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -189,12 +256,12 @@ def render(pods: Pods) -> dict[str, Any]:
     }
 
 
-def apply(job: Mapping[str, Any]) -> None:
-    """Create the job with kubectl; raises `LaunchError` with its message."""
-    _kubectl(["create", "-f", "-"], to_yaml(job))
+def apply(objects: Sequence[Mapping[str, Any]]) -> None:
+    """Create the objects with kubectl; raises `LaunchError` with its message."""
+    _kubectl(["create", "-f", "-"], to_yaml(objects))
 
 
-def follow(pods: Pods, interrupts: Interrupts, show: Callable[[str], None]) -> str:
+def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], None]) -> str:
     """Wait until the job ends; returns the log of node 0.
 
     Raises:
@@ -203,21 +270,28 @@ def follow(pods: Pods, interrupts: Interrupts, show: Callable[[str], None]) -> s
     """
     shown = ""
     try:
-        while (state := _state(pods)) not in ("Completed", "Failed"):
+        while (state := _state(pods, form)) not in ("Complete", "Completed", "Failed"):
             if state != shown:
-                show(f"jobset {pods.name}: {state.lower()}")
+                show(f"{form} {pods.name}: {state.lower()}")
                 shown = state
             interrupts.wait(_FOLLOW_SECONDS)
     except Interrupted:
-        _kubectl(
-            ["delete", "--ignore-not-found", "--wait=false", "-n", pods.namespace, f"jobset/{pods.name}"]
-        )
+        delete(pods, form)
         raise
+    # The pod with index 0: a JobSet of that name runs it in either form.
     label = f"jobset.sigs.k8s.io/jobset-name={pods.name},batch.kubernetes.io/job-completion-index=0"
     log = _kubectl(["logs", "-n", pods.namespace, "-l", label, "--tail=-1", "--prefix=false"])
     if state == "Failed":
-        raise LaunchError(f"jobset {pods.name} failed; the end of node 0's log:\n{quote_tail(log)}")
+        raise LaunchError(f"{form} {pods.name} failed; the end of node 0's log:\n{quote_tail(log)}")
     return log
+
+
+def delete(pods: Pods, form: str) -> None:
+    """Remove the job and its runtime."""
+    for kind in (form, *(["trainingruntime"] if form == "trainjob" else [])):
+        _kubectl(
+            ["delete", "--ignore-not-found", "--wait=false", "-n", pods.namespace, f"{kind}/{pods.name}"]
+        )
 
 
 def find_json(log: str) -> str:
@@ -229,12 +303,14 @@ def find_json(log: str) -> str:
     raise LaunchError(f"node 0's log has no record; it ends with\n{quote_tail(log)}")
 
 
-def _state(pods: Pods) -> str:
-    text = _kubectl(["get", f"jobset/{pods.name}", "-n", pods.namespace, "-o", "json"])
-    conditions = json.loads(text).get("status", {}).get("conditions", [])
-    true = [one["type"] for one in conditions if one.get("status") == "True"]
-    ends = [kind for kind in ("Failed", "Completed") if kind in true]
-    return next(iter([*ends, *reversed(true)]), "Waiting")
+def _state(pods: Pods, form: str) -> str:
+    text = _kubectl(["get", f"{form}/{pods.name}", "-n", pods.namespace, "-o", "json"])
+    status = json.loads(text).get("status", {})
+    true = [one["type"] for one in status.get("conditions", []) if one.get("status") == "True"]
+    return next(
+        (kind for kind in ("Failed", "Complete", "Completed") if kind in true),
+        true[-1] if true else "Waiting",
+    )
 
 
 def _kubectl(words: Sequence[str], given: str | None = None) -> str:
@@ -242,7 +318,7 @@ def _kubectl(words: Sequence[str], given: str | None = None) -> str:
         done = subprocess.run(["kubectl", *words], input=given, capture_output=True, text=True, check=False)
     except OSError as error:
         raise LaunchError(
-            f"kubectl cannot be run ({error.strerror}): install it, or pipe the job to one"
+            f"kubectl cannot be run ({error.strerror}): install it, or pipe the objects to one"
         ) from error
     if done.returncode != 0:
         raise LaunchError(f"kubectl {' '.join(words[:2])} failed: {done.stderr.strip()}")

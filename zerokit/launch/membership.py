@@ -4,7 +4,7 @@ torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, 
 srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
 Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE; on several nodes with -x MASTER_ADDR=HOST
 other mpiruns       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS; on several nodes with -genv MASTER_ADDR HOST
-a pod               PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
+a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
                     node, whose ranks are still to be started
 """
 
@@ -165,7 +165,7 @@ def _pod(environment: Mapping[str, str]) -> Membership | None:
         )
     ranks = environment.get("PET_NPROC_PER_NODE", "auto")
     return Membership(
-        scheme="a pod (or torchrun's PET_ variables)",
+        scheme="a TrainJob (or torchrun's PET_ variables)",
         index=node,
         count=int(least),
         node=node,
