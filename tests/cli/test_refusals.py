@@ -60,6 +60,7 @@ REFUSED = {
     "bench --launcher slurm --dry-run --partition 'a b'": "cannot be written in a line of a batch script",
     "bench --launcher slurm --continue x": "inside an allocation",
     "bench --launcher slurm --nodes 1,3 --dry-run": "fixed number of nodes",
+    "bench --launcher slurm --dry-run --follow": "a job's output is in its log",
     "bench --launcher slurm --dry-run --env HF_TOKEN=x": "a password would appear",
     "bench --launcher slurm --dry-run --tracking-uri http://me:pass@tracker": "a password would appear",
     # Other commands.

@@ -55,8 +55,10 @@ def test_a_peer_that_says_nothing_is_alive_until_it_is_gone(monkeypatch: pytest.
 
 def test_a_file_is_put_below_the_folder_and_nowhere_else(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    put_file(folder, {"name": "node-0/report.json", "content": pack(b"{}\0")})
-    assert (folder / "node-0" / "report.json").read_bytes() == b"{}\0"
+    report = {"name": "node-0/report.json", "content": pack(b"{}\0")}
+    put_file(folder, report)
+    put_file(folder, report | {"more": True})
+    assert (folder / "node-0" / "report.json").read_bytes() == b"{}\0{}\0"
     (folder / "way").symlink_to(tmp_path)
     for name in ("/etc/passwd", "../other", "node-0/../../other", "way/other", "", "."):
         with pytest.raises(LaunchError, match="outside the folder"):

@@ -97,6 +97,21 @@ def test_results_come_whole_and_of_long_logs_the_end(tmp_path: Path, logs: Path)
     assert sorted(said.split(b"\n")) == sorted([b"Welcome", b"[1, 2]", b"\xff", b"a warning", b"", b""])
 
 
+def test_logs_are_sent_while_they_grow(tmp_path: Path, logs: Path) -> None:
+    """Where somebody follows them; the ranks go on until their logs are here. What is shown stays, however long."""
+    found: list[str] = []
+
+    def look() -> None:
+        found.extend(path.read_text() for path in logs.glob("rank-*/stdout.log"))
+        if sum("a first word" in text for text in found):
+            (tmp_path / "heard").touch()
+
+    run(tmp_path, logs, "speak", *hasty(), follow=True, poll=look)
+    log = (logs / "rank-1" / "stdout.log").read_text()
+    assert log.startswith("a first word\n")
+    assert log.endswith("0123456789 a last word\n")
+
+
 def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, logs: Path) -> None:
     with pytest.raises(WorkerFailed) as caught:
         run(tmp_path, logs, "raise")

@@ -30,8 +30,13 @@ def main(folder: str, what: str, copied: str | None = None) -> None:
         for _ in range(100):
             print("0123456789" * 10000)
         print("the last line")
+    if what == "speak":
+        print("a first word", flush=True)
+        while not Path(folder, "heard").exists():
+            time.sleep(0.05)
+        print("0123456789" * (1 << 17), "a last word")
         sys.stdout.close()
-    if what in ("finish", "talk", "noise"):
+    if what in ("finish", "talk", "noise", "speak"):
         return
     if rank == "1":
         if what == "die":

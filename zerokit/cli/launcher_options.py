@@ -74,6 +74,7 @@ _option(
     help="an environment variable for ranks on other machines. NCCL_*, GLOO_*, OMP_* and ZEROKIT_* are always "
     "passed on, to pods also MLFLOW_TRACKING_URI, elsewhere also TORCH_*, HF_* and PYTHONPATH.",
 )
+_option(("local", *_REMOTE), "--follow", is_flag=True, help="Show the ranks' output while they run.")
 _option(_SLURM, "--partition", metavar="NAME")
 _option(_SLURM, "--account", metavar="NAME")
 _option(_SLURM, "--time", "time_limit", metavar="TIME", help="the job's time limit, such as 00:30:00.")

@@ -16,6 +16,7 @@ import click
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.errors import UsageError
 from zerokit.launch.hosts import HostSlots, equal_slots, read_hostfile
+from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
@@ -96,10 +97,12 @@ class Chosen:
         if leader is not None:
             return partial(leader.launch, interrupts=interrupts)
         if self.name in ("ssh", "slurm"):
-            return partial(self._launch_on, interrupts)
-        from zerokit.launch import local
+            launch: Launch = partial(self._launch_on, interrupts)
+        else:
+            from zerokit.launch import local
 
-        return partial(local.launch, interrupts=interrupts)
+            launch = partial(local.launch, interrupts=interrupts)
+        return partial(_followed, launch) if self.options["follow"] else launch
 
     def _launch_on(
         self,
@@ -141,7 +144,24 @@ class Chosen:
             environment=read_variables(options["variables"]),
             master_addr=address,
             connect_seconds=options["connect_timeout"],
+            follow=options["follow"],
         )
+
+
+def _followed(launch: Launch, *what: Any, log_dir: Path, poll: Callable[[], None], **more: Any) -> None:
+    """A launch whose ranks' output is shown on stderr."""
+    from zerokit.launch.logs import RankLogs
+
+    logs = RankLogs(log_dir, lambda line: click.echo(printable(line), err=True))
+
+    def look() -> None:
+        poll()
+        logs.look()
+
+    try:
+        launch(*what, log_dir=log_dir, poll=look, **more)
+    finally:
+        logs.look()
 
 
 def read_variables(given: Sequence[str]) -> dict[str, str]:

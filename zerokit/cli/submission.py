@@ -137,6 +137,10 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
         raise click.UsageError(
             "--continue needs running nodes: use --launcher slurm inside an allocation (salloc)"
         )
+    if options["follow"]:
+        raise click.UsageError(
+            "--follow works for ranks started from here; a job's output is in its log (tail -f)"
+        )
     nodes, ranks = _one_shape(context, request)
     address = options["master_addr"]
     image = options["container_image"]

@@ -78,14 +78,17 @@ class DistantAgent:
             await_end([self], _END_SECONDS)
 
 
-def launch_frame(world: World, log_dir: Path, command: Sequence[str]) -> dict[str, Any]:
+def launch_frame(
+    world: World, log_dir: Path, command: Sequence[str], *, follow: bool = False
+) -> dict[str, Any]:
     """The content of `start`: what to run, with the files of the launch's folder."""
     files = {
         path.name: pack(path.read_bytes())
         for path in log_dir.iterdir()
         if path.is_file() and not path.name.startswith(".")
     }
-    return {"world": asdict(world), "command": list(command), "folder": str(log_dir), "files": files}
+    about = {"command": list(command), "folder": str(log_dir), "files": files, "follow": follow}
+    return {"world": asdict(world), **about}
 
 
 def hear(peer: Peer) -> tuple[str, dict[str, Any]] | None:
@@ -116,7 +119,7 @@ def serve(
             if (message := hear(peer)) is not None and message[0] == "signal":
                 agent.send_signal(int(message[1]["number"]))
             if time.monotonic() - looked > _FILES_SECONDS:
-                files.send(peer)
+                files.send(peer, logs=bool(start["follow"]))
                 looked = time.monotonic()
             time.sleep(POLL_SECONDS)
     finally:
@@ -132,20 +135,24 @@ class _Files:
         self._folder = folder
         self._sent = {path: _state(path) for path in folder.iterdir()}
 
-    def send(self, peer: Peer, *, logs: bool = False) -> None:
-        """Send files that the ranks wrote next to their job; of their `logs`, below it, the end."""
+    def send(self, peer: Peer, *, logs: bool) -> None:
+        """Send new files that the ranks wrote next to their job, and what their logs have grown by if requested."""
         for path in list(self._folder.rglob("*") if logs else self._folder.glob("*")):
             with contextlib.suppress(FileNotFoundError):  # a file that was renamed meanwhile
                 if not path.is_file() or path.name.startswith("."):
                     continue
-                before, self._sent[path] = self._sent.get(path), _state(path)
-                if before == self._sent[path]:
+                size, _ = state = _state(path)
+                before, self._sent[path] = self._sent.get(path, (0, 0)), state
+                if state == before:
                     continue
+                more = path.parent != self._folder
                 with path.open("rb") as file:
-                    if path.parent != self._folder:
-                        file.seek(max(0, path.stat().st_size - MOST_LOG_BYTES))
-                    content = pack(file.read())
-                peer.say("file", name=path.relative_to(self._folder).as_posix(), content=content)
+                    if more:
+                        file.seek(max(before[0], size - MOST_LOG_BYTES))
+                    content = file.read(size - file.tell())
+                peer.say(
+                    "file", name=path.relative_to(self._folder).as_posix(), content=pack(content), more=more
+                )
 
 
 def _state(path: Path) -> tuple[int, int]:

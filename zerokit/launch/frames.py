@@ -1,6 +1,6 @@
 """Messages between a launcher and others' machines: one JSON document per line, over a pipe or a socket.
 
-    there -> launcher    hello, file (name, content), exit (code, failures), alive
+    there -> launcher    hello, file (name, content, more: whether to append it), exit (code, failures), alive
     launcher -> there    start, signal (number), end (code), alive
 
 Who is not heard for `SILENCE_SECONDS` is given up, and so is one whose connection closes: no rank outlives its launcher
@@ -26,7 +26,7 @@ from zerokit.launch.failures import LaunchError
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
 MOST_LOG_BYTES = 1 << 20
-"""The most that is sent of a log: its end."""
+"""The most that is sent of what was added to a log: its end."""
 
 
 def frame(kind: str, **content: Any) -> bytes:
@@ -128,7 +128,7 @@ def pack(data: bytes) -> str:
 
 
 def put_file(folder: Path, frame: Mapping[str, Any]) -> None:
-    """Write the file of a `file` frame, whole or not at all.
+    """Write the file of a `file` frame, whole or not at all, or append to a log.
 
     Raises `LaunchError` if it lies outside of `folder`.
     """
@@ -137,4 +137,8 @@ def put_file(folder: Path, frame: Mapping[str, Any]) -> None:
     if name.startswith("/") or folder.resolve() not in path.resolve().parents:
         raise LaunchError(f"a node sent a file named {name!r}, which lies outside the folder of its launch")
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_aside(path, data, durable=False)
+    if frame.get("more"):
+        with path.open("ab") as log:
+            log.write(data)
+    else:
+        files.write_aside(path, data, durable=False)

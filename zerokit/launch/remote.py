@@ -127,6 +127,7 @@ def launch_on(
     environment: Mapping[str, str] | None = None,
     master_addr: str | None = None,
     connect_seconds: float = _CONNECT_SECONDS,
+    follow: bool = False,
 ) -> None:
     """Run `python -m module arguments` on every host's ranks and wait for all of them, as `local.launch` does here.
 
@@ -141,6 +142,7 @@ def launch_on(
         environment: variables set for every rank, beside those of `FORWARDED`.
         master_addr: where the others reach node 0; by default the name of its host.
         connect_seconds: how long a node may take to answer.
+        follow: whether ranks' logs are sent back while they grow.
 
     Raises:
         LaunchError: a node did not answer, or is not equal to this machine.
@@ -156,7 +158,7 @@ def launch_on(
         world = World(
             len(hosts), nproc_per_node, address, first["port"], {**forwarded, **(environment or {})}
         )
-        start = launch_frame(world, log_dir, [module, *arguments])
+        start = launch_frame(world, log_dir, [module, *arguments], follow=follow)
         for agent in agents:
             ranks = [agent.node * nproc_per_node, (agent.node + 1) * nproc_per_node]
             agent.peer.say("start", ranks=ranks, **start)
