@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from zerokit.checkpoint.checksum import Piece, Pieces, along, combine, crc32, damaged
 from zerokit.checkpoint.disk import check_file, check_size, opened, read_exactly, read_part, read_whole
 from zerokit.checkpoint.extra import parse_members
-from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
+from zerokit.checkpoint.manifest import NAME, File
 from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step, read_manifest
 from zerokit.checkpoint.safetensors import Header, RankFile, file_name, parse_header, rank_file, read_header
-from zerokit.checkpoint.source import Source, StoredBuffer, Stretch, to_array
+from zerokit.checkpoint.source import Source, Stretch, to_array
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
 
@@ -195,17 +195,6 @@ class Checkpoint(Source):
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         yield self.manifest.common, None
         yield self.manifest.extra, None
-
-    @property
-    def buffers(self) -> dict[str, StoredBuffer]:
-        path = self.path / self.manifest.common.name
-        return {
-            name.removeprefix(BUFFER_PREFIX): StoredBuffer(
-                tensor.dtype, tensor.shape, path, tensor.offset, tensor.size
-            )
-            for name, tensor in self.common.tensors.items()
-            if name.startswith(BUFFER_PREFIX)
-        }
 
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:

@@ -128,7 +128,7 @@ def _tensors(checkpoint: Source, dtype: str | None, weights: str) -> Iterator[_T
         (p.name, p.shape, checkpoint.streams[held[position]].dtype, p.dtype, held[position])
         for position, p in enumerate(checkpoint.layout.parameters)
     )
-    buffers = ((name, b.shape, b.dtype, b.dtype, None) for name, b in checkpoint.buffers.items())
+    buffers = ((name, shape, kind, kind, None) for name, (kind, shape) in checkpoint.buffers.items())
     for name, shape, source, own, stream in (*parameters, *buffers):
         wanted = dtype if dtype is not None and source in _FLOATING else own
         change = f"{name} is stored as {source} and cannot be written as {wanted}, its dtype in the model"
@@ -158,7 +158,12 @@ def _write(source: Source, shards: Sequence[Sequence[_Tensor]], work: Path, opti
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         for number in range(1, len(shards) + 1)
     ]
-    total = sum(tensor.numel * ELEMENT_BYTES[tensor.source_dtype] for shard in shards for tensor in shard)
+    total = sum(
+        tensor.numel * ELEMENT_BYTES[tensor.source_dtype]
+        for shard in shards
+        for tensor in shard
+        if tensor.stream is not None
+    )
     with options.copying(source, total) as copier:
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, copier, work / name, shard)
@@ -181,17 +186,18 @@ def _write_shard(source: Source, copier: Copier, path: Path, shard: Iterable[_Te
         # transformers refuses a file without the format; the producer marks an output of zerokit's.
         {"format": "pt", "producer": _PRODUCER},
     )
-    target, buffers = copier.target(path, offsets[-1]), source.buffers
+    target = copier.target(path, offsets[-1])
     write_exactly(target.fd, [header], 0, path)
 
     def requests() -> Iterator[Request]:
         for tensor, at in zip(ordered, offsets, strict=False):
-            name, conversion = tensor.name, _conversion(tensor)
+            conversion = _conversion(tensor)
             if tensor.stream is None:
-                buffer, key = buffers[name], BUFFER_PREFIX + name
-                yield Request(key, buffer.path, buffer.offset, buffer.size, target, at, conversion)
+                _, _, content = source.common_tensor(BUFFER_PREFIX + tensor.name)
+                held = content if conversion is None else conversion.convert(memoryview(content))
+                write_exactly(target.fd, [held], at, path)
             else:
-                position, every = source.layout.positions[name], Interval(0, tensor.numel)
+                position, every = source.layout.positions[tensor.name], Interval(0, tensor.numel)
                 yield from requests_for(source, tensor.stream, position, every, target, at, conversion)
 
     copier.copy(source, requests())
