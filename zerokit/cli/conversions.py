@@ -46,8 +46,7 @@ def _weights(prefix: str) -> Callable[[F], F]:
             "--like",
             type=PATH,
             metavar="MODEL_DIR",
-            help=f"{prefix}Copy configuration and tokenizer from this folder. Its weights, if any, must have the "
-            "same shapes.",
+            help=f"{prefix}Copy configuration and tokenizer from this folder.",
         ),
     )
 

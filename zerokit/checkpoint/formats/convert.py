@@ -165,12 +165,11 @@ def consolidate(
         max_shard_size: largest size of the tensors in one file, in bytes or such as "5GB" (10^9) or "5GiB" (2^30);
             a single tensor that is larger has a file of its own.
         like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
-            tokenizer and similar files are copied, so that `from_pretrained(output)` works. Where it has weights
-            or their index, names and shapes must be those of `source`.
+            tokenizer and similar files are copied, so that `from_pretrained(output)` works.
         force, jobs, progress: see `convert`.
 
     Returns the output. Raises as `convert` does, `UsageError` for an unknown dtype or size or a stream that is not
-    there, and `CheckpointError` if `like` is of another model or a value does not fit the dtype.
+    there, and `CheckpointError` if `like` has no configuration or a value does not fit the dtype.
     """
     return convert(
         source,

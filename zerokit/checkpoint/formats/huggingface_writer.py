@@ -27,7 +27,7 @@ from zerokit.checkpoint.disk import (
     write_file,
 )
 from zerokit.checkpoint.formats.checks import require
-from zerokit.checkpoint.formats.huggingface import INDEX, check_like, files_like
+from zerokit.checkpoint.formats.huggingface import INDEX, files_like, require_no_adapter
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
 from zerokit.checkpoint.prune import named
 from zerokit.checkpoint.requests import Conversion, Request, requests_for
@@ -86,8 +86,7 @@ def write_weights(
     if model is not None:
         require_apart(model, target)
         beside = files_like(model)
-        aliases = {alias: p.name for p in source.layout.parameters for alias in p.aliases}
-        check_like(model, {tensor.name: tensor.shape for tensor in tensors}, aliases)
+        require_no_adapter(tensor.name for tensor in tensors)
     with converting(source, target, options, partial(_foreign, renewed=beside)) as work:
         folders = {(work / name).parent for name in beside} - {work}
         for folder in folders:
