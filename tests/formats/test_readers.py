@@ -185,6 +185,12 @@ def test_round_robin_gradients_order_parameters_anew_for_each_world(
     assert held_bytes(sources[0]) == held_bytes(sources[1]) == held_bytes(sources[2])
 
 
+def test_states_without_their_options_are_refused(made: Path, changed: Any) -> None:
+    changed(lambda value: value.get("optimizer_state_dict", {}).update(base_optimizer_state=[]))
+    with pytest.raises(CheckpointError, match="saved with elastic_checkpoint"):
+        open_source(made / "deepspeed-2-fp32")
+
+
 def test_sub_groups_of_an_unknown_size_are_not_cut_anew(made: Path, tmp_path: Path, changed: Any) -> None:
     changed(lambda value: value.update(ds_config="config.json"))
     with pytest.raises(CheckpointError, match="does not hold the sub_group_size"):
