@@ -17,7 +17,7 @@ from zerokit.checkpoint.extra import parse_members
 from zerokit.checkpoint.manifest import NAME, File
 from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step, read_manifest
-from zerokit.checkpoint.safetensors import Header, RankFile, file_name, parse_header, rank_file, read_header
+from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
 from zerokit.checkpoint.source import Source, Stretch, to_array
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
@@ -120,9 +120,9 @@ class Checkpoint(Source):
         stated, path = self.manifest.files[rank], self.file_path(rank)
         actual = bytearray(stated.header_size)
         read_exactly(fd, [actual], 0, path)
-        if crc32(actual) != stated.crc:
+        if (crc := crc32(actual)) != stated.crc:
             raise CheckpointError(
-                f"{path}: its header is damaged or foreign: it {_difference(bytes(actual), self.rank_file(rank), path)}"
+                f"{path}: its header is {damaged(crc, stated.crc)}, or the file is of another checkpoint"
             )
 
     @cached_property
@@ -220,23 +220,6 @@ class Checkpoint(Source):
         """By every name, aliases too."""
         line = enumerate(self.layout.parameters)
         return {name: position for position, p in line for name in (p.name, *p.aliases)}
-
-
-def _difference(actual: bytes, file: RankFile, path: Path) -> str:
-    try:
-        metadata = parse_header(actual, file.size, str(path)).metadata
-    except CheckpointError:
-        pass
-    else:  # a whole header: of another step, perhaps
-        expected = parse_header(file.header, file.size, str(path)).metadata
-        if strange := [
-            f"{key} {metadata.get(key)!r}, not {expected[key]!r}"
-            for key in expected
-            if metadata.get(key) != expected[key]
-        ]:
-            return f"is of another checkpoint ({', '.join(strange)})"
-    first = next(index for index, (a, b) in enumerate(zip(actual, file.header, strict=True)) if a != b)
-    return f"differs from byte {first} on"
 
 
 def file_checksum(
