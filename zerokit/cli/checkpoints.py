@@ -245,8 +245,6 @@ def diff(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
         print_json({"same": comparison.same} | json_of(comparison))
     else:
         _print_differences(comparison)
-    if comparison.unread:
-        context.exit(2)
     if not comparison.same:
         context.exit(1)
 
