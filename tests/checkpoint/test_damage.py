@@ -51,11 +51,11 @@ def read_all(step: Path) -> None:
 
 
 def reshard(step: Path) -> None:
-    shutil.rmtree(zerokit.reshard(step, 2, step.with_name("out"), jobs=1))
+    shutil.rmtree(zerokit.reshard(step, 2, step.with_name("out")))
 
 
 def consolidate(step: Path) -> None:
-    shutil.rmtree(zerokit.consolidate(step, step.with_name("out"), jobs=1))
+    shutil.rmtree(zerokit.consolidate(step, step.with_name("out")))
 
 
 READERS = [read_all, reshard, consolidate]
