@@ -20,11 +20,8 @@ from zerokit.cli.work import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EPILOG = "The output is synced to disk and appears whole or not at all."
-_writing = options(
-    click.option("--force", is_flag=True, help="Replace an existing output."),
-    json_option("Print the result on stdout as JSON."),
-)
+_EPILOG = "The output is synced to disk and appears whole or not at all; what exists is not replaced."
+_json_option = json_option("Print the result on stdout as JSON.")
 
 
 def _weights(prefix: str) -> Callable[[F], F]:
@@ -58,7 +55,7 @@ def _weights(prefix: str) -> Callable[[F], F]:
     type=PATH,
     help="A new directory: a step for a step, a run for a run.  [default: beside CKPT, such as run.to-16]",
 )
-@_writing
+@_json_option
 def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **how: Any) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
 
@@ -95,7 +92,7 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 )
 @click.option("--to", "world", type=click.IntRange(min=1), help="Number of ranks.  [default: as CKPT]")
 @_weights("huggingface: ")
-@_writing
+@_json_option
 def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     """Write CKPT in another format, or in the same format for another number of ranks.
 
@@ -130,7 +127,7 @@ def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     show_default=True,
     help="Source of the weights: master, or ema for the average kept by zerokit.Ema.",
 )
-@_writing
+@_json_option
 def consolidate(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
 
