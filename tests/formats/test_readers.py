@@ -260,6 +260,15 @@ def test_an_average_beside_the_model_is_not_taken_for_it(tmp_path: Path, trained
     assert held["master/w" if trained else "param/w"] == weight.numpy().tobytes()
 
 
+def test_lists_of_mappings_stay_lists(tmp_path: Path) -> None:
+    """torch stores their elements one by one. A scheduler's step is not the checkpoint's."""
+    own = {"schedulers": [{"last": 1}, {"step": 9}], "plain": [1, [2]]}
+    save_dcp(tmp_path / "theirs", {"model": {"w": torch.ones(2)}, "own": own})
+    zerokit.reshard(tmp_path / "theirs", 2, tmp_path / "ours")
+    for source in (open_source(tmp_path / name) for name in ("theirs", "ours")):
+        assert (source.extra()["user"]["own"], source.step) == (own, 0)
+
+
 def test_groups_in_one_value_are_those_of_an_optimizer(tmp_path: Path) -> None:
     """As torch wrote them before 2.4."""
     weight, average = torch.ones(3, 2), torch.full((3, 2), 2.0)

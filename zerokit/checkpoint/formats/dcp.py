@@ -225,7 +225,7 @@ class _Reader:
             for part in path[:-1]:
                 place = place.setdefault(part, {})
             place[path[-1]] = value
-        carried = description.plain_value(own, "", self.dropped)
+        carried = description.plain_value(_with_lists(own), "", self.dropped)
         step = next(
             (int(value) for value in _named(carried, ("step", "global_step")) if type(value) is int), None
         )
@@ -282,6 +282,16 @@ def _is_buffer(name: str, item: StoredItem, *, divided: bool) -> bool:
     if not item.dtype.startswith(("float", "bfloat")):
         return True
     return (divided and item.chunks == 1) or name.endswith(("running_mean", "running_var", "inv_freq"))
+
+
+def _with_lists(value: Any) -> Any:
+    """The value with lists again where torch has made paths of their elements' numbers."""
+    if not isinstance(value, dict):
+        return value
+    parts = {key: _with_lists(part) for key, part in value.items()}
+    return (
+        [parts[n] for n in range(len(parts))] if parts and parts.keys() == set(range(len(parts))) else parts
+    )
 
 
 def _named(value: Any, names: Sequence[str]) -> Iterator[Any]:

@@ -147,12 +147,16 @@ def _items(source: Source, world: int, dropped: list[str]) -> Iterator[_Item]:
 
 
 def _values(value: Any, path: tuple[str | int, ...]) -> Iterator[_Item]:
-    """A program's own values under the names that they had, as torch flattens them."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _values(part, (*path, key))
-    else:
+    """A program's own values under the names that they had: mappings are divided, and lists with mappings in them."""
+    if not _is_divided(value):
         yield _value(path, value)
+        return
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _values(part, (*path, key))
+
+
+def _is_divided(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_is_divided, value)))
 
 
 def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Iterator[_Item]:
