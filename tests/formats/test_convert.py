@@ -206,6 +206,8 @@ def test_the_command_says_what_it_wrote(made: Path, tmp_path: Path) -> None:
     assert "in the source's format (deepspeed)" in done.stderr
     done = run("inspect", "same")
     assert "DeepSpeed, step 3, 2 ranks" in done.stdout
+    done = run("reshard", str(made / "fsdp2-safetensors"), "--to", "2", "-o", "folder")
+    assert "synced (its source has no checksums); zerokit.load and" in done.stderr
     done = run("verify", str(made / "fsdp2-safetensors"))
     assert (done.returncode, "no checksums" in done.stdout) == (0, True)
     done = run("convert", "ours", "theirs", "--format", "deepspeed")

@@ -117,15 +117,7 @@ def prune(
     renamed before its files go. Raises `UsageError` for numbers below 1, and `CheckpointError` where `run` is no
     directory, has no step that could stay or a damaged `latest`, or something cannot be removed.
     """
-    pruning = plan(Path(run), Retention(keep_last, keep_every), dry_run=dry_run)
-    if not dry_run:
-        for doomed in pruning.removed:
-            doomed.remove()
-    return pruning
-
-
-def plan(run: Path, retention: Retention, *, dry_run: bool) -> Pruning:
-    """The plan of `prune`. Raises the same errors."""
+    run, retention = Path(run), Retention(keep_last, keep_every)
     retention.check()
     with explained(run, "looked at"):
         if not run.is_dir():
@@ -143,6 +135,8 @@ def plan(run: Path, retention: Retention, *, dry_run: bool) -> Pruning:
             kept.append((step, f"holds {strange}, which zerokit has not written there"))
         else:
             removed.append(Doomed(step, files.measured(step)[0]))
+    for doomed in () if dry_run else removed:
+        doomed.remove()
     return Pruning(run, dry_run, tuple(removed), tuple(kept))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from zerokit.cli.work import (
     say,
     working,
 )
+
+if TYPE_CHECKING:
+    from zerokit.checkpoint.formats.convert import Converted
 
 _EPILOG = "The output is synced to disk and appears whole or not at all; what exists is not replaced."
 _json_option = json_option("Print the result on stdout as JSON.")
@@ -49,7 +52,7 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
     )
     say(
         f"{done.output}: step {done.step} of {counted(done.source_world, 'rank')} cut for {world:,}, "
-        f"{files}, verified and synced; {reminder}",
+        f"{files}, {_checked(done)}; {reminder}",
         err=True,
     )
 
@@ -81,13 +84,16 @@ def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     files = print_output(
         done.output, as_json, format=done.format, world=done.world, step=str(done.path), source=source
     )
-    unsure = done.source_format == "huggingface"
-    checked = "synced; its source has no checksums" if unsure else "verified and synced"
     say(
         f"{done.output}: step {done.step} of {done.source_format} as {done.format}, "
-        f"{counted(done.world, 'rank')}, {files}, {checked}",
+        f"{counted(done.world, 'rank')}, {files}, {_checked(done)}",
         err=True,
     )
+
+
+def _checked(done: Converted) -> str:
+    unsure = done.source_format == "huggingface"
+    return "synced (its source has no checksums)" if unsure else "verified and synced"
 
 
 @click.command(epilog=_EPILOG)
