@@ -28,6 +28,8 @@ from zerokit import files
 from zerokit.checkpoint.latest import Latest, write_latest
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.run import (
+    Choice,
+    find_step,
     list_steps,
     mark_superseded,
     stated_checksum,
@@ -184,6 +186,9 @@ def test_a_prune_beside_this_one(tmp_path: Path) -> None:
     with files.replaced(Beside()):
         prune_after_save(run, Retention(keep_last=1))
     assert list_steps(run) == [3]
+    found = [Choice(run / "step-00000001", run), find_step(run)]
+    with patch("zerokit.checkpoint.verify.find_step", side_effect=found):  # the first was the newest
+        assert zerokit.verify(run).path == run / "step-00000003"
     assert foreign_to_step(run / "step-00000001") == "no manifest.json of zerokit's"
     with patch("zerokit.checkpoint.run.stated_checksum", return_value=1):  # it goes just then
         assert foreign_to_step(run / "step-00000001") == ""

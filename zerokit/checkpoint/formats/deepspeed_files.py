@@ -102,7 +102,7 @@ def find_files(folder: Path) -> Files:
     require(
         optimizers,
         folder,
-        "no optim_states of ZeRO beside the model's, as in a universal checkpoint: zerokit reads those of stages 1 to 3",
+        "no optim_states of ZeRO beside the model's, as in a universal checkpoint: zerokit reads stages 1 to 3",
     )
     for what, found in (("model_states", models), ("optim_states", optimizers)):
         for rank in range(len(found)):
