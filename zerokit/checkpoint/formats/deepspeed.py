@@ -107,8 +107,6 @@ class Reader:
             require(stage == self.stage, path, f"{differ}: {mixed}")
             experts = "ds_zero_partition_groups" in optimizer
             require(not experts, folder, "holds a mixture of experts, which zerokit does not read")
-            elastic = isinstance(optimizer.get("base_optimizer_state"), list)
-            require(not elastic, path, "saved with elastic_checkpoint: without the optimizer's options")
             same = self._groups(rank, []) == self._groups(0, [])
             require(same, path, f"its groups' options differ from rank 0's: {mixed}")
 
@@ -233,17 +231,19 @@ class Reader:
 
     def state(self, rank: int) -> dict[int, dict[str, Any]]:
         """The optimizer's states of a rank, by group (stages 1 and 2) or sub-group."""
-        return dict(self._base(rank)["state"])
+        base = self.base(rank)
+        if isinstance(base, dict):
+            return dict(base["state"])
+        return {number: dict(state) for number, state in enumerate(base)}
+
+    def base(self, rank: int) -> Any:
+        """The state dict of a rank's own optimizer; of the elastic format a list of states."""
+        return self.optimizers[rank]["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
 
     def options(self, rank: int) -> list[dict[str, Any]]:
-        """The optimizer's groups with all their options."""
-        return list(self._base(rank)["param_groups"])
-
-    def _base(self, rank: int) -> dict[str, Any]:
-        """The state dict of a rank's own optimizer."""
-        return dict(
-            self.optimizers[rank]["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
-        )
+        """The optimizer's groups with all their options; the elastic format keeps none."""
+        base = self.base(rank)
+        return list(base["param_groups"]) if isinstance(base, dict) else [{} for _ in base]
 
     def _groups(self, rank: int, dropped: list[str]) -> list[dict[str, Any]]:
         """The options that are no bookkeeping, as plain data; paths of others are added to `dropped`."""
@@ -313,7 +313,8 @@ class Reader:
         scalars = {}
         state = dict(self.state(rank).get(number, {}))
         if state and "step" not in state:  # FusedAdam counts for the group
-            step = self.options(rank)[self.cuts[number].group].get("step")
+            options = self.options(rank)[self.cuts[number].group]
+            step = self.optimizers[rank].get("base_optimizer_state_step", options.get("step"))
             if step is not None:
                 state["step"] = step
         for kind, value in state.items():

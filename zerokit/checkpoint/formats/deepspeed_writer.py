@@ -102,18 +102,20 @@ class _Writer:
         return _as_it_was(template, len(self.reader.files.models))
 
     def _groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
+        base = template["base_optimizer_state"]
+        elastic = not isinstance(base, dict)
         masters, states, paddings, mappings = [], {}, [], []
         for number, cut in enumerate(self.cuts):
             held, unpadded = cut.pieces[rank], cut.unpadded[rank]
             masters.append(self._flat(MASTER, number, held, unpadded))
-            states[number] = self._state(number, held, cut.partition)
+            states[number] = self._state(number, held, unpadded if elastic else cut.partition)
             paddings.append(cut.partition - unpadded)
             places = {p.name: {"numel": p.interval.numel, "start": p.start} for p in held}
             fragments = {name: Record(_FRAGMENT, (), place, new=True) for name, place in places.items()}
             mappings.append(Ordered(fragments))
         return {
             **template,
-            "base_optimizer_state": template["base_optimizer_state"] | {"state": states},
+            "base_optimizer_state": list(states.values()) if elastic else {**base, "state": states},
             "single_partition_of_fp32_groups": masters,
             "group_paddings": paddings,
             "partition_count": [self.world] * len(masters),
