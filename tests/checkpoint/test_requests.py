@@ -176,7 +176,7 @@ REFUSALS: dict[str, tuple[bytes, str]] = {
     "unknown dtype": (file_of(changed(dtype="F12"), 24), "dtype 'F12' is unknown"),
     "negative size": (file_of(changed(shape=[-2, -3]), 24), "shape .* is impossible"),
     "a million dimensions": (file_of(changed(shape=[2**62] * 10**6), 24), "is impossible"),
-    "many digits": (file_of(None, 0, text=b'{"a":' + b"9" * 10**6 + b"}"), "number 9{20}… is too large"),
+    "many digits": (file_of(None, 0, text=b'{"a":' + b"9" * 10**6 + b"}"), "Exceeds the limit"),
     "too few bytes": (
         file_of(changed(data_offsets=[0, 23]), 23),
         "23 bytes for float32 of shape .*expected 24",
