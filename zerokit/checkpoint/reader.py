@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zerokit.checkpoint.checksum import Piece, Pieces, along, combine, crc32, damaged
 from zerokit.checkpoint.disk import check_file, check_size, opened, read_exactly, read_part, read_whole
 from zerokit.checkpoint.extra import parse_members
-from zerokit.checkpoint.manifest import NAME, File
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
 from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step, read_manifest
 from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
@@ -199,6 +199,9 @@ class Checkpoint(Source):
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self.common.tensors.items()}
+
+    def buffer_place(self, name: str) -> tuple[Path, int]:
+        return self.path / self.manifest.common.name, self.common.tensors[BUFFER_PREFIX + name].offset
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         tensor = self.common.tensors.get(name)

@@ -143,6 +143,10 @@ class Source(ABC):
         """Dtype and shape of each tensor that is stored whole, by its name: "buffers/…", "optimizer/…" and others."""
 
     @abstractmethod
+    def buffer_place(self, name: str) -> tuple[Path, int]:
+        """The file that has a buffer of `buffers`, whose bytes are right, and the byte that it begins at."""
+
+    @abstractmethod
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         """Dtype, shape and bytes, verified, of a tensor that is stored whole. Raises `UsageError` if there is none."""
 

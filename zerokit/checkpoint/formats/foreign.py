@@ -7,6 +7,7 @@ keeps beside the slices.
 from __future__ import annotations
 
 import json
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -228,28 +229,34 @@ class ForeignCheckpoint(Source):
 
     @cached_property
     def _buffers(self) -> dict[str, StoredParameter]:
-        return {BUFFER_PREFIX + stored.parameter.name: stored for stored in self.described.buffers}
+        return {stored.parameter.name: stored for stored in self.described.buffers}
 
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        buffers = {name: (b.streams[PARAM].dtype, b.parameter.shape) for name, b in self._buffers.items()}
+        buffers = {
+            BUFFER_PREFIX + name: (stored.streams[PARAM].dtype, stored.parameter.shape)
+            for name, stored in self._buffers.items()
+        }
         return buffers | {name: (dtype, shape) for name, (dtype, shape, _) in self._small.items()}
+
+    def buffer_place(self, name: str) -> tuple[Path, int]:
+        stretches = self._buffers[name].streams[PARAM].stretches
+        file, _, offset = next(iter(stretches), (0, None, 0))  # none of an empty buffer
+        path, blob = self.file_path(file), self._blob(file, offset) if stretches else None
+        if blob is not None:
+            crc = self._read(file, blob.offset, blob.offset + blob.size).crc
+            require(crc == blob.crc, path, f"buffer {name}: {damaged(crc, blob.crc)}")
+        return path, offset
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         if name in self._small:
-            dtype, shape, small = self._small[name]
-            return dtype, shape, bytearray(small)
-        if name not in self._buffers:
+            dtype, shape, content = self._small[name]
+            return dtype, shape, bytearray(content)
+        if name not in self.common_forms:
             raise UsageError(f"{self.path} has no tensor {name!r}")
-        buffer, content = self._buffers[name], bytearray()
-        stream = buffer.streams[PARAM]
-        for file, _, offset in stream.stretches:  # one, or none of an empty buffer
-            path, blob = self.file_path(file), self._blob(file, offset)
-            if blob is not None:
-                crc = self._read(file, blob.offset, blob.offset + blob.size).crc
-                require(crc == blob.crc, path, f"buffer {name}: {damaged(crc, blob.crc)}")
-            content = read_part(path, offset, buffer.parameter.numel * ELEMENT_BYTES[stream.dtype])
-        return stream.dtype, buffer.parameter.shape, content
+        dtype, shape = self.common_forms[name]
+        path, offset = self.buffer_place(name.removeprefix(BUFFER_PREFIX))
+        return dtype, shape, read_part(path, offset, math.prod(shape) * ELEMENT_BYTES[dtype])
 
     def held_files(self) -> list[tuple[str, int]]:
         root = self.path.parent if self.path.is_file() else self.path

@@ -149,12 +149,7 @@ def _write(
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         for number in range(1, len(shards) + 1)
     ]
-    total = sum(
-        tensor.numel * ELEMENT_BYTES[tensor.source_dtype]
-        for shard in shards
-        for tensor in shard
-        if tensor.stream is not None
-    )
+    total = sum(tensor.numel * ELEMENT_BYTES[tensor.source_dtype] for shard in shards for tensor in shard)
     with copying(source, progress, total) as copier:
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, copier, work / name, shard)
@@ -183,9 +178,9 @@ def _write_shard(source: Source, copier: Copier, path: Path, shard: Iterable[_Te
         for tensor, at in zip(ordered, offsets, strict=False):
             conversion = _conversion(tensor)
             if tensor.stream is None:
-                _, _, content = source.common_tensor(BUFFER_PREFIX + tensor.name)
-                held = content if conversion is None else conversion.convert(memoryview(content))
-                write_exactly(target.fd, [held], at, path)
+                file, offset = source.buffer_place(tensor.name)
+                size = tensor.numel * ELEMENT_BYTES[tensor.source_dtype]
+                yield Request(BUFFER_PREFIX + tensor.name, file, offset, size, target, at, conversion)
             else:
                 position, every = source.layout.positions[tensor.name], Interval(0, tensor.numel)
                 yield from requests_for(source, tensor.stream, position, every, target, at, conversion)
