@@ -51,11 +51,11 @@ def read_all(step: Path) -> None:
 
 
 def reshard(step: Path) -> None:
-    shutil.rmtree(zerokit.reshard(step, 2, step.with_name("out"), jobs=1))
+    shutil.rmtree(zerokit.reshard(step, 2, step.with_name("out")))
 
 
 def consolidate(step: Path) -> None:
-    shutil.rmtree(zerokit.consolidate(step, step.with_name("out"), jobs=1))
+    shutil.rmtree(zerokit.consolidate(step, step.with_name("out")))
 
 
 READERS = [read_all, reshard, consolidate]
@@ -128,15 +128,11 @@ def test_a_missing_or_wrong_file_is_named(tmp_path: Path, whole_step: Path, name
             refused(tmp_path / "run" / whole_step.name, reader, f"{name}: {message}")
 
 
-def test_a_file_of_another_step_is_told_from_a_damaged_one(tmp_path: Path, whole_step: Path) -> None:
+def test_a_file_of_another_step_is_refused(tmp_path: Path, whole_step: Path) -> None:
     shutil.copytree(whole_step.parent, tmp_path / "run")
     shutil.copy(whole_step.parents[1] / "other" / RANK, tmp_path / "run" / whole_step.name)
     for reader in READERS:
-        refused(
-            tmp_path / "run" / whole_step.name,
-            reader,
-            f"{RANK}: .*of another checkpoint .step '101', not '100'",
-        )
+        refused(tmp_path / "run" / whole_step.name, reader, f"{RANK}: .*or the file is of another checkpoint")
 
 
 WORLD = 3
@@ -178,7 +174,7 @@ def test_all_damage_is_told_at_once(step: Path) -> None:
         ("rank-00003-of-00004.safetensors", "not a part of this checkpoint"),
         ("rank-00000-of-00003.safetensors", "cannot be opened"),
         (RANK, "truncated"),
-        (RANK, "its header is damaged or foreign"),
+        (RANK, "its header is damaged"),
         (RANK, "damaged"),
         (RANK, "damaged"),
         (RANK, "beyond the end of the file"),

@@ -28,6 +28,8 @@ from zerokit import files
 from zerokit.checkpoint.latest import Latest, write_latest
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.run import (
+    Choice,
+    find_step,
     list_steps,
     mark_superseded,
     stated_checksum,
@@ -61,7 +63,6 @@ def name_latest(run: Path, step: int, *superseded: int) -> None:
     steps=st.sets(st.integers(0, 60), min_size=1).map(list),
     keep_last=st.none() | st.integers(1, 20),
     keep_every=st.none() | st.integers(1, 9),
-    kept=st.none() | st.sets(st.integers(0, 60)),
     damaged=st.sets(st.integers(0, 60)),
     data=st.data(),
 )
@@ -69,7 +70,6 @@ def test_what_goes_and_what_stays(
     steps: list[int],
     keep_last: int | None,
     keep_every: int | None,
-    kept: set[int] | None,
     damaged: set[int],
     data: st.DataObject,
 ) -> None:
@@ -79,7 +79,7 @@ def test_what_goes_and_what_stays(
     def gone_of(steps: list[int], retention: Retention) -> list[int]:
         return retention.removed(steps, newest, lambda step: step not in damaged)
 
-    retention = Retention(keep_last, keep_every, None if kept is None else kept.__contains__)
+    retention = Retention(keep_last, keep_every)
     gone = gone_of(steps, retention)
     stays = set(steps) - set(gone)
     assert gone == sorted(set(gone))
@@ -92,11 +92,9 @@ def test_what_goes_and_what_stays(
 
     for step in gone:
         assert keep_every is None or step % keep_every
-        assert kept is None or step not in kept
         assert enough_after(step)
     for step in stays:
-        spared = (keep_every is not None and step % keep_every == 0) or (kept is not None and step in kept)
-        assert spared or not enough_after(step)
+        assert (keep_every is not None and step % keep_every == 0) or not enough_after(step)
     # Nothing more goes when it is asked again, or more generously.
     assert gone_of(sorted(stays), retention) == []
     more = replace(retention, keep_last=(keep_last or 1) + data.draw(st.integers(0, 5)))
@@ -114,14 +112,14 @@ def test_impossible_numbers(tmp_path: Path) -> None:
 def test_older_steps_go(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *range(1, 8))
     size = files.measured(run / "step-00000001")[0]
-    found = zerokit.prune(run, keep_last=2, keep_every=3, keep=lambda step: step == 1, dry_run=True)
-    assert [doomed.path.name for doomed in found.removed] == [f"step-0000000{n}" for n in (2, 4, 5)]
-    assert found.bytes == 3 * size
+    found = zerokit.prune(run, keep_last=2, keep_every=3, dry_run=True)
+    assert [doomed.path.name for doomed in found.removed] == [f"step-0000000{n}" for n in (1, 2, 4, 5)]
+    assert found.bytes == 4 * size
     assert list_steps(run) == list(range(1, 8))
-    assert zerokit.prune(run, keep_last=2, keep_every=3, keep=lambda step: step == 1).bytes == 3 * size
+    assert zerokit.prune(run, keep_last=2, keep_every=3).bytes == 4 * size
     assert sorted(path.name for path in run.iterdir()) == [
         "latest",
-        *(f"step-0000000{n}" for n in (1, 3, 6, 7)),
+        *(f"step-0000000{n}" for n in (3, 6, 7)),
     ]
     assert zerokit.prune(run).removed == ()
     assert zerokit.verify(run).intact
@@ -188,6 +186,9 @@ def test_a_prune_beside_this_one(tmp_path: Path) -> None:
     with files.replaced(Beside()):
         prune_after_save(run, Retention(keep_last=1))
     assert list_steps(run) == [3]
+    found = [Choice(run / "step-00000001", run), find_step(run)]
+    with patch("zerokit.checkpoint.verify.find_step", side_effect=found):  # the first was the newest
+        assert zerokit.verify(run).path == run / "step-00000003"
     assert foreign_to_step(run / "step-00000001") == "no manifest.json of zerokit's"
     with patch("zerokit.checkpoint.run.stated_checksum", return_value=1):  # it goes just then
         assert foreign_to_step(run / "step-00000001") == ""

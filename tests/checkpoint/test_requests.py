@@ -142,7 +142,7 @@ def test_copied_and_loaded_bytes_are_the_elements_asked_for(
     assert memory.content == b"\0\0\0" + right
 
     double = Conversion(lambda view: bytes(byte for byte in view for _ in range(2)), 2, 4)
-    with Copier(jobs=2) as copier:
+    with Copier() as copier:
         plain = copier.target(folder / "plain", len(right))
         copier.copy(source, requests_for(source, 0, 0, wanted, plain, 0))
         copier.release(plain)
@@ -176,7 +176,7 @@ REFUSALS: dict[str, tuple[bytes, str]] = {
     "unknown dtype": (file_of(changed(dtype="F12"), 24), "dtype 'F12' is unknown"),
     "negative size": (file_of(changed(shape=[-2, -3]), 24), "shape .* is impossible"),
     "a million dimensions": (file_of(changed(shape=[2**62] * 10**6), 24), "is impossible"),
-    "many digits": (file_of(None, 0, text=b'{"a":' + b"9" * 10**6 + b"}"), "number 9{20}… is too large"),
+    "many digits": (file_of(None, 0, text=b'{"a":' + b"9" * 10**6 + b"}"), "Exceeds the limit"),
     "too few bytes": (
         file_of(changed(data_offsets=[0, 23]), 23),
         "23 bytes for float32 of shape .*expected 24",

@@ -21,7 +21,6 @@ from tests.cli.inside import zerokit_inside
 from tests.formats.conftest import DEEPSPEED, FSDP2, expected_bytes, held_bytes
 from tests.formats.make_fixtures import STEPS
 from tests.support.checkpoints import flip
-from tests.support.crashes import read_tree
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.pickles import Record
@@ -143,62 +142,48 @@ def test_a_flipped_byte_anywhere_is_found(made: Path, tmp_path: Path, name: str)
     streams = chain(*(stored.streams.values() for stored in source.described.parameters))
     stretches = [(stretch.file, stretch.offset) for stream in streams for stretch in stream.stretches]
     places = random.Random(0).sample(stretches, 2)
-    forms: tuple[str, ...] = ("zerokit", "dcp")
+    forms: tuple[str | None, ...] = ("zerokit", "dcp")
+    running = next(b for b in source.described.buffers if b.parameter.name == "running").streams["param"]
+    places += [(stretch.file, stretch.offset) for stretch in running.stretches]
     if name == "deepspeed-1-bf16":  # its half-precision weights, which no stream holds, are only copied
         weights = source.described.details.model["module"]["embed.weight"]
-        places, forms = [(0, weights.offset + 2)], ("deepspeed",)
+        places, forms = [(0, weights.offset + 2)], (None,)
     for number, (file, offset) in enumerate(places):
         folder = Path(shutil.copytree(made / name, tmp_path / str(number)))
         flip(folder / source.file_path(file).relative_to(made / name), offset, 0x10)
         assert not zerokit.verify(folder).intact
         for form in forms:
             with pytest.raises(CheckpointError, match="damaged"):
-                zerokit.convert(folder, tmp_path / f"out-{number}", format=form, world=2)
+                zerokit.convert(folder, tmp_path / f"out-{number}", format=form)
+        if number == 2:
+            with pytest.raises(CheckpointError, match="damaged"):
+                zerokit.consolidate(folder, tmp_path / f"out-{number}")
         assert not (tmp_path / f"out-{number}").exists()
 
 
 def test_impossible_conversions_are_refused_before_anything_is_written(made: Path, tmp_path: Path) -> None:
     for arguments, expected in (
-        ({"format": "deepspeed"}, "only written from one of DeepSpeed"),
-        ({"format": "tar"}, "expected one of zerokit"),
+        (
+            {"format": "deepspeed"},
+            "expected zerokit or dcp: reshard keeps DeepSpeed's, and consolidate writes for",
+        ),
         ({"format": "zerokit", "world": 0}, "world=0"),
         ({"format": "zerokit", "world": 2.0}, r"world=2\.0: expected an integer"),
-        ({"format": "zerokit", "jobs": "2"}, "jobs='2': expected 1"),
-        ({"format": "dcp", "dtype": "bf16"}, "like are for the format huggingface, not dcp"),
-        ({"format": "huggingface", "world": 2}, "omit world"),
-        ({"format": "huggingface", "dtype": "fp8"}, "dtype='fp8': expected one of bf16, fp16, fp32"),
     ):
         with pytest.raises(UsageError, match=expected):
             zerokit.convert(made / "fsdp2-plain", tmp_path / "out", **arguments)
-    with pytest.raises(CheckpointError, match="the output is the source itself"):
+    with pytest.raises(UsageError, match="dtype='fp8': expected one of bf16, fp16, fp32"):
+        zerokit.consolidate(made / "fsdp2-plain", tmp_path / "out", dtype="fp8")
+    with pytest.raises(CheckpointError, match="fsdp2-plain: exists, and is not replaced"):
         zerokit.convert(made / "fsdp2-plain", made / "fsdp2-plain", format="dcp")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("name", "form"), [("deepspeed-2-fp32", "deepspeed"), ("fsdp2-plain", "dcp")])
-def test_a_frameworks_own_checkpoint_is_never_replaced(
-    made: Path, tmp_path: Path, name: str, form: str
-) -> None:
-    theirs = Path(shutil.copytree(made / name, tmp_path / "theirs"))
-    for result in ("expected.safetensors", "losses.json"):
-        (theirs / result).unlink()
-    before = read_tree(theirs)
-    with pytest.raises(CheckpointError, match=r"holds a checkpoint of .*'s own: only an earlier output"):
-        zerokit.convert(made / name, theirs, format=form, world=2, force=True)
-    assert read_tree(theirs) == before
-    for world in (2, 3):  # but our own
-        zerokit.convert(made / name, tmp_path / "ours", format=form, world=world, force=True)
-    assert open_source(tmp_path / "ours").world == 3
-    (tmp_path / "ours" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds the file 'notes\.txt': only an earlier output"):
-        zerokit.convert(made / name, tmp_path / "ours", format=form, world=2, force=True)
-
-
 def test_an_output_lies_outside_the_run_it_is_made_of(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "run"))
-    for output in (folder / "out", folder / f"global_step{STEPS}" / "out", folder):
-        with pytest.raises(CheckpointError, match=r"lies in its source|is the source itself"):
-            zerokit.convert(folder, output, format="zerokit", force=True)
+    for output in (folder / "out", folder / f"global_step{STEPS}" / "out"):
+        with pytest.raises(CheckpointError, match="lies in its source"):
+            zerokit.convert(folder, output, format="zerokit")
     (folder / "latest").unlink()
     with pytest.raises(
         CheckpointError, match=r"has checkpoints of DeepSpeed \(global_step3\), and no latest that"
@@ -221,11 +206,12 @@ def test_the_command_says_what_it_wrote(made: Path, tmp_path: Path) -> None:
     assert "in the source's format (deepspeed)" in done.stderr
     done = run("inspect", "same")
     assert "DeepSpeed, step 3, 2 ranks" in done.stdout
+    done = run("reshard", str(made / "fsdp2-safetensors"), "--to", "2", "-o", "folder")
+    assert "synced (its source has no checksums); zerokit.load and" in done.stderr
     done = run("verify", str(made / "fsdp2-safetensors"))
     assert (done.returncode, "no checksums" in done.stdout) == (0, True)
     done = run("convert", "ours", "theirs", "--format", "deepspeed")
     assert done.returncode == 2
-    assert "only written from one of DeepSpeed" in done.stderr
     done = run("consolidate", "same", "-o", "weights", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path / "weights") == ["model.safetensors"]

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -23,8 +22,8 @@ from zerokit.checkpoint.checksum import Pieces
 from zerokit.checkpoint.disk import new_file, sync_file
 from zerokit.checkpoint.requests import OpenFile, Request, by_file, move, neighbours, opening
 from zerokit.checkpoint.source import Source
-from zerokit.checkpoint.staging import Foreign, Staging, require_apart
-from zerokit.errors import UsageError
+from zerokit.checkpoint.staging import Staging
+from zerokit.errors import CheckpointError
 
 BUFFER_BYTES = 1 << 18
 """One read, and one write unless it is converted: small enough for the core's cache.
@@ -41,8 +40,8 @@ _MOST_IN_TASK = 128
 _MOST_REQUESTS = 1 << 14
 """Looked at together, so that a file is seldom opened twice: a target may want pieces of a thousand files."""
 
-MOST_JOBS = 1024
-"""Threads. More never help."""
+MOST_JOBS = 4
+"""Threads. More only wait for each other's writes."""
 
 _MOST_TASKS = 16
 """Unfinished tasks for each thread."""
@@ -66,14 +65,11 @@ class Copier:
     When it ends with an exception, nothing is being written any more, and all files are closed.
     """
 
-    def __init__(self, *, jobs: int | None = None, total: int = 0, progress: Progress | None = None) -> None:
-        """`total` bytes are announced to `progress`. Raises `UsageError` for `jobs` (threads) out of range."""
-        if jobs is not None and not (type(jobs) is int and 1 <= jobs <= MOST_JOBS):
-            raise UsageError(f"jobs={jobs!r}: expected 1 to {MOST_JOBS}")
+    def __init__(self, *, total: int = 0, progress: Progress | None = None) -> None:
+        """`total` bytes are announced to `progress`."""
         self.pieces = Pieces()
         """What was read for the targets that are closed."""
-        # More than four only wait for each other's writes.
-        self._jobs = jobs or min(4, len(os.sched_getaffinity(0)))
+        self._jobs = min(MOST_JOBS, len(os.sched_getaffinity(0)))
         self._total = total
         self._progress = progress
         self._done = 0
@@ -215,30 +211,25 @@ class Copier:
 NOT_WRITTEN = ": nothing was written: take another checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of a conversion: threads, replacing an output, and a progress callback."""
-
-    jobs: int | None = None
-    force: bool = False
-    progress: Progress | None = None
-
-    @contextmanager
-    def copying(self, source: Source, total: int | None = None) -> Iterator[Copier]:
-        """What copies `total` bytes, or all of the source's; they are compared with its checksums at the end."""
-        size = source.data_size if total is None else total
-        with Copier(jobs=self.jobs, total=size, progress=self.progress) as copier:
-            yield copier
-        source.require_right([copier.pieces], NOT_WRITTEN)
+@contextmanager
+def copying(source: Source, progress: Progress | None, total: int | None = None) -> Iterator[Copier]:
+    """What copies `total` bytes, or all of the source's; they are compared with its checksums at the end."""
+    with Copier(total=source.data_size if total is None else total, progress=progress) as copier:
+        yield copier
+    source.require_right([copier.pieces], NOT_WRITTEN)
 
 
 @contextmanager
-def converting(source: Source, target: Path, options: Options, foreign: Foreign) -> Iterator[Path]:
+def converting(source: Source, target: Path) -> Iterator[Path]:
     """A directory beside `target`, renamed to it durably when the body succeeds, and removed when it fails.
 
-    Raises as `Staging` does, and where one of `source` and `target` lies in the other.
+    Raises as `Staging` does, and where `target` lies in the source.
     """
-    require_apart(source.run or source.path, target)
-    with Staging(target, force=options.force, foreign=foreign) as staging:
+    outer = (source.run or source.path).resolve()
+    if outer in target.resolve().parents:
+        raise CheckpointError(
+            f"{target}: the output lies in its source {outer}: choose a directory outside it"
+        )
+    with Staging(target) as staging:
         yield staging.work
         staging.commit()

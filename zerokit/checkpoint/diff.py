@@ -14,7 +14,6 @@ from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.strict import canonical
-from zerokit.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +42,13 @@ class Difference:
 class Comparison:
     """The result of `diff`: `equal` counts the parameters of streams that are equal by CRC-32, dtype and shape.
 
-    `layout` lists how the cut differs (world size, units), which does not change the state. `unread` names the small
-    files that differ and could not be read on one side, so that their differences are not all listed.
+    `layout` lists how the cut differs (world size, units), which does not change the state.
     `notes`: why a step of a run was compared that its `latest` does not name.
     """
 
     equal: int
     differences: tuple[Difference, ...]
     layout: tuple[str, ...]
-    unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -82,20 +79,13 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
             ours, theirs = _elements(left, kind), _elements(right, kind)
             equal += sum(theirs.get(name) == value for name, value in ours.items())
             changes += _compare(kind, ours, theirs)
-    unread = []
     readers = ("common", _common), ("extra", _extra)
     files = zip(left.whole_files(), right.whole_files(), strict=True)
     for (stream, read), ((our_file, _), (their_file, _)) in zip(readers, files, strict=True):
-        if (our_file.crc, our_file.size) == (their_file.crc, their_file.size):
-            continue
-        try:  # nothing, if only the order of members differs
+        if (our_file.crc, our_file.size) != (their_file.crc, their_file.size):
+            # Nothing, if only the order of members differs.
             changes += _compare(stream, read(left, weights=mixed), read(right, weights=mixed))
-        except CheckpointError as error:
-            sides = f"{our_file.crc:08x}", f"{their_file.crc:08x}"
-            changes.append(Difference(stream, f"unreadable: {error}", *sides))
-            unread.append(our_file.name)
-    notes = (*left.notes, *right.notes)
-    return Comparison(equal, tuple(changes), tuple(_layouts(left, right)), tuple(unread), notes)
+    return Comparison(equal, tuple(changes), tuple(_layouts(left, right)), (*left.notes, *right.notes))
 
 
 def _compare(stream: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Difference]:

@@ -1,22 +1,22 @@
-"""`prune`, and checks before removals: older steps, files of killed writers, zerokit's own outputs.
+"""`prune`, and checks before removals: older steps, and files of killed writers.
 
-A directory that holds files which zerokit has not written there is never removed, nor replaced by an output.
+A step that holds files which zerokit has not written there is never removed, nor replaced.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint import run as runs
 from zerokit.checkpoint.disk import entries_of, explained
-from zerokit.checkpoint.latest import LATEST_NAME, read_latest
+from zerokit.checkpoint.latest import read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, finish_replacements, leftovers, remove
 from zerokit.errors import CheckpointError, UsageError
@@ -29,40 +29,24 @@ _STEP_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rule for kept steps: the newest `keep_last` intact ones, multiples of `keep_every`, and those `keep` accepts.
+    """The rule for kept steps: the newest `keep_last` intact ones, and multiples of `keep_every`.
 
     The newest step, and the newest that is whole, always do.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
-    keep: Callable[[int], bool] | None = None
 
     @property
     def wanted(self) -> bool:
-        return any(limit is not None for limit in (self.keep_last, self.keep_every, self.keep))
+        return self.keep_last is not None or self.keep_every is not None
 
     def check(self) -> None:
-        """Raise `UsageError` for invalid counts, and for a `keep` that is not a function."""
+        """Raise `UsageError` for invalid counts."""
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= MAX_STEP):
                 raise UsageError(f"{name}={value!r}: expected an integer from 1 to {MAX_STEP}")
-        if self.keep is not None and not callable(self.keep):
-            raise UsageError(f"keep={self.keep!r}: expected a function of a step's number")
-
-    def asked(self, steps: Iterable[int]) -> Retention:
-        """The rule with `keep`'s answers for these steps; it keeps steps that appear later.
-
-        Raises `UsageError` where `keep` raises.
-        """
-        if self.keep is None:
-            return self
-        try:
-            answers = {step: bool(self.keep(step)) for step in steps}
-        except Exception as error:
-            raise UsageError(f"keep raised {type(error).__name__}: {error}") from error
-        return replace(self, keep=lambda step: answers.get(step, True))
 
     def removed(self, steps: list[int], newest: int, intact: Callable[[int], bool]) -> list[int]:
         """The steps to remove, ascending: all before the last `keep_last` that are `intact`, `newest` included.
@@ -77,9 +61,7 @@ class Retention:
 
     def spares(self, step: int) -> bool:
         """Whether the step stays regardless of its age."""
-        return bool(
-            (self.keep_every and step % self.keep_every == 0) or (self.keep is not None and self.keep(step))
-        )
+        return self.keep_every is not None and step % self.keep_every == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +103,6 @@ def prune(
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    keep: Callable[[int], bool] | None = None,
     dry_run: bool = False,
 ) -> Pruning:
     """Remove a run's older steps, and files of dead writers in its directory.
@@ -129,23 +110,14 @@ def prune(
     Args:
         run: a run's directory; for leftovers alone any directory, such as the one where a conversion was interrupted.
         keep_last: steps go, but for the newest so many.
-        keep_every: and but for those whose number is a multiple of this.
-        keep: and but for those for which this returns True. Without any of the three only leftovers go.
+        keep_every: and but for those whose number is a multiple of this. Without either only leftovers go.
         dry_run: remove nothing, only list what would go.
 
     The newest step, the newest that is whole and the one that `latest` names always stay; superseded ones go. A step is
     renamed before its files go. Raises `UsageError` for numbers below 1, and `CheckpointError` where `run` is no
     directory, has no step that could stay or a damaged `latest`, or something cannot be removed.
     """
-    pruning = plan(Path(run), Retention(keep_last, keep_every, keep), dry_run=dry_run)
-    if not dry_run:
-        for doomed in pruning.removed:
-            doomed.remove()
-    return pruning
-
-
-def plan(run: Path, retention: Retention, *, dry_run: bool) -> Pruning:
-    """The plan of `prune`. Raises the same errors."""
+    run, retention = Path(run), Retention(keep_last, keep_every)
     retention.check()
     with explained(run, "looked at"):
         if not run.is_dir():
@@ -163,6 +135,8 @@ def plan(run: Path, retention: Retention, *, dry_run: bool) -> Pruning:
             kept.append((step, f"holds {strange}, which zerokit has not written there"))
         else:
             removed.append(Doomed(step, files.measured(step)[0]))
+    for doomed in () if dry_run else removed:
+        doomed.remove()
     return Pruning(run, dry_run, tuple(removed), tuple(kept))
 
 
@@ -226,37 +200,11 @@ def _remove_step(step: Path) -> None:
 
 
 def foreign_to_step(folder: Path) -> str:
-    """The foreign contents of a step's directory, as text; "" if there are none. The functions below do the same."""
+    """What a step's directory holds that zerokit has not written there, as text; "" if there is nothing."""
     if runs.stated_checksum(folder) is None:
         return f"no {NAME} of zerokit's"
-    return foreign_to(folder, _STEP_FILE, "")
-
-
-def foreign_to_checkpoint(folder: Path) -> str:
-    """The foreign contents of a step, or a run of one step, as `reshard` writes it."""
-    if runs.stated_checksum(folder) is not None:
-        return foreign_to_step(folder)
-    steps = []
     for entry in entries_of(folder):
-        if runs.STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            steps.append(entry.name)
-            if strange := foreign_to_step(Path(entry.path)):
-                return f"{strange} in {entry.name}"
-        elif entry.name != LATEST_NAME and not files.TEMPORARY.fullmatch(entry.name):
-            return named(entry)
-    return "" if len(steps) == 1 else f"{len(steps) or 'no'} steps, where an output of this kind has one"
-
-
-def foreign_to(folder: Path, own: re.Pattern[str], empty: str) -> str:
-    """Beside files that are called like `own`; `empty` where there are none."""
-    entries = entries_of(folder)
-    for entry in entries:
-        if not (entry.is_file(follow_symlinks=False) and own.fullmatch(entry.name)):
-            return named(entry)
-    return "" if entries else empty
-
-
-def named(entry: os.DirEntry[str]) -> str:
-    """An entry of a directory, as text."""
-    kind = "directory" if entry.is_dir(follow_symlinks=False) else "file"
-    return f"the {kind} {entry.name!r}"
+        if not (entry.is_file(follow_symlinks=False) and _STEP_FILE.fullmatch(entry.name)):
+            kind = "directory" if entry.is_dir(follow_symlinks=False) else "file"
+            return f"the {kind} {entry.name!r}"
+    return ""

@@ -17,8 +17,8 @@ from zerokit.checkpoint.extra import parse_members
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, NAME, File
 from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step, read_manifest
-from zerokit.checkpoint.safetensors import Header, RankFile, file_name, parse_header, rank_file, read_header
-from zerokit.checkpoint.source import Source, StoredBuffer, Stretch, to_array
+from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
+from zerokit.checkpoint.source import Source, Stretch, to_array
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
 
@@ -120,9 +120,9 @@ class Checkpoint(Source):
         stated, path = self.manifest.files[rank], self.file_path(rank)
         actual = bytearray(stated.header_size)
         read_exactly(fd, [actual], 0, path)
-        if crc32(actual) != stated.crc:
+        if (crc := crc32(actual)) != stated.crc:
             raise CheckpointError(
-                f"{path}: its header is damaged or foreign: it {_difference(bytes(actual), self.rank_file(rank), path)}"
+                f"{path}: its header is {damaged(crc, stated.crc)}, or the file is of another checkpoint"
             )
 
     @cached_property
@@ -196,20 +196,12 @@ class Checkpoint(Source):
         yield self.manifest.common, None
         yield self.manifest.extra, None
 
-    @property
-    def buffers(self) -> dict[str, StoredBuffer]:
-        path = self.path / self.manifest.common.name
-        return {
-            name.removeprefix(BUFFER_PREFIX): StoredBuffer(
-                tensor.dtype, tensor.shape, path, tensor.offset, tensor.size
-            )
-            for name, tensor in self.common.tensors.items()
-            if name.startswith(BUFFER_PREFIX)
-        }
-
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self.common.tensors.items()}
+
+    def buffer_place(self, name: str) -> tuple[Path, int]:
+        return self.path / self.manifest.common.name, self.common.tensors[BUFFER_PREFIX + name].offset
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         tensor = self.common.tensors.get(name)
@@ -231,23 +223,6 @@ class Checkpoint(Source):
         """By every name, aliases too."""
         line = enumerate(self.layout.parameters)
         return {name: position for position, p in line for name in (p.name, *p.aliases)}
-
-
-def _difference(actual: bytes, file: RankFile, path: Path) -> str:
-    try:
-        metadata = parse_header(actual, file.size, str(path)).metadata
-    except CheckpointError:
-        pass
-    else:  # a whole header: of another step, perhaps
-        expected = parse_header(file.header, file.size, str(path)).metadata
-        if strange := [
-            f"{key} {metadata.get(key)!r}, not {expected[key]!r}"
-            for key in expected
-            if metadata.get(key) != expected[key]
-        ]:
-            return f"is of another checkpoint ({', '.join(strange)})"
-    first = next(index for index, (a, b) in enumerate(zip(actual, file.header, strict=True)) if a != b)
-    return f"differs from byte {first} on"
 
 
 def file_checksum(

@@ -150,6 +150,8 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
             weights.add(path.name)
             continue
         if fault := _fault(run, latest):
+            if readable_latest(run) != latest:  # a save beside this has named another step
+                return _newest(run, whole=whole, sound=sound)
             faults.append(fault)
         taken = []
         if latest is None or latest.name not in {path.name, *weights}:

@@ -10,14 +10,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from zerokit.checkpoint.checksum import Piece, Pieces
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode
-from zerokit.checkpoint.manifest import File, Manifest
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, File, Manifest
 from zerokit.checkpoint.safetensors import Stream
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Interval, Layout
@@ -34,17 +33,6 @@ class Stretch(NamedTuple):
     file: int
     interval: Interval
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBuffer:
-    """A buffer of the model, whole: `size` bytes from byte `offset` of the file at `path` on."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    offset: int
-    size: int
 
 
 class Source(ABC):
@@ -141,9 +129,13 @@ class Source(ABC):
         """The files that are not sharded, `common` and `extra`, with their contents if they are not on disk."""
 
     @property
-    @abstractmethod
-    def buffers(self) -> dict[str, StoredBuffer]:
-        """The model's persistent buffers, by their names."""
+    def buffers(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the model's persistent buffers, by their names."""
+        return {
+            name.removeprefix(BUFFER_PREFIX): form
+            for name, form in self.common_forms.items()
+            if name.startswith(BUFFER_PREFIX)
+        }
 
     @property
     @abstractmethod
@@ -151,8 +143,12 @@ class Source(ABC):
         """Dtype and shape of each tensor that is stored whole, by its name: "buffers/…", "optimizer/…" and others."""
 
     @abstractmethod
+    def buffer_place(self, name: str) -> tuple[Path, int]:
+        """The file that has a buffer of `buffers`, whose bytes are right, and the byte that it begins at."""
+
+    @abstractmethod
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
-        """Dtype, shape and bytes of a tensor that is stored whole. Raises `UsageError` if there is none."""
+        """Dtype, shape and bytes, verified, of a tensor that is stored whole. Raises `UsageError` if there is none."""
 
     @abstractmethod
     def extra_plain(self) -> dict[str, Any]:

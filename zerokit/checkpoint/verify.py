@@ -86,9 +86,9 @@ def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Rep
     for step in wanted:
         faults = choice.faults if step == choice.path else ()
         report = _verify(step, faults, progress, in_run=bool(runs))
-        if report.intact or not every or step.exists():  # a save beside this may have removed an older one
+        if report.intact or step.exists():  # a save beside this may have removed it: there is a newer one now
             reports.append(replace(report, unread=len(steps) - len(wanted)))
-    return tuple(reports)
+    return tuple(reports) or _reports(path, progress, every=every)
 
 
 class _Reading:
@@ -133,19 +133,25 @@ def _verify_foreign(path: Path, progress: Progress | None) -> Report:
 
 def _findings(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
     manifest = checkpoint.manifest
-    known = {NAME, SUPERSEDED_NAME, *(name for name, _ in checkpoint.held_files())}
-    with explained(checkpoint.path, "listed"):
-        strangers = sorted(set(os.listdir(checkpoint.path)) - known)
-    yield from (Finding(name, "not a part of this checkpoint: move it away") for name in strangers)
-    for file, findings in (
-        *((file, _rank(checkpoint, rank, read)) for rank, file in enumerate(manifest.files)),
-        (manifest.common, _common(checkpoint, read)),
-        (manifest.extra, _extra(checkpoint, read)),
+    for name, findings in (
+        ("", _strangers(checkpoint)),
+        *((file.name, _rank(checkpoint, rank, read)) for rank, file in enumerate(manifest.files)),
+        (manifest.common.name, _common(checkpoint, read)),
+        (manifest.extra.name, _extra(checkpoint, read)),
     ):
         try:
             yield from findings
         except CheckpointError as error:
-            yield _finding(file.name, error, checkpoint.path)
+            yield _finding(name, error, checkpoint.path)
+
+
+def _strangers(checkpoint: Checkpoint) -> Iterator[Finding]:
+    known = {NAME, SUPERSEDED_NAME, *(name for name, _ in checkpoint.held_files())}
+    with explained(checkpoint.path, "listed"):
+        names = os.listdir(checkpoint.path)
+    yield from (
+        Finding(name, "not a part of this checkpoint: move it away") for name in sorted(set(names) - known)
+    )
 
 
 def _rank(checkpoint: Checkpoint, rank: int, read: _Reading) -> Iterator[Finding]:

@@ -245,8 +245,6 @@ def diff(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
         print_json({"same": comparison.same} | json_of(comparison))
     else:
         _print_differences(comparison)
-    if comparison.unread:
-        context.exit(2)
     if not comparison.same:
         context.exit(1)
 
@@ -292,14 +290,12 @@ def prune(run: Path, keep_last: int | None, keep_every: int | None, dry_run: boo
     restarted training has superseded are removed. Files with other names are not touched. Unfinished saves of living
     processes are listed and stay; so do those of the last hour whose process cannot be checked from here.
     """
-    from zerokit.checkpoint.prune import Retention, plan
+    from zerokit.checkpoint.prune import prune as remove
 
     if keep_every is not None and keep_last is None:
         raise click.UsageError("--keep-every M needs --keep-last K: without it no step is removed.")
-    pruning = plan(run, Retention(keep_last, keep_every), dry_run=dry_run)
+    pruning = remove(run, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
     for doomed in pruning.removed:
-        if not dry_run:
-            doomed.remove()
         if not as_json:
             why = f"; {doomed.leftover.describe()}" if doomed.leftover else ""
             verb = "would remove" if dry_run else "removed"

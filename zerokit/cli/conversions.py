@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,43 +12,16 @@ from zerokit.cli.work import (
     checkpoint_argument,
     counted,
     json_option,
-    options,
     print_output,
     say,
     working,
 )
 
-F = TypeVar("F", bound=Callable[..., Any])
-_EPILOG = "The output is synced to disk and appears whole or not at all."
-_writing = options(
-    click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
-    click.option("--force", is_flag=True, help="Replace an existing output."),
-    json_option("Print the result on stdout as JSON."),
-)
+if TYPE_CHECKING:
+    from zerokit.checkpoint.formats.convert import Converted
 
-
-def _weights(prefix: str) -> Callable[[F], F]:
-    """The options of weights for Hugging Face: dtype, max_shard_size and like; `prefix` begins their help."""
-    return options(
-        click.option(
-            "--dtype",
-            type=click.Choice(["bf16", "fp16", "fp32"]),
-            help=f"{prefix}Dtype of all floating-point tensors.  [default: each tensor's own in the model]",
-        ),
-        click.option(
-            "--max-shard-size",
-            default="5GB",
-            show_default=True,
-            help=f"{prefix}Maximum size of a file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
-        ),
-        click.option(
-            "--like",
-            type=PATH,
-            metavar="MODEL_DIR",
-            help=f"{prefix}Copy configuration and tokenizer from this folder. Its weights, if any, must have the "
-            "same shapes.",
-        ),
-    )
+_EPILOG = "The output is synced to disk and appears whole or not at all; what exists is not replaced."
+_json_option = json_option("Print the result on stdout as JSON.")
 
 
 @click.command(epilog=_EPILOG)
@@ -60,7 +32,7 @@ def _weights(prefix: str) -> Callable[[F], F]:
     type=PATH,
     help="A new directory: a step for a step, a run for a run.  [default: beside CKPT, such as run.to-16]",
 )
-@_writing
+@_json_option
 def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **how: Any) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
 
@@ -80,7 +52,7 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
     )
     say(
         f"{done.output}: step {done.step} of {counted(done.source_world, 'rank')} cut for {world:,}, "
-        f"{files}, verified and synced; {reminder}",
+        f"{files}, {_checked(done)}; {reminder}",
         err=True,
     )
 
@@ -90,14 +62,13 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 @click.argument("output", metavar="OUTPUT", type=PATH)
 @click.option(
     "--format",
-    type=click.Choice(["zerokit", "huggingface", "dcp", "deepspeed"]),
+    type=click.Choice(["zerokit", "dcp"]),
     default="zerokit",
     show_default=True,
-    help="Output format. deepspeed needs a DeepSpeed source; huggingface has only the weights.",
+    help="Output format. consolidate writes for Hugging Face, and reshard keeps DeepSpeed's.",
 )
 @click.option("--to", "world", type=click.IntRange(min=1), help="Number of ranks.  [default: as CKPT]")
-@_weights("huggingface: ")
-@_writing
+@_json_option
 def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     """Write CKPT in another format, or in the same format for another number of ranks.
 
@@ -113,26 +84,42 @@ def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     files = print_output(
         done.output, as_json, format=done.format, world=done.world, step=str(done.path), source=source
     )
-    ranks = f", {counted(done.world, 'rank')}" if done.format != "huggingface" else ""
-    unsure = done.source_format == "huggingface"
-    checked = "synced; its source has no checksums" if unsure else "verified and synced"
     say(
-        f"{done.output}: step {done.step} of {done.source_format} as {done.format}{ranks}, {files}, {checked}",
+        f"{done.output}: step {done.step} of {done.source_format} as {done.format}, "
+        f"{counted(done.world, 'rank')}, {files}, {_checked(done)}",
         err=True,
     )
+
+
+def _checked(done: Converted) -> str:
+    unsure = done.source_format == "huggingface"
+    return "synced (its source has no checksums)" if unsure else "verified and synced"
 
 
 @click.command(epilog=_EPILOG)
 @checkpoint_argument
 @click.option("-o", "--output", type=PATH, required=True, help="A new directory for the weights.")
-@_weights("")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    help="Dtype of all floating-point tensors.  [default: each tensor's own in the model]",
+)
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    help="Maximum size of a file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
+)
+@click.option(
+    "--like", type=PATH, metavar="MODEL_DIR", help="Copy configuration and tokenizer from this folder."
+)
 @click.option(
     "--stream",
     default="master",
     show_default=True,
     help="Source of the weights: master, or ema for the average kept by zerokit.Ema.",
 )
-@_writing
+@_json_option
 def consolidate(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
 

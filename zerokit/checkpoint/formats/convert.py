@@ -15,16 +15,15 @@ from itertools import chain
 from pathlib import Path
 
 from zerokit.checkpoint.checksum import Pieces, along, crc32
-from zerokit.checkpoint.copying import Options, Progress, converting
+from zerokit.checkpoint.copying import Progress, converting, copying
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
-from zerokit.checkpoint.formats import FORMATS, open_source
+from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.dcp_writer import write_dcp
 from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.huggingface_writer import DEFAULT_SHARD_SIZE, write_weights
 from zerokit.checkpoint.latest import LATEST_NAME, Latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME, File, Manifest, own_checksum
-from zerokit.checkpoint.prune import foreign_to_checkpoint
 from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import rank_file
@@ -35,7 +34,7 @@ from zerokit.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The result of a conversion: the directory `output` in `format`, for `world` ranks (1 for weights alone).
+    """The result of a conversion: the directory `output` in `format`, for `world` ranks.
 
     `path` is the step's directory in it where that is a run.
     """
@@ -55,12 +54,6 @@ def convert(
     *,
     format: str | None = None,
     world: int | None = None,
-    dtype: str | None = None,
-    stream: str = "master",
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    like: str | os.PathLike[str] | None = None,
-    jobs: int | None = None,
-    force: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
     """Write the checkpoint `source`, of any format, in another one or for another number of ranks.
@@ -71,47 +64,36 @@ def convert(
     Args:
         source: a directory of zerokit, DeepSpeed (stages 1 to 3), DCP (FSDP2) or Hugging Face.
         output: a directory that does not exist yet; by default beside the source, such as `run.to-16`.
-        format: "zerokit", "deepspeed" (from DeepSpeed only), "dcp" or "huggingface" (weights alone); by default the
-            source's own, or zerokit's for a Hugging Face folder.
+        format: "zerokit" or "dcp"; by default the source's own, or zerokit's for a Hugging Face folder. `consolidate`
+            writes for Hugging Face.
         world: number of ranks that the output is cut for; by default the source's.
-        dtype, stream, max_shard_size, like: of "huggingface"; see `consolidate`.
-        jobs: threads that copy; up to four by default.
-        force: replace an existing output of zerokit's; a run only if it holds no more than one step.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
     Returns what was written. Raises `UsageError` for impossible arguments, and `CheckpointError` if the source is
-    damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
+    damaged or of an unsupported kind, or the output exists or cannot be written; nothing has changed then.
     """
-    checkpoint, options = open_source(source), Options(jobs, force, progress)
-    kind = format or (checkpoint.format if checkpoint.format != "huggingface" else "zerokit")
-    if kind not in FORMATS:
-        raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
+    if format not in (None, "zerokit", "dcp"):
+        raise UsageError(
+            f"format={format!r}: expected zerokit or dcp: reshard keeps DeepSpeed's, and consolidate writes for "
+            "Hugging Face"
+        )
+    checkpoint = open_source(source)
+    kind = format or ("zerokit" if checkpoint.format == "huggingface" else checkpoint.format)
     ranks = checkpoint.world if world is None else world
     if type(ranks) is not int or not 1 <= ranks <= MAX_WORLD:
         raise UsageError(f"world={ranks!r}: expected an integer from 1 to {MAX_WORLD}")
-    if kind != "huggingface" and (dtype is not None or like is not None or stream != "master"):
-        raise UsageError(f"dtype, stream and like are for the format huggingface, not {kind}")
     path = (checkpoint.run or checkpoint.path).resolve()
     suffix = ranks if format in (None, checkpoint.format) else kind
     target = path.with_name(f"{path.name}.to-{suffix}") if output is None else Path(output)
     checkpoint.warn()
     written = target
-    if kind == "huggingface":
-        if world is not None:
-            raise UsageError("a Hugging Face folder is not sharded: omit world (--to)")
-        ranks = 1
-        write_weights(checkpoint, target, options, dtype, stream, max_shard_size, like)
-    elif kind == "zerokit":
-        written = write_cut(checkpoint, ranks, target, options)
+    if kind == "zerokit":
+        written = write_cut(checkpoint, ranks, target, progress)
     elif kind == "dcp":
-        write_dcp(checkpoint, ranks, target, options)
-    elif isinstance(checkpoint, ForeignCheckpoint) and checkpoint.format == "deepspeed":
-        write_deepspeed(checkpoint, ranks, target, options)
+        write_dcp(checkpoint, ranks, target, progress)
     else:
-        raise UsageError(
-            f"{checkpoint.path} has format {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
-            "DeepSpeed, whose own settings it keeps; choose the format zerokit or dcp"
-        )
+        assert isinstance(checkpoint, ForeignCheckpoint)
+        write_deepspeed(checkpoint, ranks, target, progress)
     return Converted(target, written, kind, checkpoint.step, checkpoint.format, checkpoint.world, ranks)
 
 
@@ -120,8 +102,6 @@ def reshard(
     world: int,
     output: str | os.PathLike[str] | None = None,
     *,
-    jobs: int | None = None,
-    force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
@@ -132,12 +112,11 @@ def reshard(
     Args:
         source: the directory of a step, or of a run, whose newest step is taken.
         world: number of ranks, at least 1.
-        output, jobs, force, progress: see `convert`.
+        output, progress: see `convert`.
 
     Returns the step's directory: the output, or in it. Raises as `convert` does.
     """
-    done = convert(source, output, world=world, jobs=jobs, force=force, progress=progress)
-    return done.path
+    return convert(source, output, world=world, progress=progress).path
 
 
 def consolidate(
@@ -148,11 +127,9 @@ def consolidate(
     stream: str = "master",
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     like: str | os.PathLike[str] | None = None,
-    force: bool = False,
-    jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights and buffers of `source` as `model.safetensors`, or as several with an index.
+    """Write the weights and buffers of `source`, of any format, as `model.safetensors`, or as several with an index.
 
     Only the first name of tied parameters is written, as `save_pretrained` does: loaders tie them again.
 
@@ -165,52 +142,43 @@ def consolidate(
         max_shard_size: largest size of the tensors in one file, in bytes or such as "5GB" (10^9) or "5GiB" (2^30);
             a single tensor that is larger has a file of its own.
         like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
-            tokenizer and similar files are copied, so that `from_pretrained(output)` works. Where it has weights
-            or their index, names and shapes must be those of `source`.
-        force, jobs, progress: see `convert`.
+            tokenizer and similar files are copied, so that `from_pretrained(output)` works.
+        progress: see `convert`.
 
     Returns the output. Raises as `convert` does, `UsageError` for an unknown dtype or size or a stream that is not
-    there, and `CheckpointError` if `like` is of another model or a value does not fit the dtype.
+    there, and `CheckpointError` if `like` has no configuration or a value does not fit the dtype.
     """
-    return convert(
-        source,
-        output,
-        format="huggingface",
-        dtype=dtype,
-        stream=stream,
-        max_shard_size=max_shard_size,
-        like=like,
-        jobs=jobs,
-        force=force,
-        progress=progress,
-    ).output
+    checkpoint, target = open_source(source), Path(output)
+    checkpoint.warn()
+    write_weights(checkpoint, target, progress, dtype, stream, max_shard_size, like)
+    return target
 
 
-def write_cut(source: Source, world: int, target: Path, options: Options) -> Path:
+def write_cut(source: Source, world: int, target: Path, progress: Progress | None) -> Path:
     """Write any source in zerokit's format, cut for `world` ranks: a step, or a run of one step.
 
     Returns the step's directory. Raises as `convert` does.
     """
     layout = source.layout.for_world(world)
-    with converting(source, target, options, foreign_to_checkpoint) as work:
+    with converting(source, target) as work:
         if source.run is None:
-            _write(source, layout, work, options)
+            _write(source, layout, work, progress)
             return target
         name = step_name(source.step)
         make_directory(work / name)
-        crc = own_checksum(_write(source, layout, work / name, options))
+        crc = own_checksum(_write(source, layout, work / name, progress))
         assert crc is not None
         sync_directory(work / name)
         write_file(work / LATEST_NAME, Latest(name, (crc,)).text().encode())
     return target / name
 
 
-def _write(source: Source, layout: Layout, step: Path, options: Options) -> bytes:
+def _write(source: Source, layout: Layout, step: Path, progress: Progress | None) -> bytes:
     """Everything of a step, in the directory `step`; returns its manifest."""
     manifest = source.manifest
     source.check_files()
     described, wholes = [], {}
-    with options.copying(source) as copier:
+    with copying(source, progress) as copier:
         for rank in range(layout.world):
             file = rank_file(layout, manifest.streams, manifest.step, rank)
             described.append(File(file.name, file.size, len(file.header), crc32(file.header)))

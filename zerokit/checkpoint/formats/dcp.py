@@ -58,7 +58,7 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         items = Items(path, _folders(path))
         self.path, self.items = path, items
-        self.files, self.tensors, self.values = items.files, items.tensors, dict(_flattened(items.values))
+        self.files, self.tensors, self.values = items.files, items.tensors, items.values
         self.dropped = description.beside(path)
         self.optimizer = self._optimizer_prefix()
 
@@ -111,6 +111,10 @@ class _Reader:
 
     def _optimizer_prefix(self) -> str | None:
         """What every key of the optimizer's state begins with; None where there is none."""
+        for key, (path, value) in self.values.items():
+            whole = path[-1] == "param_groups" and isinstance(value, (list, tuple))
+            older = f"{key} is one value, as torch before 2.4 wrote it: load and save it with a newer torch"
+            require(not whole, self.path, older)
         prefixes = {
             f"{match[1]}." if match[1] else "" for key in self.values if (match := _PARAM_GROUPS.match(key))
         }
@@ -225,7 +229,7 @@ class _Reader:
             for part in path[:-1]:
                 place = place.setdefault(part, {})
             place[path[-1]] = value
-        carried = description.plain_value(own, "", self.dropped)
+        carried = description.plain_value(_with_lists(own), "", self.dropped)
         step = next(
             (int(value) for value in _named(carried, ("step", "global_step")) if type(value) is int), None
         )
@@ -245,19 +249,6 @@ class _Reader:
         if carried.keys() == {"extra", "step"}:  # zerokit wrote it, for what a run calls its extra
             carried = carried["extra"]
         return carried, step
-
-
-def _flattened(
-    values: Mapping[str, tuple[tuple[Any, ...], Any]],
-) -> Iterator[tuple[str, tuple[tuple[Any, ...], Any]]]:
-    """The values, with an optimizer's groups as torch writes them since 2.4: before, all of them were one value."""
-    for key, (path, value) in values.items():
-        if path[-1] != "param_groups" or not isinstance(value, (list, tuple)):
-            yield key, (path, value)
-            continue
-        for number, group in enumerate(value):
-            for option, part in group.items():
-                yield f"{key}.{number}.{option}", ((*path, number, option), part)
 
 
 def _tied(weights: Mapping[str, StoredItem], trained: Mapping[str, int]) -> dict[str, list[str]]:
@@ -282,6 +273,16 @@ def _is_buffer(name: str, item: StoredItem, *, divided: bool) -> bool:
     if not item.dtype.startswith(("float", "bfloat")):
         return True
     return (divided and item.chunks == 1) or name.endswith(("running_mean", "running_var", "inv_freq"))
+
+
+def _with_lists(value: Any) -> Any:
+    """The value with lists again where torch has made paths of their elements' numbers."""
+    if not isinstance(value, dict):
+        return value
+    parts = {key: _with_lists(part) for key, part in value.items()}
+    return (
+        [parts[n] for n in range(len(parts))] if parts and parts.keys() == set(range(len(parts))) else parts
+    )
 
 
 def _named(value: Any, names: Sequence[str]) -> Iterator[Any]:

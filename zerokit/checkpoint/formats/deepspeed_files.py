@@ -102,7 +102,7 @@ def find_files(folder: Path) -> Files:
     require(
         optimizers,
         folder,
-        "no optim_states of ZeRO beside the model's: zerokit reads checkpoints of stages 1 to 3",
+        "no optim_states of ZeRO beside the model's, as in a universal checkpoint: zerokit reads stages 1 to 3",
     )
     for what, found in (("model_states", models), ("optim_states", optimizers)):
         for rank in range(len(found)):
@@ -199,11 +199,6 @@ def cut_group(
             pieces[rank].append(Piece(name, part.shifted(-place.start), part.start - rank * size))
     unpadded = tuple(min(size, max(0, end - rank * size)) for rank in range(world))
     return Cut(group, tuple(places), size, unpadded, pieces)
-
-
-def round_robin(count: int, world: int) -> list[int]:
-    """The order of a group's parameters under `round_robin_gradients`: every N-th from the first, from the second, …"""
-    return [index for first in range(world) for index in range(first, count, world)]
 
 
 def cut_sub_group(group: int, numels: Mapping[str, int], world: int) -> Cut:

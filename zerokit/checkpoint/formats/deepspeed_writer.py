@@ -7,13 +7,12 @@ DeepSpeed put there is not for us to know. A checkpoint of stage 1 or 2 loads at
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.copying import Options, converting
-from zerokit.checkpoint.disk import entries_of, make_directory, sync_directory, write_file
+from zerokit.checkpoint.copying import Progress, converting, copying
+from zerokit.checkpoint.disk import make_directory, sync_directory, write_file
 from zerokit.checkpoint.formats import deepspeed_files, torchwriter
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.deepspeed import Reader
@@ -21,27 +20,25 @@ from zerokit.checkpoint.formats.deepspeed_files import LATEST, Cut, Piece
 from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, is_marked
-from zerokit.checkpoint.prune import foreign_to, named
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 
-_FILE = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
 _FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
 _SUB_GROUP_NUMEL = 1_000_000_000
 """DeepSpeed's own default of `sub_group_size`, in elements a rank."""
 
 
-def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, options: Options) -> None:
+def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, progress: Progress | None) -> None:
     """Write `source` for `world` ranks as the directory `target`: a tag, or one with `latest` and a tag.
 
     Raises as `convert` does.
     """
     writer = _Writer(source, source.described.details, world)
-    with converting(source, target, options, _foreign) as work:
+    with converting(source, target) as work:
         folder = work
         if source.run is not None:
             make_directory(folder := work / source.path.name)
-        with options.copying(source) as copier:
+        with copying(source, progress) as copier:
             for name, file in writer.files():
                 torchwriter.write_torch_files(source, copier, folder / name, [file])
         if source.run is not None:
@@ -49,27 +46,15 @@ def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, options
             write_file(work / LATEST, source.path.name.encode())
 
 
-def _foreign(folder: Path) -> str:
-    """What a directory holds beside one DeepSpeed checkpoint, or a run with one tag."""
-    entries = entries_of(folder)
-    if any(entry.name == LATEST for entry in entries):
-        tags = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
-        others = [entry for entry in entries if entry.name != LATEST and entry not in tags]
-        if others or len(tags) != 1:
-            return named((others or tags)[-1]) if others or tags else "no checkpoint"
-        folder = Path(tags[0].path)
-    models = [entry.path for entry in entries_of(folder) if entry.name.endswith("_model_states.pt")]
-    if models and not is_marked(Path(models[0])):
-        return "a checkpoint of DeepSpeed's own"
-    return foreign_to(folder, _FILE, "no file of DeepSpeed's")
-
-
 class _Writer:
     def __init__(self, source: ForeignCheckpoint, reader: Reader, world: int) -> None:
         self.source, self.reader, self.world = source, reader, world
         self.cuts: Sequence[Cut]
         """The groups of stages 1 and 2, the sub-groups of stage 3, cut as DeepSpeed will cut them for the new world."""
+        model, advice = reader.files.models[0], "convert it to zerokit's format or DCP's"
         if reader.stage < 3:
+            ordered = "was trained with round_robin_gradients, which orders parameters anew for each number of ranks"
+            require(not reader.round_robin, model, f"{ordered}: {advice}")
             self.cuts = reader.groups_for(world)
         else:
             limit = int(reader.settings.get("sub_group_size", _SUB_GROUP_NUMEL))
@@ -77,12 +62,8 @@ class _Writer:
             own, self.cuts = (
                 list(deepspeed_files.sub_groups(groups, n, limit)) for n in (reader.world, world)
             )
-            require(
-                own == reader.cuts,
-                reader.files.models[0],
-                "does not hold the sub_group_size by which DeepSpeed has cut it, and will cut it again: convert it to "
-                "zerokit's format or DCP's",
-            )
+            unknown = "does not hold the sub_group_size by which DeepSpeed has cut it, and will cut it again"
+            require(own == reader.cuts, model, f"{unknown}: {advice}")
 
     def files(self) -> Iterator[tuple[str, torchwriter.TorchFile]]:
         for rank in range(self.world if self.reader.stage == 3 else 1):
@@ -129,8 +110,7 @@ class _Writer:
             masters.append(self._flat(MASTER, number, held, unpadded))
             states[number] = self._state(number, held, unpadded if elastic else cut.partition)
             paddings.append(cut.partition - unpadded)
-            mapped_pieces = self.reader.groups_for(self.world, before=True)[number].pieces[rank]
-            places = {p.name: {"numel": p.interval.numel, "start": p.start} for p in mapped_pieces}
+            places = {p.name: {"numel": p.interval.numel, "start": p.start} for p in held}
             fragments = {name: Record(_FRAGMENT, (), place, new=True) for name, place in places.items()}
             mappings.append(Ordered(fragments))
         return {

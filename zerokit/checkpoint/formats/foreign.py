@@ -7,6 +7,7 @@ keeps beside the slices.
 from __future__ import annotations
 
 import json
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from zerokit.checkpoint.manifest import (
 )
 from zerokit.checkpoint.reader import file_checksum
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out
-from zerokit.checkpoint.source import Source, StoredBuffer, Stretch
+from zerokit.checkpoint.source import Source, Stretch
 from zerokit.checkpoint.strict import compact
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Parameter, Segment, build_layout, default_bucket_bytes
@@ -227,33 +228,35 @@ class ForeignCheckpoint(Source):
         )
 
     @cached_property
-    def buffers(self) -> dict[str, StoredBuffer]:
-        return {stored.parameter.name: self._buffer(stored) for stored in self.described.buffers}
-
-    def _buffer(self, stored: StoredParameter) -> StoredBuffer:
-        stream, shape = stored.streams[PARAM], stored.parameter.shape
-        place = next(iter(stream.stretches), Stretch(0, Interval(0, 0), 0))
-        size = stored.parameter.numel * ELEMENT_BYTES[stream.dtype]
-        return StoredBuffer(stream.dtype, shape, self.file_path(place.file), place.offset, size)
+    def _buffers(self) -> dict[str, StoredParameter]:
+        return {stored.parameter.name: stored for stored in self.described.buffers}
 
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        buffers = {BUFFER_PREFIX + name: (b.dtype, b.shape) for name, b in self.buffers.items()}
+        buffers = {
+            BUFFER_PREFIX + name: (stored.streams[PARAM].dtype, stored.parameter.shape)
+            for name, stored in self._buffers.items()
+        }
         return buffers | {name: (dtype, shape) for name, (dtype, shape, _) in self._small.items()}
+
+    def buffer_place(self, name: str) -> tuple[Path, int]:
+        stretches = self._buffers[name].streams[PARAM].stretches
+        file, _, offset = next(iter(stretches), (0, None, 0))  # none of an empty buffer
+        path, blob = self.file_path(file), self._blob(file, offset) if stretches else None
+        if blob is not None:
+            crc = self._read(file, blob.offset, blob.offset + blob.size).crc
+            require(crc == blob.crc, path, f"buffer {name}: {damaged(crc, blob.crc)}")
+        return path, offset
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         if name in self._small:
             dtype, shape, content = self._small[name]
             return dtype, shape, bytearray(content)
-        buffer = self.buffers.get(name.removeprefix(BUFFER_PREFIX))
-        if buffer is None or not name.startswith(BUFFER_PREFIX):
+        if name not in self.common_forms:
             raise UsageError(f"{self.path} has no tensor {name!r}")
-        file = self.described.files.index(buffer.path)
-        blob = self._blob(file, buffer.offset)
-        if blob is not None:
-            crc = self._read(file, blob.offset, blob.offset + blob.size).crc
-            require(crc == blob.crc, buffer.path, f"buffer {name}: {damaged(crc, blob.crc)}")
-        return buffer.dtype, buffer.shape, read_part(buffer.path, buffer.offset, buffer.size)
+        dtype, shape = self.common_forms[name]
+        path, offset = self.buffer_place(name.removeprefix(BUFFER_PREFIX))
+        return dtype, shape, read_part(path, offset, math.prod(shape) * ELEMENT_BYTES[dtype])
 
     def held_files(self) -> list[tuple[str, int]]:
         root = self.path.parent if self.path.is_file() else self.path

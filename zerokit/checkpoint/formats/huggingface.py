@@ -5,15 +5,14 @@
     DIR/shard-00001-model-00001-of-00001.safetensors …    DCP's HuggingFaceStorageWriter: pieces of tensors a rank
 
 The format has no checksums: what is read cannot be verified. A checkpoint knows parameters, not the class that they
-belong to. The folder that the training began with does: its configuration and tokenizer are copied beside the weights,
-and its own weights' names and shapes, where it has any, must be those of the checkpoint.
+belong to. The folder that the training began with does: its configuration and tokenizer are copied beside the weights.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def _files(path: Path) -> list[Path]:
         return [path / SINGLE]
     if not (path / INDEX).is_file():
         return _shards(path)
-    names = sorted(set(weight_map(path / INDEX).values()))
+    names = sorted(set(_weight_map(path / INDEX).values()))
     for name in names:
         beside = "/" not in name and name.endswith(".safetensors")
         require(beside, path / INDEX, f"names {name[:200]!r}, expected a safetensors file beside it")
@@ -72,7 +71,7 @@ def _shards(path: Path) -> list[Path]:
     return sorted(entry for entry in path.iterdir() if _SHARD.fullmatch(entry.name))
 
 
-def weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, by an index. Raises `CheckpointError`."""
     try:
         named = member(typed(parse_json(read_whole(index)), dict, "it"), "weight_map", dict)
@@ -85,7 +84,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 def _check_index(index: Path, files: list[Path], headers: list[Header]) -> None:
     """Raises `CheckpointError` unless every tensor is where the index says, and there is no other."""
-    named = weight_map(index)
+    named = _weight_map(index)
     found = {name: file.name for file, header in zip(files, headers, strict=True) for name in header.tensors}
     for name in sorted(named.keys() | found.keys()):
         stated, actual = named.get(name, "no file"), found.get(name, "none of its files")
@@ -199,17 +198,10 @@ _COPIED = (
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.index.json")
 """Never copied, whatever they are called before that."""
 
-_DERIVED = re.compile(r"(^|\.)(attn\.(bias|masked_bias)|rotary_emb\.inv_freq|position_ids)$")
-"""Buffers that older versions of transformers saved and newer ones compute: they may be missing."""
-
 _ADAPTER = re.compile(
     r"^base_model\.model\.|\.(lora_(A|B|embedding_A|embedding_B)|base_layer|modules_to_save)\."
 )
 """Names that PEFT gives to parameters of the models that it wraps."""
-
-_SHOWN = 3
-
-Shape = tuple[int, ...]
 
 
 def files_like(model: Path) -> dict[str, Path]:
@@ -230,17 +222,9 @@ def files_like(model: Path) -> dict[str, Path]:
         return {name: model / name for name in sorted(names) if (model / name).is_file()}
 
 
-def check_like(model: Path, ours: Mapping[str, Shape], aliases: Mapping[str, str]) -> None:
-    """Raise `CheckpointError` if weights in the folder `model` have other names or shapes than `ours`.
-
-    Also for a PEFT model, which `from_pretrained` would not find under its names.
-
-    Args:
-        model: a folder with weights, with their index alone, or with neither: then nothing is compared.
-        ours: every tensor's shape by its name.
-        aliases: other names of tied tensors, and the name in `ours`.
-    """
-    adapted = next((name for name in ours if _ADAPTER.search(name)), None)
+def require_no_adapter(names: Iterable[str]) -> None:
+    """Raise `CheckpointError` for names of a PEFT model, which `from_pretrained` does not know."""
+    adapted = next(filter(_ADAPTER.search, names), None)
     if adapted is not None:
         raise CheckpointError(
             f"the checkpoint is that of a PEFT model ({adapted}), whose names from_pretrained() does not know: it "
@@ -248,17 +232,6 @@ def check_like(model: Path, ours: Mapping[str, Shape], aliases: Mapping[str, str
             "model.save_pretrained(DIR) for the adapter, or model.merge_and_unload() inside "
             "`with optimizer.gathered():`"
         )
-    theirs = _weights(model)
-    if theirs is None:
-        return
-    faults = min((_faults(prefix, ours, aliases, theirs) for prefix in _prefixes(ours, theirs)), key=len)
-    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    require(
-        not faults,
-        model,
-        f"its weights are not those of the checkpoint: {'; '.join(faults[:_SHOWN])}{more}. Give the folder of this "
-        "very model, or one without weights: model.config.save_pretrained(DIR)",
-    )
 
 
 def _copied(name: str) -> bool:
@@ -266,53 +239,3 @@ def _copied(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     return fits(_COPIED) and not fits(_WEIGHTS)
-
-
-def _weights(model: Path) -> dict[str, Shape | None] | None:
-    """Names, and shapes as far as files of safetensors have them; None where there is neither weights nor an index."""
-    index = next((model / name for name in (INDEX, _PICKLES_INDEX) if (model / name).is_file()), None)
-    files, held = {SINGLE}, None
-    if index is not None:
-        held = weight_map(index)
-        files = set(held.values())
-    shapes: dict[str, Shape | None] = dict.fromkeys(held or ())
-    for file in sorted(files):
-        # A file of another folder is none of the model's.
-        if Path(file).name == file and file.endswith(".safetensors") and (model / file).is_file():
-            tensors = read_header(model / file).tensors.items()
-            shapes |= {name: tensor.shape for name, tensor in tensors if held is None or name in held}
-    return shapes or None
-
-
-def _prefixes(ours: Mapping[str, Shape], theirs: Mapping[str, Shape | None]) -> list[str]:
-    """What the names of one side may begin with and those of the other not: "" and the model's inner module.
-
-    `from_pretrained` takes weights of a GPT2Model, "wte.weight", for a GPT2LMHeadModel, "transformer.wte.weight".
-    """
-    prefixes = sorted({f"{name.split('.')[0]}." for name in (*ours, *theirs) if "." in name})
-    return ["", *(prefix for prefix in prefixes if _distinct(prefix, ours) and _distinct(prefix, theirs))]
-
-
-def _distinct(prefix: str, names: Collection[str]) -> bool:
-    return len({name.removeprefix(prefix) for name in names}) == len(names)
-
-
-def _faults(
-    prefix: str, ours: Mapping[str, Shape], aliases: Mapping[str, str], theirs: Mapping[str, Shape | None]
-) -> list[str]:
-    """What is not the same, names taken without the prefix."""
-    own = {name.removeprefix(prefix): shape for name, shape in ours.items()}
-    tied = {alias.removeprefix(prefix): name.removeprefix(prefix) for alias, name in aliases.items()}
-    faults, met = [], set()
-    for full, shape in theirs.items():
-        name = full.removeprefix(prefix)
-        name = name if name in own else tied.get(name, name)
-        if name not in own:
-            if not _DERIVED.search(name):
-                faults.append(f"{full} is not in the checkpoint")
-            continue
-        met.add(name)
-        if shape is not None and shape != own[name]:
-            faults.append(f"{full} is {list(shape)} there and {list(own[name])} in the checkpoint")
-    faults += [f"{name} is missing" for name in own if name not in met and not _DERIVED.search(name)]
-    return faults

@@ -10,16 +10,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 
-from zerokit.checkpoint.copying import Copier, Options, converting
+from zerokit.checkpoint.copying import Copier, Progress, converting, copying
 from zerokit.checkpoint.disk import (
-    entries_of,
     make_directory,
     read_whole,
     sync_directory,
@@ -27,23 +24,17 @@ from zerokit.checkpoint.disk import (
     write_file,
 )
 from zerokit.checkpoint.formats.checks import require
-from zerokit.checkpoint.formats.huggingface import INDEX, check_like, files_like
+from zerokit.checkpoint.formats.huggingface import INDEX, files_like, require_no_adapter
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
-from zerokit.checkpoint.prune import named
 from zerokit.checkpoint.requests import Conversion, Request, requests_for
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out, read_header
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out
 from zerokit.checkpoint.source import Source, to_array
-from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DEFAULT_SHARD_SIZE = "5GB"
 
-_PRODUCER = "zerokit"
-"""The member "producer" in the metadata of consolidated weights."""
-
-_OWN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 _FLOATING = ("float64", "float32", "bfloat16", "float16")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 
@@ -70,7 +61,7 @@ class _Tensor:
 def write_weights(
     source: Source,
     target: Path,
-    options: Options,
+    progress: Progress | None,
     dtype: str | None,
     stream: str,
     max_shard_size: int | str,
@@ -84,11 +75,9 @@ def write_weights(
     tensors = list(_tensors(source, DTYPES.get(dtype or ""), stream))
     beside: dict[str, Path] = {}
     if model is not None:
-        require_apart(model, target)
         beside = files_like(model)
-        aliases = {alias: p.name for p in source.layout.parameters for alias in p.aliases}
-        check_like(model, {tensor.name: tensor.shape for tensor in tensors}, aliases)
-    with converting(source, target, options, partial(_foreign, renewed=beside)) as work:
+        require_no_adapter(tensor.name for tensor in tensors)
+    with converting(source, target) as work:
         folders = {(work / name).parent for name in beside} - {work}
         for folder in folders:
             make_directory(folder)
@@ -96,7 +85,7 @@ def write_weights(
             write_file(work / name, read_whole(path))
         for folder in folders:
             sync_directory(folder)
-        _write(source, list(_shards(tensors, limit)), work, options)
+        _write(source, list(_shards(tensors, limit)), work, progress)
 
 
 def parse_size(size: int | str) -> int:
@@ -128,7 +117,7 @@ def _tensors(checkpoint: Source, dtype: str | None, weights: str) -> Iterator[_T
         (p.name, p.shape, checkpoint.streams[held[position]].dtype, p.dtype, held[position])
         for position, p in enumerate(checkpoint.layout.parameters)
     )
-    buffers = ((name, b.shape, b.dtype, b.dtype, None) for name, b in checkpoint.buffers.items())
+    buffers = ((name, shape, kind, kind, None) for name, (kind, shape) in checkpoint.buffers.items())
     for name, shape, source, own, stream in (*parameters, *buffers):
         wanted = dtype if dtype is not None and source in _FLOATING else own
         change = f"{name} is stored as {source} and cannot be written as {wanted}, its dtype in the model"
@@ -153,13 +142,15 @@ def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
     yield shard
 
 
-def _write(source: Source, shards: Sequence[Sequence[_Tensor]], work: Path, options: Options) -> None:
+def _write(
+    source: Source, shards: Sequence[Sequence[_Tensor]], work: Path, progress: Progress | None
+) -> None:
     names = [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         for number in range(1, len(shards) + 1)
     ]
     total = sum(tensor.numel * ELEMENT_BYTES[tensor.source_dtype] for shard in shards for tensor in shard)
-    with options.copying(source, total) as copier:
+    with copying(source, progress, total) as copier:
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, copier, work / name, shard)
     if len(shards) > 1:
@@ -178,20 +169,20 @@ def _write_shard(source: Source, copier: Copier, path: Path, shard: Iterable[_Te
     ordered = sorted(shard, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype])
     header, offsets = lay_out(
         ((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered),
-        # transformers refuses a file without the format; the producer marks an output of zerokit's.
-        {"format": "pt", "producer": _PRODUCER},
+        {"format": "pt", "producer": "zerokit"},  # transformers refuses a file without the format
     )
-    target, buffers = copier.target(path, offsets[-1]), source.buffers
+    target = copier.target(path, offsets[-1])
     write_exactly(target.fd, [header], 0, path)
 
     def requests() -> Iterator[Request]:
         for tensor, at in zip(ordered, offsets, strict=False):
-            name, conversion = tensor.name, _conversion(tensor)
+            conversion = _conversion(tensor)
             if tensor.stream is None:
-                buffer, key = buffers[name], BUFFER_PREFIX + name
-                yield Request(key, buffer.path, buffer.offset, buffer.size, target, at, conversion)
+                file, offset = source.buffer_place(tensor.name)
+                size = tensor.numel * ELEMENT_BYTES[tensor.source_dtype]
+                yield Request(BUFFER_PREFIX + tensor.name, file, offset, size, target, at, conversion)
             else:
-                position, every = source.layout.positions[name], Interval(0, tensor.numel)
+                position, every = source.layout.positions[tensor.name], Interval(0, tensor.numel)
                 yield from requests_for(source, tensor.stream, position, every, target, at, conversion)
 
     copier.copy(source, requests())
@@ -211,27 +202,3 @@ def _conversion(tensor: _Tensor) -> Conversion | None:
             raise CheckpointError(f"{tensor.name}: {error}: choose a wider dtype") from None
 
     return Conversion(convert, ELEMENT_BYTES[tensor.source_dtype], ELEMENT_BYTES[tensor.dtype])
-
-
-def _foreign(folder: Path, renewed: Collection[str]) -> str:
-    """Beside consolidated weights and what the new output will have as well: paths in the folder."""
-    folders = {path.split("/")[0] for path in renewed if "/" in path}
-    weights = False
-    for entry in entries_of(folder):
-        if _OWN.fullmatch(entry.name):
-            weights = True
-            if not _consolidated(Path(entry.path)):
-                return f"{named(entry)} of another program"
-        elif entry.name in folders and entry.is_dir(follow_symlinks=False):
-            for inner in entries_of(Path(entry.path)):
-                if f"{entry.name}/{inner.name}" not in renewed:
-                    return f"{named(inner)} in {entry.name}"
-        elif entry.name != INDEX and entry.name not in renewed:
-            return named(entry)
-    return "" if weights else "no weights of zerokit's"
-
-
-def _consolidated(path: Path) -> bool:
-    with suppress(CheckpointError):
-        return read_header(path).metadata.get("producer") == _PRODUCER
-    return False
