@@ -142,38 +142,34 @@ def test_a_flipped_byte_anywhere_is_found(made: Path, tmp_path: Path, name: str)
     streams = chain(*(stored.streams.values() for stored in source.described.parameters))
     stretches = [(stretch.file, stretch.offset) for stream in streams for stretch in stream.stretches]
     places = random.Random(0).sample(stretches, 2)
-    forms: tuple[str | None, ...] = ("zerokit", "dcp")
+    forms: tuple[str, ...] = ("zerokit", "dcp")
     running = next(b for b in source.described.buffers if b.parameter.name == "running").streams["param"]
     places += [(stretch.file, stretch.offset) for stretch in running.stretches]
     if name == "deepspeed-1-bf16":  # its half-precision weights, which no stream holds, are only copied
         weights = source.described.details.model["module"]["embed.weight"]
-        places, forms = [(0, weights.offset + 2)], (None,)
+        places, forms = [(0, weights.offset + 2)], ("deepspeed",)
     for number, (file, offset) in enumerate(places):
         folder = Path(shutil.copytree(made / name, tmp_path / str(number)))
         flip(folder / source.file_path(file).relative_to(made / name), offset, 0x10)
         assert not zerokit.verify(folder).intact
-        for form in forms:
+        for form in (*forms, "huggingface") if number == 2 else forms:
             with pytest.raises(CheckpointError, match="damaged"):
                 zerokit.convert(folder, tmp_path / f"out-{number}", format=form)
-        if number == 2:
-            with pytest.raises(CheckpointError, match="damaged"):
-                zerokit.consolidate(folder, tmp_path / f"out-{number}")
         assert not (tmp_path / f"out-{number}").exists()
 
 
 def test_impossible_conversions_are_refused_before_anything_is_written(made: Path, tmp_path: Path) -> None:
     for arguments, expected in (
-        (
-            {"format": "deepspeed"},
-            "expected zerokit or dcp: reshard keeps DeepSpeed's, and consolidate writes for",
-        ),
+        ({"format": "deepspeed"}, "only written from one of DeepSpeed"),
+        ({"format": "tar"}, "expected one of zerokit"),
         ({"format": "zerokit", "world": 0}, "world=0"),
         ({"format": "zerokit", "world": 2.0}, r"world=2\.0: expected an integer"),
+        ({"format": "dcp", "dtype": "bf16"}, "like are for the format huggingface, not dcp"),
+        ({"format": "huggingface", "world": 2}, "omit world"),
+        ({"format": "huggingface", "dtype": "fp8"}, "dtype='fp8': expected one of bf16, fp16, fp32"),
     ):
         with pytest.raises(UsageError, match=expected):
             zerokit.convert(made / "fsdp2-plain", tmp_path / "out", **arguments)
-    with pytest.raises(UsageError, match="dtype='fp8': expected one of bf16, fp16, fp32"):
-        zerokit.consolidate(made / "fsdp2-plain", tmp_path / "out", dtype="fp8")
     with pytest.raises(CheckpointError, match="fsdp2-plain: exists, and is not replaced"):
         zerokit.convert(made / "fsdp2-plain", made / "fsdp2-plain", format="dcp")
     assert not list(tmp_path.iterdir())
@@ -212,6 +208,7 @@ def test_the_command_says_what_it_wrote(made: Path, tmp_path: Path) -> None:
     assert (done.returncode, "no checksums" in done.stdout) == (0, True)
     done = run("convert", "ours", "theirs", "--format", "deepspeed")
     assert done.returncode == 2
+    assert "only written from one of DeepSpeed" in done.stderr
     done = run("consolidate", "same", "-o", "weights", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path / "weights") == ["model.safetensors"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -12,6 +13,7 @@ from zerokit.cli.work import (
     checkpoint_argument,
     counted,
     json_option,
+    options,
     print_output,
     say,
     working,
@@ -20,8 +22,32 @@ from zerokit.cli.work import (
 if TYPE_CHECKING:
     from zerokit.checkpoint.formats.convert import Converted
 
+F = TypeVar("F", bound=Callable[..., Any])
 _EPILOG = "The output is synced to disk and appears whole or not at all; what exists is not replaced."
 _json_option = json_option("Print the result on stdout as JSON.")
+
+
+def _weights(prefix: str) -> Callable[[F], F]:
+    """The options of weights for Hugging Face: dtype, max_shard_size and like; `prefix` begins their help."""
+    return options(
+        click.option(
+            "--dtype",
+            type=click.Choice(["bf16", "fp16", "fp32"]),
+            help=f"{prefix}Dtype of all floating-point tensors.  [default: each tensor's own in the model]",
+        ),
+        click.option(
+            "--max-shard-size",
+            default="5GB",
+            show_default=True,
+            help=f"{prefix}Maximum size of a file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
+        ),
+        click.option(
+            "--like",
+            type=PATH,
+            metavar="MODEL_DIR",
+            help=f"{prefix}Copy configuration and tokenizer from this folder.",
+        ),
+    )
 
 
 @click.command(epilog=_EPILOG)
@@ -62,12 +88,13 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 @click.argument("output", metavar="OUTPUT", type=PATH)
 @click.option(
     "--format",
-    type=click.Choice(["zerokit", "dcp"]),
+    type=click.Choice(["zerokit", "huggingface", "dcp", "deepspeed"]),
     default="zerokit",
     show_default=True,
-    help="Output format. consolidate writes for Hugging Face, and reshard keeps DeepSpeed's.",
+    help="Output format. deepspeed needs a DeepSpeed source; huggingface has only the weights.",
 )
 @click.option("--to", "world", type=click.IntRange(min=1), help="Number of ranks.  [default: as CKPT]")
+@_weights("huggingface: ")
 @_json_option
 def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     """Write CKPT in another format, or in the same format for another number of ranks.
@@ -84,9 +111,9 @@ def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     files = print_output(
         done.output, as_json, format=done.format, world=done.world, step=str(done.path), source=source
     )
+    ranks = f", {counted(done.world, 'rank')}" if done.format != "huggingface" else ""
     say(
-        f"{done.output}: step {done.step} of {done.source_format} as {done.format}, "
-        f"{counted(done.world, 'rank')}, {files}, {_checked(done)}",
+        f"{done.output}: step {done.step} of {done.source_format} as {done.format}{ranks}, {files}, {_checked(done)}",
         err=True,
     )
 
@@ -99,20 +126,7 @@ def _checked(done: Converted) -> str:
 @click.command(epilog=_EPILOG)
 @checkpoint_argument
 @click.option("-o", "--output", type=PATH, required=True, help="A new directory for the weights.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="Dtype of all floating-point tensors.  [default: each tensor's own in the model]",
-)
-@click.option(
-    "--max-shard-size",
-    default="5GB",
-    show_default=True,
-    help="Maximum size of a file, such as 300MB, 5GB (10^9) or 5GiB (2^30).",
-)
-@click.option(
-    "--like", type=PATH, metavar="MODEL_DIR", help="Copy configuration and tokenizer from this folder."
-)
+@_weights("")
 @click.option(
     "--stream",
     default="master",

@@ -15,6 +15,8 @@ from zerokit.checkpoint.formats import dcp, deepspeed, huggingface
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.source import Source
 
+FORMATS = ("zerokit", "deepspeed", "dcp", "huggingface")
+
 _READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = (
     (deepspeed.recognises, deepspeed.read),
     (dcp.recognises, dcp.read),

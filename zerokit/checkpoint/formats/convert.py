@@ -17,7 +17,7 @@ from pathlib import Path
 from zerokit.checkpoint.checksum import Pieces, along, crc32
 from zerokit.checkpoint.copying import Progress, converting, copying
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
-from zerokit.checkpoint.formats import open_source
+from zerokit.checkpoint.formats import FORMATS, open_source
 from zerokit.checkpoint.formats.dcp_writer import write_dcp
 from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
@@ -34,7 +34,7 @@ from zerokit.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The result of a conversion: the directory `output` in `format`, for `world` ranks.
+    """The result of a conversion: the directory `output` in `format`, for `world` ranks (1 for weights alone).
 
     `path` is the step's directory in it where that is a run.
     """
@@ -54,6 +54,10 @@ def convert(
     *,
     format: str | None = None,
     world: int | None = None,
+    dtype: str | None = None,
+    stream: str = "master",
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    like: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Converted:
     """Write the checkpoint `source`, of any format, in another one or for another number of ranks.
@@ -64,36 +68,45 @@ def convert(
     Args:
         source: a directory of zerokit, DeepSpeed (stages 1 to 3), DCP (FSDP2) or Hugging Face.
         output: a directory that does not exist yet; by default beside the source, such as `run.to-16`.
-        format: "zerokit" or "dcp"; by default the source's own, or zerokit's for a Hugging Face folder. `consolidate`
-            writes for Hugging Face.
+        format: "zerokit", "deepspeed" (from DeepSpeed only), "dcp" or "huggingface" (weights alone); by default the
+            source's own, or zerokit's for a Hugging Face folder.
         world: number of ranks that the output is cut for; by default the source's.
+        dtype, stream, max_shard_size, like: of "huggingface"; see `consolidate`.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
     Returns what was written. Raises `UsageError` for impossible arguments, and `CheckpointError` if the source is
-    damaged or of an unsupported kind, or the output exists or cannot be written; nothing has changed then.
+    damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
     """
-    if format not in (None, "zerokit", "dcp"):
-        raise UsageError(
-            f"format={format!r}: expected zerokit or dcp: reshard keeps DeepSpeed's, and consolidate writes for "
-            "Hugging Face"
-        )
     checkpoint = open_source(source)
-    kind = format or ("zerokit" if checkpoint.format == "huggingface" else checkpoint.format)
+    kind = format or (checkpoint.format if checkpoint.format != "huggingface" else "zerokit")
+    if kind not in FORMATS:
+        raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
     ranks = checkpoint.world if world is None else world
     if type(ranks) is not int or not 1 <= ranks <= MAX_WORLD:
         raise UsageError(f"world={ranks!r}: expected an integer from 1 to {MAX_WORLD}")
+    if kind != "huggingface" and (dtype is not None or like is not None or stream != "master"):
+        raise UsageError(f"dtype, stream and like are for the format huggingface, not {kind}")
     path = (checkpoint.run or checkpoint.path).resolve()
     suffix = ranks if format in (None, checkpoint.format) else kind
     target = path.with_name(f"{path.name}.to-{suffix}") if output is None else Path(output)
     checkpoint.warn()
     written = target
-    if kind == "zerokit":
+    if kind == "huggingface":
+        if world is not None:
+            raise UsageError("a Hugging Face folder is not sharded: omit world (--to)")
+        ranks = 1
+        write_weights(checkpoint, target, progress, dtype, stream, max_shard_size, like)
+    elif kind == "zerokit":
         written = write_cut(checkpoint, ranks, target, progress)
     elif kind == "dcp":
         write_dcp(checkpoint, ranks, target, progress)
-    else:
-        assert isinstance(checkpoint, ForeignCheckpoint)
+    elif isinstance(checkpoint, ForeignCheckpoint) and checkpoint.format == "deepspeed":
         write_deepspeed(checkpoint, ranks, target, progress)
+    else:
+        raise UsageError(
+            f"{checkpoint.path} has format {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
+            "DeepSpeed, whose own settings it keeps; choose the format zerokit or dcp"
+        )
     return Converted(target, written, kind, checkpoint.step, checkpoint.format, checkpoint.world, ranks)
 
 
@@ -116,7 +129,8 @@ def reshard(
 
     Returns the step's directory: the output, or in it. Raises as `convert` does.
     """
-    return convert(source, output, world=world, progress=progress).path
+    done = convert(source, output, world=world, progress=progress)
+    return done.path
 
 
 def consolidate(
@@ -129,7 +143,7 @@ def consolidate(
     like: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the weights and buffers of `source`, of any format, as `model.safetensors`, or as several with an index.
+    """Write the weights and buffers of `source` as `model.safetensors`, or as several with an index.
 
     Only the first name of tied parameters is written, as `save_pretrained` does: loaders tie them again.
 
@@ -148,10 +162,16 @@ def consolidate(
     Returns the output. Raises as `convert` does, `UsageError` for an unknown dtype or size or a stream that is not
     there, and `CheckpointError` if `like` has no configuration or a value does not fit the dtype.
     """
-    checkpoint, target = open_source(source), Path(output)
-    checkpoint.warn()
-    write_weights(checkpoint, target, progress, dtype, stream, max_shard_size, like)
-    return target
+    return convert(
+        source,
+        output,
+        format="huggingface",
+        dtype=dtype,
+        stream=stream,
+        max_shard_size=max_shard_size,
+        like=like,
+        progress=progress,
+    ).output
 
 
 def write_cut(source: Source, world: int, target: Path, progress: Progress | None) -> Path:
