@@ -36,7 +36,7 @@ from tests.support.saving import How, newest_step, small_optimizer, train
 from zerokit import files
 from zerokit.checkpoint.prune import Retention, prune_after_save
 from zerokit.checkpoint.save import save
-from zerokit.checkpoint.staging import leftovers
+from zerokit.checkpoint.staging import finish_replacement, leftovers
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,15 @@ RESHARD = partial(zerokit.reshard, world=2)
 CONSOLIDATE = partial(zerokit.consolidate, max_shard_size="20KB")
 
 
-def _recorded(root: Path, journal: Path, work: Callable[[], object]) -> None:
+def _out(root: Path) -> Tree | None:
+    """The output, once what a killed writer has begun is finished."""
+    finish_replacement(root / "out")
+    return read_tree(root / "out") if (root / "out").exists() else None
+
+
+def _recorded(root: Path, journal: Path, exchanges: bool, work: Callable[[], object]) -> None:
     begin_journal(root, journal)
-    with files.replaced(Recording(root, journal)):
+    with files.replaced(Recording(root, journal, exchanges=exchanges)):
         work()
 
 
@@ -180,23 +186,31 @@ def unsynced() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("convert", [RESHARD, CONSOLIDATE])
-def test_a_crash_of_a_conversion_leaves_all_of_the_output_or_nothing(
-    convert: Callable[..., Path], tmp_path: Path, unsynced: None
+@pytest.mark.parametrize(
+    ("convert", "force", "exchanges"),
+    [(RESHARD, False, True), (RESHARD, True, True), (CONSOLIDATE, True, False)],
+)
+def test_a_crash_of_a_conversion_leaves_the_old_or_the_new_output(
+    convert: Callable[..., Path], force: bool, exchanges: bool, tmp_path: Path, unsynced: None
 ) -> None:
-    places, run = _Places(tmp_path), tmp_path / "run"
-    write_run(run, example_layout(1), example_content(example_layout(1)))
+    places, runs = _Places(tmp_path), [tmp_path / f"run-{seed}" for seed in (0, 1)]
+    for seed, run in enumerate(runs):
+        write_run(run, example_layout(1), example_content(example_layout(1), seed=seed))
     (root := tmp_path / "root").mkdir()
+    if force:
+        convert(runs[0], output=root / "out")
+    old = _out(root)
     # In another process: what it has left is nobody's when the tree is looked at.
-    run_alone(_recorded, root, tmp_path / "journal", partial(convert, run, output=root / "out"))
-    new = read_tree(root / "out")
+    work = partial(convert, runs[1], output=root / "out", force=force)
+    run_alone(_recorded, root, tmp_path / "journal", exchanges, work)
+    new = _out(root)
+    assert new != old
     for state in crashes(tmp_path / "journal"):
+        found = _out(places.made(state.tree))
+        assert found in (old, new), str(state)
+        assert found == new or state.calls < state.total, str(state)
         root = places.made(state.tree)
-        if (root / "out").exists():
-            assert read_tree(root / "out") == new, str(state)
-            continue
-        assert state.calls < state.total, str(state)
-        convert(run, output=root / "out")
+        convert(runs[1], output=root / "out", force=found is not None)
         assert read_tree(root / "out") == new, str(state)
         assert [path.name for path in root.iterdir()] == ["out"], str(state)
 
@@ -206,7 +220,7 @@ def test_a_crash_of_prune_leaves_whole_steps(tmp_path: Path, unsynced: None) -> 
     for step in (10, 20, 30):
         write_run(root / "run", example_layout(1), example_content(example_layout(1), step=step))
     work = partial(prune_after_save, root / "run", Retention(keep_last=1))
-    run_alone(_recorded, root, tmp_path / "journal", work)
+    run_alone(_recorded, root, tmp_path / "journal", True, work)
     for state in crashes(tmp_path / "journal"):
         run = places.made(state.tree) / "run"
         newest, steps = newest_step(run), list(run.glob("step-*"))

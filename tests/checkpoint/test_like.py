@@ -104,7 +104,12 @@ def test_from_pretrained_takes_the_folder(tmp_path: Path, trained: tuple[Path, A
     assert not copied & LEFT_OUT
     for name in copied - {"additional_chat_templates"}:
         assert (tmp_path / "out" / name).read_bytes() == (like / name).read_bytes()
+    # What it has written itself, it replaces.
+    zerokit.consolidate(run, tmp_path / "out", like=like, force=True, dtype="bf16")
     assert (tmp_path / "out" / "additional_chat_templates").is_dir()
+    (tmp_path / "out" / "additional_chat_templates" / "mine").touch()
+    with pytest.raises(CheckpointError, match="only an earlier output of this kind"):
+        zerokit.consolidate(run, tmp_path / "out", like=like, force=True)
 
 
 def test_links_are_followed_and_weights_passed_over(
@@ -126,6 +131,8 @@ def test_links_are_followed_and_weights_passed_over(
 def test_a_folder_without_configuration_is_refused_and_leaves_nothing(
     tmp_path: Path, trained: tuple[Path, Any], like: Path
 ) -> None:
+    with pytest.raises(CheckpointError, match="the output is the source itself"):
+        zerokit.consolidate(trained[0], like, like=like, force=True)
     for change in (lambda folder: (folder / "config.json").unlink(), shutil.rmtree):
         change(like)
         with pytest.raises(CheckpointError, match=r"like: has no config.json: .*save_pretrained"):

@@ -99,9 +99,15 @@ def test_output_beside_the_source_and_never_over_what_exists(
     monkeypatch.chdir(step)
     output = zerokit.reshard(".", 2)
     assert output == step.parent / "step-00000100.to-2"
-    before = read_tree(output)
-    with pytest.raises(CheckpointError, match="exists, and is not replaced: choose another output"):
+    with pytest.raises(CheckpointError, match="exists: choose another output, or --force"):
         zerokit.reshard(step, 2)
+    before = read_tree(output)
+    zerokit.reshard(step, 2, force=True)
+    assert read_tree(output) == before
+    (output / "stray").touch()
+    with pytest.raises(CheckpointError, match="holds the file 'stray': only an earlier output"):
+        zerokit.reshard(step, 2, force=True)
+    (output / "stray").unlink()
     assert read_tree(output) == before
     assert read_tree(zerokit.reshard(output, 3, step.parent / "back")) == read_tree(step)
 
@@ -117,6 +123,25 @@ def test_of_a_run_it_makes_a_run(tmp_path: Path, step: Path, content: Content) -
     assert zerokit.verify(tmp_path / "out").intact
     assert zerokit.reshard(tmp_path / "run", 4) == tmp_path / "run.to-4" / "step-00000100"
     zerokit.check_run(tmp_path / "out", after=100)
+
+
+def test_force_replaces_a_run_of_one_step_and_no_other(tmp_path: Path, step: Path, content: Content) -> None:
+    for world in (2, 4):
+        zerokit.reshard(tmp_path / "run", world, tmp_path / "out", force=True)
+        assert zerokit.Checkpoint(tmp_path / "out").world == world
+    write_checkpoint(tmp_path / "out" / "step-00000101", example_layout(1), content)
+    with pytest.raises(CheckpointError, match="holds 2 steps, where an output of this kind has one"):
+        zerokit.reshard(tmp_path / "run", 2, tmp_path / "out", force=True)
+    shutil.rmtree(tmp_path / "out" / "step-00000101")
+    (tmp_path / "out" / "step-00000100" / "inner").mkdir()
+    with pytest.raises(CheckpointError, match="holds the directory 'inner' in step-00000100: only"):
+        zerokit.reshard(tmp_path / "run", 2, tmp_path / "out", force=True)
+    with pytest.raises(CheckpointError, match="out: holds the file 'latest'"):
+        zerokit.consolidate(tmp_path / "run", tmp_path / "out", force=True)
+    zerokit.reshard(step, 3, tmp_path / "of a step")
+    zerokit.reshard(tmp_path / "run", 3, tmp_path / "of a step", force=True)
+    assert zerokit.Checkpoint(tmp_path / "of a step").run is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["of a step", "out", "run"]
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path, step: Path) -> None:

@@ -23,7 +23,7 @@ from tests.support.distributed import run_ranks
 from zerokit import files
 from zerokit.checkpoint.disk import write_file
 from zerokit.checkpoint.save import save
-from zerokit.checkpoint.staging import Foreign, Staging, finish_replacement, leftovers
+from zerokit.checkpoint.staging import Foreign, Staging, finish_replacement, leftovers, require_apart
 from zerokit.errors import CheckpointError
 from zerokit.process import Process
 
@@ -42,9 +42,9 @@ def names(directory: Path) -> list[str]:
 
 
 @contextmanager
-def staged(target: Path, foreign: Foreign | None = None) -> Iterator[Path]:
+def staged(target: Path, *, force: bool = False, foreign: Foreign | None = None) -> Iterator[Path]:
     """The directory that is to be `target`."""
-    with Staging(target, foreign=foreign) as staging:
+    with Staging(target, force=force, foreign=foreign) as staging:
         yield staging.work
         staging.commit()
 
@@ -73,7 +73,7 @@ def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("kind", "late"), [("file", True), ("empty", True), ("full", False)])
-def test_what_exists_is_not_replaced(tmp_path: Path, kind: str, late: bool) -> None:
+def test_what_exists_is_not_replaced_without_force(tmp_path: Path, kind: str, late: bool) -> None:
     target = tmp_path / "out"
 
     def appear() -> None:
@@ -92,22 +92,36 @@ def test_what_exists_is_not_replaced(tmp_path: Path, kind: str, late: bool) -> N
     assert target.is_file() or names(target) == (["file"] if kind == "full" else [])
 
 
-def test_only_what_is_zerokits_is_replaced(tmp_path: Path, old: Path) -> None:
+def test_force_replaces_what_is_zerokits_only(tmp_path: Path, old: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(old)
     (tmp_path / "home" / "documents").mkdir(parents=True)
     for name, message in (
         ("file", "exists and is not a directory"),
         ("link", "exists and is not a directory"),
-        ("home", "holds the directory 'documents': only zerokit's own files are replaced"),
+        ("home", "holds the directory 'documents': only an earlier output of this kind is replaced"),
         ("none/out", "its parent directory .*none does not exist"),
     ):
         with (
             pytest.raises(CheckpointError, match=message),
-            staged(tmp_path / name, lambda _: "the directory 'documents'"),
+            staged(tmp_path / name, force=True, foreign=lambda _: "the directory 'documents'"),
         ):
             pytest.fail("the body ran")
     assert names(tmp_path) == ["file", "home", "link", "out"]
+
+
+def test_source_and_target_are_apart(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    require_apart(tmp_path / "a", tmp_path / "ab")
+    require_apart(tmp_path / "a" / "b", tmp_path / "a" / "b.to-4")
+    for source, target, message in (
+        ("a", "b/../a/", "the output is the source itself"),
+        ("a/b/c", "a", "contains its source"),
+        ("link", "a/b", "lies in its source"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            require_apart(tmp_path / source, tmp_path / target)
 
 
 def test_what_killed_writers_have_left_goes_with_the_next_work_beside_it(tmp_path: Path) -> None:
@@ -149,7 +163,7 @@ def test_readers_do_not_disturb_a_replacement(tmp_path: Path, old: Path) -> None
     with (
         pytest.raises(CheckpointError, match="put in place"),  # they are impatient, and put the old one back
         files.replaced(Read(exchanges=False)),
-        staged(old, nothing) as work,
+        staged(old, force=True, foreign=nothing) as work,
     ):
         write_file(work / "a", b"new")
     assert names(tmp_path) == ["out"]

@@ -21,6 +21,7 @@ from tests.cli.inside import zerokit_inside
 from tests.formats.conftest import DEEPSPEED, FSDP2, expected_bytes, held_bytes
 from tests.formats.make_fixtures import STEPS
 from tests.support.checkpoints import flip
+from tests.support.crashes import read_tree
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.pickles import Record
@@ -170,16 +171,35 @@ def test_impossible_conversions_are_refused_before_anything_is_written(made: Pat
     ):
         with pytest.raises(UsageError, match=expected):
             zerokit.convert(made / "fsdp2-plain", tmp_path / "out", **arguments)
-    with pytest.raises(CheckpointError, match="fsdp2-plain: exists, and is not replaced"):
+    with pytest.raises(CheckpointError, match="the output is the source itself"):
         zerokit.convert(made / "fsdp2-plain", made / "fsdp2-plain", format="dcp")
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("name", "form"), [("deepspeed-2-fp32", "deepspeed"), ("fsdp2-plain", "dcp")])
+def test_a_frameworks_own_checkpoint_is_never_replaced(
+    made: Path, tmp_path: Path, name: str, form: str
+) -> None:
+    theirs = Path(shutil.copytree(made / name, tmp_path / "theirs"))
+    for result in ("expected.safetensors", "losses.json"):
+        (theirs / result).unlink()
+    before = read_tree(theirs)
+    with pytest.raises(CheckpointError, match=r"holds a checkpoint of .*'s own: only an earlier output"):
+        zerokit.convert(made / name, theirs, format=form, world=2, force=True)
+    assert read_tree(theirs) == before
+    for world in (2, 3):  # but our own
+        zerokit.convert(made / name, tmp_path / "ours", format=form, world=world, force=True)
+    assert open_source(tmp_path / "ours").world == 3
+    (tmp_path / "ours" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds the file 'notes\.txt': only an earlier output"):
+        zerokit.convert(made / name, tmp_path / "ours", format=form, world=2, force=True)
+
+
 def test_an_output_lies_outside_the_run_it_is_made_of(made: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "run"))
-    for output in (folder / "out", folder / f"global_step{STEPS}" / "out"):
-        with pytest.raises(CheckpointError, match="lies in its source"):
-            zerokit.convert(folder, output, format="zerokit")
+    for output in (folder / "out", folder / f"global_step{STEPS}" / "out", folder):
+        with pytest.raises(CheckpointError, match=r"lies in its source|is the source itself"):
+            zerokit.convert(folder, output, format="zerokit", force=True)
     (folder / "latest").unlink()
     with pytest.raises(
         CheckpointError, match=r"has checkpoints of DeepSpeed \(global_step3\), and no latest that"

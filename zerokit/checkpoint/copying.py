@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -22,8 +23,7 @@ from zerokit.checkpoint.checksum import Pieces
 from zerokit.checkpoint.disk import new_file, sync_file
 from zerokit.checkpoint.requests import OpenFile, Request, by_file, move, neighbours, opening
 from zerokit.checkpoint.source import Source
-from zerokit.checkpoint.staging import Staging
-from zerokit.errors import CheckpointError
+from zerokit.checkpoint.staging import Foreign, Staging, require_apart
 
 BUFFER_BYTES = 1 << 18
 """One read, and one write unless it is converted: small enough for the core's cache.
@@ -211,25 +211,29 @@ class Copier:
 NOT_WRITTEN = ": nothing was written: take another checkpoint"
 
 
-@contextmanager
-def copying(source: Source, progress: Progress | None, total: int | None = None) -> Iterator[Copier]:
-    """What copies `total` bytes, or all of the source's; they are compared with its checksums at the end."""
-    with Copier(total=source.data_size if total is None else total, progress=progress) as copier:
-        yield copier
-    source.require_right([copier.pieces], NOT_WRITTEN)
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of a conversion: replacing an output, and a progress callback."""
+
+    force: bool = False
+    progress: Progress | None = None
+
+    @contextmanager
+    def copying(self, source: Source, total: int | None = None) -> Iterator[Copier]:
+        """What copies `total` bytes, or all of the source's; they are compared with its checksums at the end."""
+        size = source.data_size if total is None else total
+        with Copier(total=size, progress=self.progress) as copier:
+            yield copier
+        source.require_right([copier.pieces], NOT_WRITTEN)
 
 
 @contextmanager
-def converting(source: Source, target: Path) -> Iterator[Path]:
+def converting(source: Source, target: Path, options: Options, foreign: Foreign) -> Iterator[Path]:
     """A directory beside `target`, renamed to it durably when the body succeeds, and removed when it fails.
 
-    Raises as `Staging` does, and where `target` lies in the source.
+    Raises as `Staging` does, and where one of `source` and `target` lies in the other.
     """
-    outer = (source.run or source.path).resolve()
-    if outer in target.resolve().parents:
-        raise CheckpointError(
-            f"{target}: the output lies in its source {outer}: choose a directory outside it"
-        )
-    with Staging(target) as staging:
+    require_apart(source.run or source.path, target)
+    with Staging(target, force=options.force, foreign=foreign) as staging:
         yield staging.work
         staging.commit()

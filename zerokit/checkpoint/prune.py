@@ -1,6 +1,6 @@
-"""`prune`, and checks before removals: older steps, and files of killed writers.
+"""`prune`, and checks before removals: older steps, files of killed writers, zerokit's own outputs.
 
-A step that holds files which zerokit has not written there is never removed, nor replaced.
+A directory that holds files which zerokit has not written there is never removed, nor replaced by an output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from zerokit import files
 from zerokit.checkpoint import run as runs
 from zerokit.checkpoint.disk import entries_of, explained
-from zerokit.checkpoint.latest import read_latest
+from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, finish_replacements, leftovers, remove
 from zerokit.errors import CheckpointError, UsageError
@@ -200,11 +200,37 @@ def _remove_step(step: Path) -> None:
 
 
 def foreign_to_step(folder: Path) -> str:
-    """What a step's directory holds that zerokit has not written there, as text; "" if there is nothing."""
+    """The foreign contents of a step's directory, as text; "" if there are none. The functions below do the same."""
     if runs.stated_checksum(folder) is None:
         return f"no {NAME} of zerokit's"
+    return foreign_to(folder, _STEP_FILE, "")
+
+
+def foreign_to_checkpoint(folder: Path) -> str:
+    """The foreign contents of a step, or a run of one step, as `reshard` writes it."""
+    if runs.stated_checksum(folder) is not None:
+        return foreign_to_step(folder)
+    steps = []
     for entry in entries_of(folder):
-        if not (entry.is_file(follow_symlinks=False) and _STEP_FILE.fullmatch(entry.name)):
-            kind = "directory" if entry.is_dir(follow_symlinks=False) else "file"
-            return f"the {kind} {entry.name!r}"
-    return ""
+        if runs.STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            steps.append(entry.name)
+            if strange := foreign_to_step(Path(entry.path)):
+                return f"{strange} in {entry.name}"
+        elif entry.name != LATEST_NAME and not files.TEMPORARY.fullmatch(entry.name):
+            return named(entry)
+    return "" if len(steps) == 1 else f"{len(steps) or 'no'} steps, where an output of this kind has one"
+
+
+def foreign_to(folder: Path, own: re.Pattern[str], empty: str) -> str:
+    """Beside files that are called like `own`; `empty` where there are none."""
+    entries = entries_of(folder)
+    for entry in entries:
+        if not (entry.is_file(follow_symlinks=False) and own.fullmatch(entry.name)):
+            return named(entry)
+    return "" if entries else empty
+
+
+def named(entry: os.DirEntry[str]) -> str:
+    """An entry of a directory, as text."""
+    kind = "directory" if entry.is_dir(follow_symlinks=False) else "file"
+    return f"the {kind} {entry.name!r}"

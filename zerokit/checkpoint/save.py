@@ -215,7 +215,7 @@ def _begin(target: Path, *, overwrite: bool) -> Staging:
         replaces = True  # its writer was killed before it was announced
     with explained(target.parent, "created"):
         files.make_directories(target.parent)
-    return Staging(target, foreign=foreign_to_step if replaces else None)
+    return Staging(target, force=replaces, foreign=foreign_to_step)
 
 
 def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:

@@ -63,15 +63,16 @@ class Leftover:
 class Staging:
     """A directory `work` beside `target` that `commit` renames to it; a context manager that discards it otherwise.
 
-    Files in it must be synced by their writers. Raises `CheckpointError` where `require_vacant` does.
+    Files in it must be synced by their writers. Raises `CheckpointError` where `target` exists without `force`, or
+    is one that `require_vacant` refuses.
     """
 
-    def __init__(self, target: Path, *, foreign: Foreign | None = None) -> None:
-        self._foreign = foreign
+    def __init__(self, target: Path, *, force: bool = False, foreign: Foreign | None = None) -> None:
+        self._force, self._foreign = force, foreign
         with explained(target, "looked at"):
             # All that were begun here: what is not renamed yet must not count as a leftover below.
             finish_replacements(target.parent)
-        require_vacant(target, foreign)
+        require_vacant(target, force=force, foreign=foreign)
         self.target = target.parent.resolve() / target.name
         remove_gone(self.target.parent)
         self.work = files.temporary(self.target)
@@ -102,7 +103,7 @@ class Staging:
             # A plain rename would also replace an empty directory that another process has just made.
             calls.rename_new(self.work, self.target)
             return
-        require_vacant(self.target, self._foreign)
+        require_vacant(self.target, force=self._force, foreign=self._foreign)
         if calls.exchange(self.work, self.target):
             return
         aside = self.target.with_name(_ASIDE.format(self.target.name))
@@ -145,10 +146,23 @@ def finish_replacements(folder: Path) -> None:
             files.remove_tree(aside)
 
 
-def require_vacant(target: Path, foreign: Foreign | None) -> None:
-    """Raise `CheckpointError` unless the directory `target` can be created, or replaced.
+def require_apart(source: Path, target: Path) -> None:
+    """Raise `CheckpointError` if one of the two directories is, or contains, the other."""
+    inner, outer = target.resolve(), source.resolve()
+    if inner == outer:
+        raise CheckpointError(f"{target}: the output is the source itself: choose another directory")
+    if inner.is_relative_to(outer):
+        raise CheckpointError(
+            f"{target}: the output lies in its source {source}: choose a directory outside it"
+        )
+    if outer.is_relative_to(inner):
+        raise CheckpointError(f"{target}: the output contains its source {source}: choose another directory")
 
-    It is replaced only if `foreign` is given, and it is empty or holds nothing foreign.
+
+def require_vacant(target: Path, *, force: bool, foreign: Foreign | None = None) -> None:
+    """Raise `CheckpointError` unless the directory `target` can be created, or replaced if `force`.
+
+    Only an empty directory, or one in which there is nothing `foreign`, is ever replaced.
     """
     with explained(target, "looked at"):
         if not target.parent.is_dir():
@@ -157,14 +171,16 @@ def require_vacant(target: Path, foreign: Foreign | None) -> None:
             )
         if not os.path.lexists(target):
             return
-        if foreign is None:
-            raise CheckpointError(f"{target}: exists, and is not replaced: choose another output")
+        if not force:
+            raise CheckpointError(
+                f"{target}: exists: choose another output, or --force (force=True) to replace it"
+            )
         if target.is_symlink() or not target.is_dir():
             raise CheckpointError(f"{target}: exists and is not a directory: it is not replaced")
-        if any(target.iterdir()) and (strange := foreign(target)):
+        if any(target.iterdir()) and (strange := foreign(target) if foreign else "files"):
             raise CheckpointError(
-                f"{target}: holds {strange}: only zerokit's own files are replaced: choose another output, or remove "
-                "it yourself"
+                f"{target}: holds {strange}: only an earlier output of this kind is replaced: choose another output, "
+                "or remove it yourself"
             )
 
 

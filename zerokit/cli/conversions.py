@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from zerokit.checkpoint.formats.convert import Converted
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EPILOG = "The output is synced to disk and appears whole or not at all; what exists is not replaced."
-_json_option = json_option("Print the result on stdout as JSON.")
+_EPILOG = "The output is synced to disk and appears whole or not at all."
+_writing = options(
+    click.option("--force", is_flag=True, help="Replace an existing output."),
+    json_option("Print the result on stdout as JSON."),
+)
 
 
 def _weights(prefix: str) -> Callable[[F], F]:
@@ -58,7 +61,7 @@ def _weights(prefix: str) -> Callable[[F], F]:
     type=PATH,
     help="A new directory: a step for a step, a run for a run.  [default: beside CKPT, such as run.to-16]",
 )
-@_json_option
+@_writing
 def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **how: Any) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
 
@@ -95,7 +98,7 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 )
 @click.option("--to", "world", type=click.IntRange(min=1), help="Number of ranks.  [default: as CKPT]")
 @_weights("huggingface: ")
-@_json_option
+@_writing
 def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     """Write CKPT in another format, or in the same format for another number of ranks.
 
@@ -133,7 +136,7 @@ def _checked(done: Converted) -> str:
     show_default=True,
     help="Source of the weights: master, or ema for the average kept by zerokit.Ema.",
 )
-@_json_option
+@_writing
 def consolidate(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
 

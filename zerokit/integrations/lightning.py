@@ -241,7 +241,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         def commit() -> None:
             if target.is_symlink():
                 target.unlink()
-            with Staging(target, foreign=foreign_to_step) as staging:
+            with Staging(target, force=True, foreign=foreign_to_step) as staging:
                 for file in written.iterdir():
                     file.rename(staging.work / file.name)
                 staging.commit()

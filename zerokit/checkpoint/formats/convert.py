@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from zerokit.checkpoint.checksum import Pieces, along, crc32
-from zerokit.checkpoint.copying import Progress, converting, copying
+from zerokit.checkpoint.copying import Options, Progress, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
 from zerokit.checkpoint.formats import FORMATS, open_source
 from zerokit.checkpoint.formats.dcp_writer import write_dcp
@@ -24,6 +24,7 @@ from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.huggingface_writer import DEFAULT_SHARD_SIZE, write_weights
 from zerokit.checkpoint.latest import LATEST_NAME, Latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME, File, Manifest, own_checksum
+from zerokit.checkpoint.prune import foreign_to_checkpoint
 from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import rank_file
@@ -58,6 +59,7 @@ def convert(
     stream: str = "master",
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     like: str | os.PathLike[str] | None = None,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
     """Write the checkpoint `source`, of any format, in another one or for another number of ranks.
@@ -72,12 +74,13 @@ def convert(
             source's own, or zerokit's for a Hugging Face folder.
         world: number of ranks that the output is cut for; by default the source's.
         dtype, stream, max_shard_size, like: of "huggingface"; see `consolidate`.
+        force: replace an existing output of zerokit's; a run only if it holds no more than one step.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
     Returns what was written. Raises `UsageError` for impossible arguments, and `CheckpointError` if the source is
     damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
     """
-    checkpoint = open_source(source)
+    checkpoint, options = open_source(source), Options(force, progress)
     kind = format or (checkpoint.format if checkpoint.format != "huggingface" else "zerokit")
     if kind not in FORMATS:
         raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
@@ -95,13 +98,13 @@ def convert(
         if world is not None:
             raise UsageError("a Hugging Face folder is not sharded: omit world (--to)")
         ranks = 1
-        write_weights(checkpoint, target, progress, dtype, stream, max_shard_size, like)
+        write_weights(checkpoint, target, options, dtype, stream, max_shard_size, like)
     elif kind == "zerokit":
-        written = write_cut(checkpoint, ranks, target, progress)
+        written = write_cut(checkpoint, ranks, target, options)
     elif kind == "dcp":
-        write_dcp(checkpoint, ranks, target, progress)
+        write_dcp(checkpoint, ranks, target, options)
     elif isinstance(checkpoint, ForeignCheckpoint) and checkpoint.format == "deepspeed":
-        write_deepspeed(checkpoint, ranks, target, progress)
+        write_deepspeed(checkpoint, ranks, target, options)
     else:
         raise UsageError(
             f"{checkpoint.path} has format {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
@@ -115,6 +118,7 @@ def reshard(
     world: int,
     output: str | os.PathLike[str] | None = None,
     *,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
@@ -125,11 +129,11 @@ def reshard(
     Args:
         source: the directory of a step, or of a run, whose newest step is taken.
         world: number of ranks, at least 1.
-        output, progress: see `convert`.
+        output, force, progress: see `convert`.
 
     Returns the step's directory: the output, or in it. Raises as `convert` does.
     """
-    done = convert(source, output, world=world, progress=progress)
+    done = convert(source, output, world=world, force=force, progress=progress)
     return done.path
 
 
@@ -141,6 +145,7 @@ def consolidate(
     stream: str = "master",
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     like: str | os.PathLike[str] | None = None,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write the weights and buffers of `source` as `model.safetensors`, or as several with an index.
@@ -157,7 +162,7 @@ def consolidate(
             a single tensor that is larger has a file of its own.
         like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
             tokenizer and similar files are copied, so that `from_pretrained(output)` works.
-        progress: see `convert`.
+        force, progress: see `convert`.
 
     Returns the output. Raises as `convert` does, `UsageError` for an unknown dtype or size or a stream that is not
     there, and `CheckpointError` if `like` has no configuration or a value does not fit the dtype.
@@ -170,35 +175,36 @@ def consolidate(
         stream=stream,
         max_shard_size=max_shard_size,
         like=like,
+        force=force,
         progress=progress,
     ).output
 
 
-def write_cut(source: Source, world: int, target: Path, progress: Progress | None) -> Path:
+def write_cut(source: Source, world: int, target: Path, options: Options) -> Path:
     """Write any source in zerokit's format, cut for `world` ranks: a step, or a run of one step.
 
     Returns the step's directory. Raises as `convert` does.
     """
     layout = source.layout.for_world(world)
-    with converting(source, target) as work:
+    with converting(source, target, options, foreign_to_checkpoint) as work:
         if source.run is None:
-            _write(source, layout, work, progress)
+            _write(source, layout, work, options)
             return target
         name = step_name(source.step)
         make_directory(work / name)
-        crc = own_checksum(_write(source, layout, work / name, progress))
+        crc = own_checksum(_write(source, layout, work / name, options))
         assert crc is not None
         sync_directory(work / name)
         write_file(work / LATEST_NAME, Latest(name, (crc,)).text().encode())
     return target / name
 
 
-def _write(source: Source, layout: Layout, step: Path, progress: Progress | None) -> bytes:
+def _write(source: Source, layout: Layout, step: Path, options: Options) -> bytes:
     """Everything of a step, in the directory `step`; returns its manifest."""
     manifest = source.manifest
     source.check_files()
     described, wholes = [], {}
-    with copying(source, progress) as copier:
+    with options.copying(source) as copier:
         for rank in range(layout.world):
             file = rank_file(layout, manifest.streams, manifest.step, rank)
             described.append(File(file.name, file.size, len(file.header), crc32(file.header)))

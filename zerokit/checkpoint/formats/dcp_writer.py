@@ -8,14 +8,17 @@ cuts it, rank by rank; tied names share their bytes.
 from __future__ import annotations
 
 import math
+import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.copying import Progress, converting, copying
-from zerokit.checkpoint.disk import write_file
+from zerokit.checkpoint.copying import Options, converting
+from zerokit.checkpoint.disk import opened, write_file
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS
 from zerokit.checkpoint.formats import torchwriter
 from zerokit.checkpoint.formats.dcp_items import METADATA
@@ -23,12 +26,16 @@ from zerokit.checkpoint.formats.description import plain_value
 from zerokit.checkpoint.formats.pickles import Name, Record, Size, to_pickle
 from zerokit.checkpoint.formats.torchfile import row_major
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
+from zerokit.checkpoint.prune import foreign_to
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
-from zerokit.errors import ZerokitWarning
+from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Interval
 
+_FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 _MODULE = "torch.distributed.checkpoint"
+_BEGIN = b"\x80\x02c" + _MODULE.encode() + b".metadata\nMetadata\n"
+"""How zerokit's metadata begins. torch pickles it with a newer protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +81,20 @@ def _new(name: str, state: dict[str, Any]) -> Record:
     return Record(f"{_MODULE}.{name}", (), state, new=True)
 
 
-def write_dcp(source: Source, world: int, target: Path, progress: Progress | None) -> None:
+def write_dcp(source: Source, world: int, target: Path, options: Options) -> None:
     """Write `source` for `world` ranks as the directory `target`. Raises as `convert` does."""
-    with converting(source, target) as work:
-        _write(source, world, work, progress)
+    with converting(source, target, options, _foreign) as work:
+        _write(source, world, work, options)
 
 
-def _write(source: Source, world: int, work: Path, progress: Progress | None) -> None:
+def _foreign(folder: Path) -> str:
+    with suppress(CheckpointError), opened(folder / METADATA) as fd:
+        if os.pread(fd, len(_BEGIN), 0) != _BEGIN:
+            return "a checkpoint of torch's own"
+    return foreign_to(folder, _FILE, "no file of DCP's")
+
+
+def _write(source: Source, world: int, work: Path, options: Options) -> None:
     state: dict[str, Record] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     storage: dict[Record, Record] = {}
@@ -101,7 +115,7 @@ def _write(source: Source, world: int, work: Path, progress: Progress | None) ->
             for number, (chunk, stored) in enumerate(zip(item.chunks, places, strict=True)):
                 part = {"offset": Size(chunk.offsets), "index": number} if item.dtype else {}
                 storage[_new("metadata.MetadataIndex", {"fqn": name, **part})] = stored
-    with copying(source, progress) as copier:
+    with options.copying(source) as copier:
         for rank, parts in enumerate(files):
             torchwriter.write_torch_files(source, copier, work / f"__{rank}_0.distcp", parts)
     fields = {

@@ -7,12 +7,13 @@ DeepSpeed put there is not for us to know. A checkpoint of stage 1 or 2 loads at
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.copying import Progress, converting, copying
-from zerokit.checkpoint.disk import make_directory, sync_directory, write_file
+from zerokit.checkpoint.copying import Options, converting
+from zerokit.checkpoint.disk import entries_of, make_directory, sync_directory, write_file
 from zerokit.checkpoint.formats import deepspeed_files, torchwriter
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.deepspeed import Reader
@@ -20,30 +21,47 @@ from zerokit.checkpoint.formats.deepspeed_files import LATEST, Cut, Piece
 from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, is_marked
+from zerokit.checkpoint.prune import foreign_to, named
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 
+_FILE = re.compile(r"(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt")
 _FRAGMENT = "deepspeed.utils.tensor_fragment.fragment_address"
 _SUB_GROUP_NUMEL = 1_000_000_000
 """DeepSpeed's own default of `sub_group_size`, in elements a rank."""
 
 
-def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, progress: Progress | None) -> None:
+def write_deepspeed(source: ForeignCheckpoint, world: int, target: Path, options: Options) -> None:
     """Write `source` for `world` ranks as the directory `target`: a tag, or one with `latest` and a tag.
 
     Raises as `convert` does.
     """
     writer = _Writer(source, source.described.details, world)
-    with converting(source, target) as work:
+    with converting(source, target, options, _foreign) as work:
         folder = work
         if source.run is not None:
             make_directory(folder := work / source.path.name)
-        with copying(source, progress) as copier:
+        with options.copying(source) as copier:
             for name, file in writer.files():
                 torchwriter.write_torch_files(source, copier, folder / name, [file])
         if source.run is not None:
             sync_directory(folder)
             write_file(work / LATEST, source.path.name.encode())
+
+
+def _foreign(folder: Path) -> str:
+    """What a directory holds beside one DeepSpeed checkpoint, or a run with one tag."""
+    entries = entries_of(folder)
+    if any(entry.name == LATEST for entry in entries):
+        tags = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+        others = [entry for entry in entries if entry.name != LATEST and entry not in tags]
+        if others or len(tags) != 1:
+            return named((others or tags)[-1]) if others or tags else "no checkpoint"
+        folder = Path(tags[0].path)
+    models = [entry.path for entry in entries_of(folder) if entry.name.endswith("_model_states.pt")]
+    if models and not is_marked(Path(models[0])):
+        return "a checkpoint of DeepSpeed's own"
+    return foreign_to(folder, _FILE, "no file of DeepSpeed's")
 
 
 class _Writer:

@@ -10,13 +10,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
-from zerokit.checkpoint.copying import Copier, Progress, converting, copying
+from zerokit.checkpoint.copying import Copier, Options, converting
 from zerokit.checkpoint.disk import (
+    entries_of,
     make_directory,
     read_whole,
     sync_directory,
@@ -26,15 +29,21 @@ from zerokit.checkpoint.disk import (
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.huggingface import INDEX, files_like, require_no_adapter
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
+from zerokit.checkpoint.prune import named
 from zerokit.checkpoint.requests import Conversion, Request, requests_for
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out, read_header
 from zerokit.checkpoint.source import Source, to_array
+from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DEFAULT_SHARD_SIZE = "5GB"
 
+_PRODUCER = "zerokit"
+"""The member "producer" in the metadata of consolidated weights."""
+
+_OWN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
 _FLOATING = ("float64", "float32", "bfloat16", "float16")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I?))?B?\s*", re.IGNORECASE)
 
@@ -61,7 +70,7 @@ class _Tensor:
 def write_weights(
     source: Source,
     target: Path,
-    progress: Progress | None,
+    options: Options,
     dtype: str | None,
     stream: str,
     max_shard_size: int | str,
@@ -75,9 +84,10 @@ def write_weights(
     tensors = list(_tensors(source, DTYPES.get(dtype or ""), stream))
     beside: dict[str, Path] = {}
     if model is not None:
+        require_apart(model, target)
         beside = files_like(model)
         require_no_adapter(tensor.name for tensor in tensors)
-    with converting(source, target) as work:
+    with converting(source, target, options, partial(_foreign, renewed=beside)) as work:
         folders = {(work / name).parent for name in beside} - {work}
         for folder in folders:
             make_directory(folder)
@@ -85,7 +95,7 @@ def write_weights(
             write_file(work / name, read_whole(path))
         for folder in folders:
             sync_directory(folder)
-        _write(source, list(_shards(tensors, limit)), work, progress)
+        _write(source, list(_shards(tensors, limit)), work, options)
 
 
 def parse_size(size: int | str) -> int:
@@ -142,15 +152,13 @@ def _shards(tensors: Iterable[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
     yield shard
 
 
-def _write(
-    source: Source, shards: Sequence[Sequence[_Tensor]], work: Path, progress: Progress | None
-) -> None:
+def _write(source: Source, shards: Sequence[Sequence[_Tensor]], work: Path, options: Options) -> None:
     names = [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         for number in range(1, len(shards) + 1)
     ]
     total = sum(tensor.numel * ELEMENT_BYTES[tensor.source_dtype] for shard in shards for tensor in shard)
-    with copying(source, progress, total) as copier:
+    with options.copying(source, total) as copier:
         for name, shard in zip(names, shards, strict=True):
             _write_shard(source, copier, work / name, shard)
     if len(shards) > 1:
@@ -169,7 +177,8 @@ def _write_shard(source: Source, copier: Copier, path: Path, shard: Iterable[_Te
     ordered = sorted(shard, key=lambda tensor: -ELEMENT_BYTES[tensor.dtype])
     header, offsets = lay_out(
         ((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered),
-        {"format": "pt", "producer": "zerokit"},  # transformers refuses a file without the format
+        # transformers refuses a file without the format; the producer marks an output of zerokit's.
+        {"format": "pt", "producer": _PRODUCER},
     )
     target = copier.target(path, offsets[-1])
     write_exactly(target.fd, [header], 0, path)
@@ -202,3 +211,27 @@ def _conversion(tensor: _Tensor) -> Conversion | None:
             raise CheckpointError(f"{tensor.name}: {error}: choose a wider dtype") from None
 
     return Conversion(convert, ELEMENT_BYTES[tensor.source_dtype], ELEMENT_BYTES[tensor.dtype])
+
+
+def _foreign(folder: Path, renewed: Collection[str]) -> str:
+    """Beside consolidated weights and what the new output will have as well: paths in the folder."""
+    folders = {path.split("/")[0] for path in renewed if "/" in path}
+    weights = False
+    for entry in entries_of(folder):
+        if _OWN.fullmatch(entry.name):
+            weights = True
+            if not _consolidated(Path(entry.path)):
+                return f"{named(entry)} of another program"
+        elif entry.name in folders and entry.is_dir(follow_symlinks=False):
+            for inner in entries_of(Path(entry.path)):
+                if f"{entry.name}/{inner.name}" not in renewed:
+                    return f"{named(inner)} in {entry.name}"
+        elif entry.name != INDEX and entry.name not in renewed:
+            return named(entry)
+    return "" if weights else "no weights of zerokit's"
+
+
+def _consolidated(path: Path) -> bool:
+    with suppress(CheckpointError):
+        return read_header(path).metadata.get("producer") == _PRODUCER
+    return False

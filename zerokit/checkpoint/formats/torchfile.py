@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerokit.checkpoint.checksum import crc32, damaged
-from zerokit.checkpoint.disk import read_exactly
+from zerokit.checkpoint.disk import opened, read_exactly
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import (
     MAX_PICKLE_BYTES,
@@ -56,6 +56,9 @@ _MAX_DIRECTORY_BYTES = 1 << 26
 """The zip's directory: it is held in memory ten times over."""
 
 _MAX_DIMENSIONS = 64
+
+PRODUCER = "producer"
+"""The entry that marks files which zerokit has written."""
 
 
 class Blob(NamedTuple):
@@ -125,6 +128,15 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
     little = order is None or content_of(path, fd, order) == b"little"
     require(little, path, "its numbers are big-endian: save it on a little-endian machine")
     return _resolved(parse_pickle(content, f"{path}: data.pkl"), entries, prefix, path)
+
+
+def is_marked(path: Path) -> bool:
+    """Whether zerokit has written the file."""
+    try:
+        with opened(path) as fd:
+            return any(name.endswith(f"/{PRODUCER}") for name in _entries(path, fd, 0, os.fstat(fd).st_size))
+    except CheckpointError:
+        return False
 
 
 def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:

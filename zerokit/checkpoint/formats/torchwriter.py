@@ -17,7 +17,7 @@ from zerokit.checkpoint.copying import NOT_WRITTEN, Copier
 from zerokit.checkpoint.disk import write_exactly
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped, to_pickle
-from zerokit.checkpoint.formats.torchfile import STORAGES, Blob, StoredTensor, row_major
+from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor, row_major
 from zerokit.checkpoint.requests import OpenFile, Request, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
@@ -137,7 +137,7 @@ def write_torch_files(source: Source, copier: Copier, path: Path, files: Sequenc
 def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = False) -> TorchFile:
     """Lay out a file that holds `value`, whose tensors are `NewTensor`s, from byte `base` of a file on.
 
-    `marked`: with an entry that names zerokit as the producer; torch passes over it.
+    `marked`: with an entry `PRODUCER`, by which zerokit knows it again; torch passes over it.
     """
     storages: dict[int, tuple[str, NewStorage]] = {}
 
@@ -160,7 +160,7 @@ def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = Fals
         _Entry(f"{name}/byteorder", held("uint8", b"little")),
         *(_Entry(f"{name}/data/{key}", storage) for key, storage in storages.values()),
         _Entry(f"{name}/version", held("uint8", b"3\n")),
-        *([_Entry(f"{name}/producer", held("uint8", b"zerokit"))] if marked else []),
+        *([_Entry(f"{name}/{PRODUCER}", held("uint8", b"zerokit"))] if marked else []),
     ]
     position = base
     for entry in entries:
