@@ -164,8 +164,8 @@ def test_a_crash_of_a_save_leaves_the_old_or_the_new_step(
     assert states > 20
 
 
-RESHARD = partial(zerokit.reshard, world=2)
-CONSOLIDATE = partial(zerokit.consolidate, max_shard_size="20KB")
+RESHARD = partial(zerokit.reshard, world=2, jobs=1)
+CONSOLIDATE = partial(zerokit.consolidate, max_shard_size="20KB", jobs=1)
 
 
 def _out(root: Path) -> Tree | None:

@@ -51,11 +51,11 @@ def read_all(step: Path) -> None:
 
 
 def reshard(step: Path) -> None:
-    shutil.rmtree(zerokit.reshard(step, 2, step.with_name("out")))
+    shutil.rmtree(zerokit.reshard(step, 2, step.with_name("out"), jobs=1))
 
 
 def consolidate(step: Path) -> None:
-    shutil.rmtree(zerokit.consolidate(step, step.with_name("out")))
+    shutil.rmtree(zerokit.consolidate(step, step.with_name("out"), jobs=1))
 
 
 READERS = [read_all, reshard, consolidate]

@@ -197,7 +197,7 @@ def test_many_files_are_not_open_at_once(
 
     monkeypatch.setattr(os, "preadv", count)
     before = len(os.listdir("/proc/self/fd"))
-    with Copier() as copier:
+    with Copier(jobs=2) as copier:
         for number in range(300):
             target = copier.target(tmp_path / f"{number}", 10)
             copier.copy(NOT_ASKED, [Request("all", source, 0, 10, target, 0)])

@@ -310,6 +310,8 @@ BEYOND = "expected an integer from 1 to 1048576"
 REFUSED = [
     ("reshard a --to 99999999", 2, BEYOND),
     ("reshard a --to 0", 2, "Invalid value for '--to': 0 is not in the range x>=1."),
+    ("reshard a --to 2 --jobs 0", 2, "Invalid value for '--jobs'"),
+    ("reshard a --to 2 --jobs 99999999", 2, "jobs=99999999: expected 1 to 1024"),
     ("reshard nowhere --to 2", 1, "zerokit: nowhere: does not exist"),
     ("reshard tmp --to 2", 1, "zerokit: tmp: not a checkpoint"),
     ("reshard run --to 2 -o run", 1, "the output is the source itself"),

@@ -266,8 +266,8 @@ def test_reading_costs_in_proportion_to_the_files(tmp_path: Path, case: str) -> 
         "inspect": inspect,
         "verify": verify,
         "diff": lambda step: diff(step, tmp_path / "other"),
-        "reshard": lambda step: reshard(step, 3, tmp_path / "out", force=True),
-        "consolidate": lambda step: consolidate(step, tmp_path / "model", force=True),
+        "reshard": lambda step: reshard(step, 3, tmp_path / "out", jobs=1, force=True),
+        "consolidate": lambda step: consolidate(step, tmp_path / "model", jobs=1, force=True),
     }
     MADE[case](tmp_path / "few", FEW)
     MADE[case](tmp_path / "many", 4 * FEW)
@@ -286,7 +286,7 @@ def test_a_folder_of_many_small_tensors_costs_in_proportion(tmp_path: Path) -> N
         header, ends = lay_out(((f"layers.{place}.bias", "float32", (3,)) for place in range(number)), {})
         path = tmp_path / f"{number}.safetensors"
         path.write_bytes(header + bytes(ends[-1] - len(header)))
-        return _measured(lambda: reshard(path, 2, tmp_path / "folder", force=True))[0]
+        return _measured(lambda: reshard(path, 2, tmp_path / "folder", jobs=1, force=True))[0]
 
     assert convert(4 * FEW) < 5 * convert(FEW) + 1000
 

@@ -142,7 +142,7 @@ def test_copied_and_loaded_bytes_are_the_elements_asked_for(
     assert memory.content == b"\0\0\0" + right
 
     double = Conversion(lambda view: bytes(byte for byte in view for _ in range(2)), 2, 4)
-    with Copier() as copier:
+    with Copier(jobs=2) as copier:
         plain = copier.target(folder / "plain", len(right))
         copier.copy(source, requests_for(source, 0, 0, wanted, plain, 0))
         copier.release(plain)

@@ -145,7 +145,7 @@ def test_force_replaces_a_run_of_one_step_and_no_other(tmp_path: Path, step: Pat
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path, step: Path) -> None:
-    done = command(tmp_path, "reshard", "run", "--to", "2", "-o", "out", "--json")
+    done = command(tmp_path, "reshard", "run", "--to", "2", "-o", "out", "--jobs", "1", "--json")
     assert done.returncode == 0
     files = {name: len(content) for name, content in read_tree(tmp_path / "out").items() if content}
     told = {"output": "out", "world": 2, "step": "out/step-00000100", "files": files}

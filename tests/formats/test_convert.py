@@ -165,6 +165,7 @@ def test_impossible_conversions_are_refused_before_anything_is_written(made: Pat
         ({"format": "tar"}, "expected one of zerokit"),
         ({"format": "zerokit", "world": 0}, "world=0"),
         ({"format": "zerokit", "world": 2.0}, r"world=2\.0: expected an integer"),
+        ({"format": "zerokit", "jobs": "2"}, "jobs='2': expected 1"),
         ({"format": "dcp", "dtype": "bf16"}, "like are for the format huggingface, not dcp"),
         ({"format": "huggingface", "world": 2}, "omit world"),
         ({"format": "huggingface", "dtype": "fp8"}, "dtype='fp8': expected one of bf16, fp16, fp32"),

@@ -357,7 +357,7 @@ def test_torch_reads_what_is_written(tmp_path: Path) -> None:
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}
     plain = {"step": 3, "betas": (0.9, 0.999), "names": ["a", "b"], "none": None, "large": 1 << 40}
     new = {name: whole(str(t.dtype)[6:], tuple(t.shape), _raw(t)) for name, t in tensors.items()}
-    with Copier() as copier:
+    with Copier(jobs=1) as copier:
         file = plan_torch_file({**new, **plain}, "archive")
         write_torch_files(None, copier, tmp_path / "file.pt", [file])  # type: ignore[arg-type]
     for in_place in (False, True):

@@ -24,6 +24,7 @@ from zerokit.checkpoint.disk import new_file, sync_file
 from zerokit.checkpoint.requests import OpenFile, Request, by_file, move, neighbours, opening
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Foreign, Staging, require_apart
+from zerokit.errors import UsageError
 
 BUFFER_BYTES = 1 << 18
 """One read, and one write unless it is converted: small enough for the core's cache.
@@ -40,8 +41,8 @@ _MOST_IN_TASK = 128
 _MOST_REQUESTS = 1 << 14
 """Looked at together, so that a file is seldom opened twice: a target may want pieces of a thousand files."""
 
-MOST_JOBS = 4
-"""Threads. More only wait for each other's writes."""
+MOST_JOBS = 1024
+"""Threads. More never help."""
 
 _MOST_TASKS = 16
 """Unfinished tasks for each thread."""
@@ -65,11 +66,14 @@ class Copier:
     When it ends with an exception, nothing is being written any more, and all files are closed.
     """
 
-    def __init__(self, *, total: int = 0, progress: Progress | None = None) -> None:
-        """`total` bytes are announced to `progress`."""
+    def __init__(self, *, jobs: int | None = None, total: int = 0, progress: Progress | None = None) -> None:
+        """`total` bytes are announced to `progress`. Raises `UsageError` for `jobs` (threads) out of range."""
+        if jobs is not None and not (type(jobs) is int and 1 <= jobs <= MOST_JOBS):
+            raise UsageError(f"jobs={jobs!r}: expected 1 to {MOST_JOBS}")
         self.pieces = Pieces()
         """What was read for the targets that are closed."""
-        self._jobs = min(MOST_JOBS, len(os.sched_getaffinity(0)))
+        # More than four only wait for each other's writes.
+        self._jobs = jobs or min(4, len(os.sched_getaffinity(0)))
         self._total = total
         self._progress = progress
         self._done = 0
@@ -213,8 +217,9 @@ NOT_WRITTEN = ": nothing was written: take another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of a conversion: replacing an output, and a progress callback."""
+    """The options of a conversion: threads, replacing an output, and a progress callback."""
 
+    jobs: int | None = None
     force: bool = False
     progress: Progress | None = None
 
@@ -222,7 +227,7 @@ class Options:
     def copying(self, source: Source, total: int | None = None) -> Iterator[Copier]:
         """What copies `total` bytes, or all of the source's; they are compared with its checksums at the end."""
         size = source.data_size if total is None else total
-        with Copier(total=size, progress=self.progress) as copier:
+        with Copier(jobs=self.jobs, total=size, progress=self.progress) as copier:
             yield copier
         source.require_right([copier.pieces], NOT_WRITTEN)
 

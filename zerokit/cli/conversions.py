@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 _EPILOG = "The output is synced to disk and appears whole or not at all."
 _writing = options(
+    click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
     click.option("--force", is_flag=True, help="Replace an existing output."),
     json_option("Print the result on stdout as JSON."),
 )

@@ -59,6 +59,7 @@ def convert(
     stream: str = "master",
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     like: str | os.PathLike[str] | None = None,
+    jobs: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
@@ -74,13 +75,14 @@ def convert(
             source's own, or zerokit's for a Hugging Face folder.
         world: number of ranks that the output is cut for; by default the source's.
         dtype, stream, max_shard_size, like: of "huggingface"; see `consolidate`.
+        jobs: threads that copy; up to four by default.
         force: replace an existing output of zerokit's; a run only if it holds no more than one step.
         progress: called with the bytes copied and the bytes in all, often; what it raises ends the work.
 
     Returns what was written. Raises `UsageError` for impossible arguments, and `CheckpointError` if the source is
     damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
     """
-    checkpoint, options = open_source(source), Options(force, progress)
+    checkpoint, options = open_source(source), Options(jobs, force, progress)
     kind = format or (checkpoint.format if checkpoint.format != "huggingface" else "zerokit")
     if kind not in FORMATS:
         raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
@@ -118,6 +120,7 @@ def reshard(
     world: int,
     output: str | os.PathLike[str] | None = None,
     *,
+    jobs: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
@@ -129,11 +132,11 @@ def reshard(
     Args:
         source: the directory of a step, or of a run, whose newest step is taken.
         world: number of ranks, at least 1.
-        output, force, progress: see `convert`.
+        output, jobs, force, progress: see `convert`.
 
     Returns the step's directory: the output, or in it. Raises as `convert` does.
     """
-    done = convert(source, output, world=world, force=force, progress=progress)
+    done = convert(source, output, world=world, jobs=jobs, force=force, progress=progress)
     return done.path
 
 
@@ -146,6 +149,7 @@ def consolidate(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     like: str | os.PathLike[str] | None = None,
     force: bool = False,
+    jobs: int | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write the weights and buffers of `source` as `model.safetensors`, or as several with an index.
@@ -162,7 +166,7 @@ def consolidate(
             a single tensor that is larger has a file of its own.
         like: a folder that `from_pretrained` takes, such as the one that the training began with: its configuration,
             tokenizer and similar files are copied, so that `from_pretrained(output)` works.
-        force, progress: see `convert`.
+        force, jobs, progress: see `convert`.
 
     Returns the output. Raises as `convert` does, `UsageError` for an unknown dtype or size or a stream that is not
     there, and `CheckpointError` if `like` has no configuration or a value does not fit the dtype.
@@ -175,6 +179,7 @@ def consolidate(
         stream=stream,
         max_shard_size=max_shard_size,
         like=like,
+        jobs=jobs,
         force=force,
         progress=progress,
     ).output
