@@ -160,27 +160,29 @@ def test_a_model_file_that_counts_other_steps_is_doubted(made: Path, kind: str, 
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_round_robin_gradients_are_read_and_not_cut_anew(
+def test_round_robin_gradients_order_parameters_anew_for_each_world(
     made: Path, tmp_path: Path, changed: Any, saved: bool
 ) -> None:
-    """DeepSpeed orders parameters for each number of ranks, whether or not the configuration was a file."""
+    """Every N-th parameter from the first, from the second, and so on, whether or not the configuration was a file."""
+    paths = made / "deepspeed-2-fp32", tmp_path / "two", tmp_path / "four"
 
     def change(value: Any) -> None:
         value["ds_config"] = (
             {"zero_optimization": {"round_robin_gradients": True}} if saved else "config.json"
         )
-        if states := value.get("optimizer_state_dict"):  # names in another order than in the file
+        states = value.get("optimizer_state_dict", {})
+        if states and not paths[1].exists():  # names in another order than in the file
             states["param_slice_mappings"] = [
                 dict(reversed(m.items())) for m in states["param_slice_mappings"]
             ]
 
     changed(change)
-    assert held_bytes(open_source(made / "deepspeed-2-fp32")) == expected_bytes(made / "deepspeed-2-fp32")
-    with pytest.raises(
-        CheckpointError, match=r"trained with round_robin_gradients, .*: convert it to zerokit's"
-    ):
-        zerokit.reshard(made / "deepspeed-2-fp32", 2, tmp_path / "two")
-    assert not (tmp_path / "two").exists()
+    for world, source, output in zip((2, 4), paths, paths[1:], strict=False):
+        zerokit.reshard(source, world, output)
+    sources: Any = [open_source(path) for path in paths]
+    four, two, again = (list(source.described.details.shapes[1]) for source in sources)
+    assert (two, again) == ([four[index] for index in (0, 3, 1, 2, 4)], four)
+    assert held_bytes(sources[0]) == held_bytes(sources[1]) == held_bytes(sources[2])
 
 
 def test_sub_groups_of_an_unknown_size_are_not_cut_anew(made: Path, tmp_path: Path, changed: Any) -> None:

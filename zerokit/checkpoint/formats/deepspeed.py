@@ -201,13 +201,21 @@ class Reader:
             for number, shapes in enumerate(self.shapes)
         ]
 
-    def groups_for(self, world: int) -> list[Cut]:
-        """The groups of stages 1 and 2, cut for so many ranks."""
+    def groups_for(self, world: int, *, before: bool = False) -> list[Cut]:
+        """The groups of stages 1 and 2, cut for so many ranks.
+
+        `round_robin_gradients` gives parameters another order at each world; `before`: in the order before that.
+        """
         paddings = self.optimizers[0].get("param_alignment_paddings") or [None] * len(self.shapes)
-        return [
-            deepspeed_files.cut_group(number, self.numels(shapes), world, after)
-            for number, (shapes, after) in enumerate(zip(self.shapes, paddings, strict=True))
-        ]
+        cuts = []
+        for number, (shapes, after) in enumerate(zip(self.shapes, paddings, strict=True)):
+            names, count = list(shapes), len(shapes)
+            if self._round_robin:
+                own = dict(zip(deepspeed_files.round_robin(count, self.world), names, strict=True))
+                order = range(count) if before else deepspeed_files.round_robin(count, world)
+                names = [own[index] for index in order]
+            cuts.append(deepspeed_files.cut_group(number, self.numels(names), world, after))
+        return cuts
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -216,9 +224,8 @@ class Reader:
         settings = config.get("zero_optimization") if isinstance(config, dict) else None
         return settings if isinstance(settings, dict) else {}
 
-    @property
-    def round_robin(self) -> bool:
-        """Whether a group's parameters are in an order that DeepSpeed makes anew for each number of ranks."""
+    @cached_property
+    def _round_robin(self) -> bool:
         if self.settings:
             return bool(self.settings.get("round_robin_gradients"))
         # DeepSpeed's mappings are made before parameters are ordered so.

@@ -201,6 +201,11 @@ def cut_group(
     return Cut(group, tuple(places), size, unpadded, pieces)
 
 
+def round_robin(count: int, world: int) -> list[int]:
+    """The order of a group's parameters under `round_robin_gradients`: every N-th from the first, from the second, …"""
+    return [index for first in range(world) for index in range(first, count, world)]
+
+
 def cut_sub_group(group: int, numels: Mapping[str, int], world: int) -> Cut:
     """A sub-group of stage 3."""
     pieces: tuple[list[Piece], ...] = tuple([] for _ in range(world))

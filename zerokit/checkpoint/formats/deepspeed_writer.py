@@ -69,10 +69,7 @@ class _Writer:
         self.source, self.reader, self.world = source, reader, world
         self.cuts: Sequence[Cut]
         """The groups of stages 1 and 2, the sub-groups of stage 3, cut as DeepSpeed will cut them for the new world."""
-        model, advice = reader.files.models[0], "convert it to zerokit's format or DCP's"
         if reader.stage < 3:
-            ordered = "was trained with round_robin_gradients, which orders parameters anew for each number of ranks"
-            require(not reader.round_robin, model, f"{ordered}: {advice}")
             self.cuts = reader.groups_for(world)
         else:
             limit = int(reader.settings.get("sub_group_size", _SUB_GROUP_NUMEL))
@@ -80,8 +77,12 @@ class _Writer:
             own, self.cuts = (
                 list(deepspeed_files.sub_groups(groups, n, limit)) for n in (reader.world, world)
             )
-            unknown = "does not hold the sub_group_size by which DeepSpeed has cut it, and will cut it again"
-            require(own == reader.cuts, model, f"{unknown}: {advice}")
+            require(
+                own == reader.cuts,
+                reader.files.models[0],
+                "does not hold the sub_group_size by which DeepSpeed has cut it, and will cut it again: convert it to "
+                "zerokit's format or DCP's",
+            )
 
     def files(self) -> Iterator[tuple[str, torchwriter.TorchFile]]:
         for rank in range(self.world if self.reader.stage == 3 else 1):
@@ -128,7 +129,8 @@ class _Writer:
             masters.append(self._flat(MASTER, number, held, unpadded))
             states[number] = self._state(number, held, unpadded if elastic else cut.partition)
             paddings.append(cut.partition - unpadded)
-            places = {p.name: {"numel": p.interval.numel, "start": p.start} for p in held}
+            mapped_pieces = self.reader.groups_for(self.world, before=True)[number].pieces[rank]
+            places = {p.name: {"numel": p.interval.numel, "start": p.start} for p in mapped_pieces}
             fragments = {name: Record(_FRAGMENT, (), place, new=True) for name, place in places.items()}
             mappings.append(Ordered(fragments))
         return {
