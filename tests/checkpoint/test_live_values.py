@@ -92,10 +92,12 @@ def _unreadable(directory: str) -> None:
         pytest.raises(zerokit.CheckpointError, match=r"cannot be saved: extra\.json: not valid: 'scaler'"),
     ):
         save(directory, zero, step=1)
-    with pytest.raises(zerokit.UsageError, match="keep_last=0: expected an integer from 1"):
-        save(directory, zero, step=1, keep_last=0)
+    keep: Any
+    for keep in (3, lambda step: 1 // 0):
+        with pytest.raises(zerokit.UsageError, match="keep"):
+            save(directory, zero, step=1, keep=keep)
     assert not os.path.exists(directory)
-    save(directory, zero, step=1, keep_every=1)
+    save(directory, zero, step=1, keep=lambda step: True)
     load(directory, zero)
 
 

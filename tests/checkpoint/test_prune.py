@@ -63,6 +63,7 @@ def name_latest(run: Path, step: int, *superseded: int) -> None:
     steps=st.sets(st.integers(0, 60), min_size=1).map(list),
     keep_last=st.none() | st.integers(1, 20),
     keep_every=st.none() | st.integers(1, 9),
+    kept=st.none() | st.sets(st.integers(0, 60)),
     damaged=st.sets(st.integers(0, 60)),
     data=st.data(),
 )
@@ -70,6 +71,7 @@ def test_what_goes_and_what_stays(
     steps: list[int],
     keep_last: int | None,
     keep_every: int | None,
+    kept: set[int] | None,
     damaged: set[int],
     data: st.DataObject,
 ) -> None:
@@ -79,7 +81,7 @@ def test_what_goes_and_what_stays(
     def gone_of(steps: list[int], retention: Retention) -> list[int]:
         return retention.removed(steps, newest, lambda step: step not in damaged)
 
-    retention = Retention(keep_last, keep_every)
+    retention = Retention(keep_last, keep_every, None if kept is None else kept.__contains__)
     gone = gone_of(steps, retention)
     stays = set(steps) - set(gone)
     assert gone == sorted(set(gone))
@@ -92,9 +94,11 @@ def test_what_goes_and_what_stays(
 
     for step in gone:
         assert keep_every is None or step % keep_every
+        assert kept is None or step not in kept
         assert enough_after(step)
     for step in stays:
-        assert (keep_every is not None and step % keep_every == 0) or not enough_after(step)
+        spared = (keep_every is not None and step % keep_every == 0) or (kept is not None and step in kept)
+        assert spared or not enough_after(step)
     # Nothing more goes when it is asked again, or more generously.
     assert gone_of(sorted(stays), retention) == []
     more = replace(retention, keep_last=(keep_last or 1) + data.draw(st.integers(0, 5)))
@@ -112,14 +116,14 @@ def test_impossible_numbers(tmp_path: Path) -> None:
 def test_older_steps_go(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", *range(1, 8))
     size = files.measured(run / "step-00000001")[0]
-    found = zerokit.prune(run, keep_last=2, keep_every=3, dry_run=True)
-    assert [doomed.path.name for doomed in found.removed] == [f"step-0000000{n}" for n in (1, 2, 4, 5)]
-    assert found.bytes == 4 * size
+    found = zerokit.prune(run, keep_last=2, keep_every=3, keep=lambda step: step == 1, dry_run=True)
+    assert [doomed.path.name for doomed in found.removed] == [f"step-0000000{n}" for n in (2, 4, 5)]
+    assert found.bytes == 3 * size
     assert list_steps(run) == list(range(1, 8))
-    assert zerokit.prune(run, keep_last=2, keep_every=3).bytes == 4 * size
+    assert zerokit.prune(run, keep_last=2, keep_every=3, keep=lambda step: step == 1).bytes == 3 * size
     assert sorted(path.name for path in run.iterdir()) == [
         "latest",
-        *(f"step-0000000{n}" for n in (3, 6, 7)),
+        *(f"step-0000000{n}" for n in (1, 3, 6, 7)),
     ]
     assert zerokit.prune(run).removed == ()
     assert zerokit.verify(run).intact

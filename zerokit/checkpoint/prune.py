@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -29,24 +29,40 @@ _STEP_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rule for kept steps: the newest `keep_last` intact ones, and multiples of `keep_every`.
+    """The rule for kept steps: the newest `keep_last` intact ones, multiples of `keep_every`, and those `keep` accepts.
 
     The newest step, and the newest that is whole, always do.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
+    keep: Callable[[int], bool] | None = None
 
     @property
     def wanted(self) -> bool:
-        return self.keep_last is not None or self.keep_every is not None
+        return any(limit is not None for limit in (self.keep_last, self.keep_every, self.keep))
 
     def check(self) -> None:
-        """Raise `UsageError` for invalid counts."""
+        """Raise `UsageError` for invalid counts, and for a `keep` that is not a function."""
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= MAX_STEP):
                 raise UsageError(f"{name}={value!r}: expected an integer from 1 to {MAX_STEP}")
+        if self.keep is not None and not callable(self.keep):
+            raise UsageError(f"keep={self.keep!r}: expected a function of a step's number")
+
+    def asked(self, steps: Iterable[int]) -> Retention:
+        """The rule with `keep`'s answers for these steps; it keeps steps that appear later.
+
+        Raises `UsageError` where `keep` raises.
+        """
+        if self.keep is None:
+            return self
+        try:
+            answers = {step: bool(self.keep(step)) for step in steps}
+        except Exception as error:
+            raise UsageError(f"keep raised {type(error).__name__}: {error}") from error
+        return replace(self, keep=lambda step: answers.get(step, True))
 
     def removed(self, steps: list[int], newest: int, intact: Callable[[int], bool]) -> list[int]:
         """The steps to remove, ascending: all before the last `keep_last` that are `intact`, `newest` included.
@@ -61,7 +77,9 @@ class Retention:
 
     def spares(self, step: int) -> bool:
         """Whether the step stays regardless of its age."""
-        return self.keep_every is not None and step % self.keep_every == 0
+        return bool(
+            (self.keep_every and step % self.keep_every == 0) or (self.keep is not None and self.keep(step))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +121,7 @@ def prune(
     *,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    keep: Callable[[int], bool] | None = None,
     dry_run: bool = False,
 ) -> Pruning:
     """Remove a run's older steps, and files of dead writers in its directory.
@@ -110,14 +129,15 @@ def prune(
     Args:
         run: a run's directory; for leftovers alone any directory, such as the one where a conversion was interrupted.
         keep_last: steps go, but for the newest so many.
-        keep_every: and but for those whose number is a multiple of this. Without either only leftovers go.
+        keep_every: and but for those whose number is a multiple of this.
+        keep: and but for those for which this returns True. Without any of the three only leftovers go.
         dry_run: remove nothing, only list what would go.
 
     The newest step, the newest that is whole and the one that `latest` names always stay; superseded ones go. A step is
     renamed before its files go. Raises `UsageError` for numbers below 1, and `CheckpointError` where `run` is no
     directory, has no step that could stay or a damaged `latest`, or something cannot be removed.
     """
-    run, retention = Path(run), Retention(keep_last, keep_every)
+    run, retention = Path(run), Retention(keep_last, keep_every, keep)
     retention.check()
     with explained(run, "looked at"):
         if not run.is_dir():

@@ -41,6 +41,7 @@ def save(
     blocking: Literal[True] = ...,
     keep_last: int | None = ...,
     keep_every: int | None = ...,
+    keep: Callable[[int], bool] | None = ...,
 ) -> Path: ...
 
 
@@ -56,6 +57,7 @@ def save(
     blocking: Literal[False],
     keep_last: int | None = ...,
     keep_every: int | None = ...,
+    keep: Callable[[int], bool] | None = ...,
 ) -> Saving: ...
 
 
@@ -70,6 +72,7 @@ def save(
     blocking: bool = True,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    keep: Callable[[int], bool] | None = None,
 ) -> Path | Saving:
     """Write the whole training state as `run_directory/step-########`, and point `latest` at it. Collective.
 
@@ -94,8 +97,9 @@ def save(
             next one waits for it. `wait()` for the last one before the process group is destroyed.
         keep_last: once this step is committed, remove others but for the newest so many that are intact. Later ones, of
             another training, stay until this one has passed them. A step that cannot be removed is a warning.
-        keep_every: spares steps whose number is a multiple of it. Where `keep_last` is not given, these and the newest
-            step stay.
+        keep_every: spares steps whose number is a multiple of it.
+        keep: spares steps for which it returns True; asked on rank 0, before anything is written. Where `keep_last` is
+            not given, the newest step and what these two spare stay.
 
     Returns the step's directory, or a `Saving`. Raises `CheckpointError` on every rank if any of them fails, or the
     background save before this one did and some rank has not raised its error yet; then the directory is as before,
@@ -113,7 +117,7 @@ def save(
     together.raise_any(failed)  # here, where it cannot be overlooked: a failed save ends no later one
     require_equal("blocking", [repr(each) for each in together.exchange(blocking)])  # which selects the group
     together = together if blocking else Together(runtime.collectives, background=True)
-    retention = Retention(keep_last, keep_every)
+    retention = Retention(keep_last, keep_every, keep)
     if not weights_only:
         optimizer.settle(step)
     local = optimizer.local_steps
@@ -160,8 +164,10 @@ def _commit(
     with ExitStack() as stack:
         staging: list[Staging] = []
         contents: list[Contents] = []
+        asked: list[Retention] = []
 
         def begin() -> Path:
+            asked.append(retention.asked({*runs.list_steps(target.parent), step}))
             if not arguments.weights_only:
                 complete(part, cards, scalars, values)
             contents.append(contents_of(arguments, layout, streams, tuple(scalars), part.rest))
@@ -181,7 +187,7 @@ def _commit(
                 try:
                     if others is not None:
                         others()  # a step that only some islands have replaces no older one
-                    prune_after_save(target.parent, retention)
+                    prune_after_save(target.parent, asked[0])
                 except (CheckpointError, ScheduleError) as error:
                     warnings.warn(
                         f"{target} is saved, but older steps stay: {error}", ZerokitWarning, stacklevel=2
