@@ -138,7 +138,7 @@ def test_mlflow_holds_the_record(finished: Finished, client: MlflowClient) -> No
     curve = client.get_metric_history(run.info.run_id, "loss")
     assert [point.value for point in curve] == pytest.approx(record.loss)
     names = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
-    assert names == {"record.json", "plots"}
+    assert names == {"record.json"}
     assert read_record(Path(client.download_artifacts(run.info.run_id, "record.json"))) == record
     assert run.data.tags["zerokit.record_id"] == record.id
 

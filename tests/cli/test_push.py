@@ -39,7 +39,7 @@ def test_a_server_that_does_not_serve_is_told_once_and_left_alone(
 
     with serving(says) as (address, asked):
         warnings: list[str] = []
-        tracker = Tracker(Tracking(address, "e"), lambda records: {}, warnings.append, "zerokit push R")
+        tracker = Tracker(Tracking(address, "e"), warnings.append, "zerokit push R")
         found = Found([(Path("R"), make_record())], {}, [])
         tracker.push(found)
         assert tracker.lost

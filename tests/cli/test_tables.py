@@ -16,7 +16,7 @@ from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
 from zerokit.cli.details import notes
-from zerokit.cli.display import pictures, write_report
+from zerokit.cli.display import write_report
 from zerokit.cli.tables import show
 from zerokit.cli.work import mib, ms, rate
 
@@ -149,4 +149,3 @@ def test_a_machine_without_altair_gets_a_warning_in_the_place_of_a_page(
     assert len(warnings) == 1
     assert "the report was not written" in warnings[0]
     assert "altair" in warnings[0]
-    assert pictures(make_sweep()) == {}

@@ -46,7 +46,7 @@ from zerokit.bench.run.sweep import (
 from zerokit.bench.tracking.push import Found, Tracker, find_records
 from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.bench import RESULTS
-from zerokit.cli.display import Display, pictures, write_report
+from zerokit.cli.display import Display, write_report
 from zerokit.cli.launcher_options import take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_given
 from zerokit.errors import UsageError
@@ -192,7 +192,7 @@ def _run_single(request: Request, leader: Leader | None) -> int:
     require_data(settings, host)
     path, identity, record = _record_file(settings, request.output)
     push = f"zerokit push {shlex.quote(str(path))}{request.given}"
-    tracker = Tracker(request.tracking, pictures, display.warn, push)
+    tracker = Tracker(request.tracking, display.warn, push)
     if (refused := refusal(settings, host)) is not None:
         display.warn(refused.reason)  # before MLflow takes its seconds
     with interrupts, display:
@@ -228,7 +228,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
         require_data(settings, host)
     place = f"{shlex.quote(str(folder.path))}{request.given}"
-    tracker = Tracker(request.tracking, pictures, display.warn, f"zerokit push {place}")
+    tracker = Tracker(request.tracking, display.warn, f"zerokit push {place}")
     written = {"records": str(folder.path / "cells")}
     with interrupts, folder.alone(), display:
         sweep = prepare(folder, sweep)

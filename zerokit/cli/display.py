@@ -5,7 +5,6 @@ On a terminal progress is drawn as bars; elsewhere a sweep writes a plain line a
 
 from __future__ import annotations
 
-import logging
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -168,19 +167,6 @@ def _part(progress: BenchProgress) -> str:
     if progress.done == progress.total:
         return "finishing"
     return "warm-up" if progress.done <= progress.warmup else "measuring"
-
-
-def pictures(records: Sequence[Record]) -> Mapping[str, bytes]:
-    """PNG files by name, of one bench or several; empty if no bench succeeded."""
-    if not any(record.status == "ok" for record in records):
-        return {}
-    try:
-        from zerokit.bench.report.render import plots
-
-        return plots(records)
-    except Exception as error:
-        logging.getLogger(__name__).warning("no plots: %s: %s", type(error).__name__, error)
-        return {}
 
 
 def write_report(records: Sequence[Record], path: Path, warn: Callable[[str], None]) -> bool:

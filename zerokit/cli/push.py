@@ -25,7 +25,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     """
     from zerokit.bench.tracking.push import Done, Mirror, find_records, push
     from zerokit.bench.tracking.store import Store, Tracking, resolve_uri
-    from zerokit.cli.display import open_lines, pictures
+    from zerokit.cli.display import open_lines
     from zerokit.launch.interrupts import Interrupts
 
     records = find_records(paths)
@@ -40,7 +40,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
 
     with Interrupts() as interrupts:
         mirror = Mirror(Store.open(tracking))
-        push(records, mirror, pictures, interrupted=interrupts.check, show=show)
+        push(records, mirror, interrupted=interrupts.check, show=show)
     counts = Counter(done.outcome for done in results)
     if as_json:
         content = [{**asdict(done), "path": str(done.path)} for done in results]

@@ -40,7 +40,7 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     from zerokit.bench.run.session import record_path
     from zerokit.bench.run.sweep import exit_code
     from zerokit.bench.tracking.push import Tracker, find_records
-    from zerokit.cli.display import Display, pictures
+    from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.kubernetes import Pods, apply, find_json, follow, render, to_yaml
 
@@ -87,7 +87,7 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
     record = Record.from_json(find_json(log))
     write_record(record, path)
     if tracked_here:
-        tracker = Tracker(request.tracking, pictures, display.warn, f"zerokit push {shlex.quote(str(path))}")
+        tracker = Tracker(request.tracking, display.warn, f"zerokit push {shlex.quote(str(path))}")
         tracker.push(find_records([path]))
     _show(path, display, as_json=request.as_json, single=True, log=None)
     return exit_code([record])

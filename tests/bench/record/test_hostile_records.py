@@ -116,7 +116,7 @@ def quick() -> Iterator[None]:
         patch.setattr(render, "svg", lambda picture, width: "")
         patch.setattr(render, "bundle", lambda: "")
         patch.setattr(Store, "open", mock.Mock())
-        patch.setattr(Mirror, "push", lambda mirror, record, pictures: ("new", "a run"))
+        patch.setattr(Mirror, "push", lambda mirror, record: ("new", "a run"))
         yield
 
 

@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def pictures(records: Sequence[Record]) -> dict[str, bytes]:
-    return {"p.png": b"picture"}
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFolder:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -49,7 +45,7 @@ def run(
 ) -> tuple[list[Record], Watcher, Tracker]:
     """As `zerokit bench` does: each cell is pushed, and the whole at the end or after an interruption."""
     watcher, sweeps = Watcher(), {sweep.id: (sweep, folder)}
-    tracker = Tracker(tracking, pictures, watcher.warn, "zerokit push HERE")
+    tracker = Tracker(tracking, watcher.warn, "zerokit push HERE")
 
     def track(path: Path, record: Record) -> None:
         tracker.push(Found([(path, record)], sweeps, []), going_on=True)
@@ -61,7 +57,7 @@ def run(
 
 
 def pushed(tracking: Tracking, *paths: Path) -> Counter[str]:
-    done = push(find_records(paths), Mirror(Store.open(tracking)), pictures)
+    done = push(find_records(paths), Mirror(Store.open(tracking)))
     return Counter(one.outcome for one in done)
 
 
@@ -88,7 +84,7 @@ def assert_mirrored(client: MlflowClient, tracking: Tracking, records: list[Reco
         assert child.info.status == {"failed": "FAILED", "killed": "KILLED"}.get(record.status, "FINISHED")
         assert len(client.get_metric_history(child.info.run_id, "loss")) == len(record.loss)
         names = {artifact.path for artifact in client.list_artifacts(child.info.run_id)}
-        assert {"record.json", "plots"} <= names
+        assert names == {"record.json"}
 
 
 def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
@@ -112,7 +108,6 @@ def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
     assert parent.data.tags["zerokit.cells.ok"] == "8"
     assert parent.data.tags["zerokit.cells.unsupported"] == "2"
     assert {artifact.path for artifact in client.list_artifacts(parent.info.run_id)} == {
-        "plots",
         "sweep.json",
     }
     assert parent.info.status == "KILLED"  # two cells are missing

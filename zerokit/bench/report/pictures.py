@@ -1,6 +1,6 @@
 """The six pictures of cells: throughput, memory, state, steps, communication and loss, each a Vega-Lite specification.
 
-A specification has no width: the page gives it that of its column, a file one of its own. Names and figures are labels
+A specification has no width: the page gives it that of its column. Names and figures are labels
 of the axis and legends, for which Vega-Lite finds the room.
 
 The look is in `theme.json` beside this module: colours for light and dark, fonts and lines. A specification names a
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +37,6 @@ CONFIG: dict[str, Any] = _THEME["config"]
 def colour(role: str) -> str:
     """The name of a role in specifications."""
     return f"var(--{role})"
-
-
-def in_light(text: str) -> str:
-    """The text with every role replaced by its light colour, for drawings outside a page."""
-    return re.sub(r"var\(--([a-z0-9-]+)\)", lambda found: COLOURS[found[1]][0], text)
 
 
 NARROW = 350  # pixels: the narrowest column that a picture has to fit, that of a telephone

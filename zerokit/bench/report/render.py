@@ -1,4 +1,4 @@
-"""HTML pages and picture files: self-contained, for light, dark, narrow and print, safe for any record.
+"""HTML pages: self-contained, for light, dark, narrow and print, safe for any record.
 
 A record is somebody's file: its texts are escaped or data, and of scripts a page allows only the one that draws, by its
 digest, with nothing from outside. Without that script the same pictures stand still.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -41,8 +40,8 @@ from zerokit.bench.comparison.tables import (
     usual_metrics,
 )
 from zerokit.bench.record.metrics import METRICS
-from zerokit.bench.record.record import FORMAT, Record, Run, write_text
-from zerokit.bench.report.pictures import COLOURS, CONFIG, NARROW, Picture, colour, in_light, make_pictures
+from zerokit.bench.record.record import FORMAT, Run, write_text
+from zerokit.bench.report.pictures import COLOURS, CONFIG, NARROW, Picture, make_pictures
 from zerokit.errors import ZerokitError
 
 
@@ -120,12 +119,6 @@ def write_page(text: str, path: Path) -> None:
         raise ZerokitError(f"the page cannot be written to {path}: {error.strerror}") from error
 
 
-def plots(records: Sequence[Record]) -> dict[str, bytes]:
-    """PNG files by name; pictures without enough figures are left out."""
-    runs = [Run("", tuple(records))]
-    return {f"{one.name}.png": png(one) for one in make_pictures(make_cells(runs))}
-
-
 def render(runs: Sequence[Run], baseline: str | None = None) -> str:
     """The page's HTML."""
     cells = make_cells(runs, baseline)
@@ -155,24 +148,13 @@ def specification(picture: Picture) -> dict[str, Any]:
 
 
 def svg(picture: Picture, width: int) -> str:
-    """A static SVG for a page whose styles define the roles' colours."""
-    text = vl_convert.vegalite_to_svg(_still(picture, width), _VERSION, config=CONFIG)
-    # Names of clipping paths are their drawing's own; in a page there are several drawings.
-    return re.sub(r'(id="|url\(#)(?=clip)', rf"\g<1>{picture.name}-{width}-", text)
-
-
-def png(picture: Picture) -> bytes:
-    """A static PNG in light colours, with its title."""
-    config = CONFIG | {"background": colour("ground"), "padding": 12}
-    drawing = _still(picture, WIDE) | {"title": {"text": picture.title}, "config": config}
-    return bytes(vl_convert.vegalite_to_png(in_light(json.dumps(drawing)), _VERSION, scale=2))
-
-
-def _still(picture: Picture, width: int) -> dict[str, Any]:
-    """`width` pixels wide as a whole."""
+    """A static SVG, `width` pixels wide, for a page whose styles define the roles' colours."""
     plot = specification(picture)
     fit = plot["autosize"] | {"resize": True}  # a legend may take a second row once the width is known
-    return plot | {"width": width, "autosize": fit}
+    still = plot | {"width": width, "autosize": fit}
+    text = vl_convert.vegalite_to_svg(still, _VERSION, config=CONFIG)
+    # Names of clipping paths are their drawing's own; in a page there are several drawings.
+    return re.sub(r'(id="|url\(#)(?=clip)', rf"\g<1>{picture.name}-{width}-", text)
 
 
 @cache

@@ -22,8 +22,6 @@ from zerokit.bench.tracking.content import Status, Tag, moment_ms, sweep_status
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError, ZerokitError
 
-Pictures = Callable[[Sequence[Record]], Mapping[str, bytes]]
-"""Plots of records by file name."""
 Pushed = Literal["new", "completed", "there", "left out"]
 # "Out of memory" and "unsupported" are results.
 _STATUSES: Mapping[str, Status] = {"failed": "FAILED", "killed": "KILLED"}
@@ -115,7 +113,7 @@ class Mirror:
             self.store.write(self._parents[sweep], params=params)
         return self._parents[sweep]
 
-    def end_sweep(self, sweep: Sweep, folder: SweepFolder, pictures: Pictures) -> None:
+    def end_sweep(self, sweep: Sweep, folder: SweepFolder) -> None:
         """Write a sweep's outcome to its run: counts by status, and files. The same once more changes nothing."""
         run_id, records = self.parent(sweep.id), folder.records(sweep)
         counts = Counter(record.status for record in records)
@@ -123,7 +121,6 @@ class Mirror:
         files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
         if folder.report.exists():
             files[folder.report.name] = folder.report.read_bytes()
-        files |= {f"plots/{name}": drawn for name, drawn in pictures(records).items()}
         self.store.write(run_id, tags=tags, files=files)
         ended = max(map(moment_ms, records), default=None)
         self.store.client.set_terminated(run_id, sweep_status(sweep, records), ended)
@@ -133,11 +130,8 @@ class Mirror:
         if self.store.client.get_run(self.parent(sweep)).info.status == "RUNNING":
             self.store.client.set_terminated(self.parent(sweep), "FINISHED")
 
-    def push(self, record: Record, pictures: Pictures) -> tuple[Pushed, str]:
-        """Write a record to its run and end it; returns what was done, and the run's id.
-
-        `pictures` makes plots by file name, and is called only when they are needed.
-        """
+    def push(self, record: Record) -> tuple[Pushed, str]:
+        """Write a record to its run and end it; returns what was done, and the run's id."""
         if record.status == "unsupported" and record.sweep is not None:
             # MLflow has no status that says so: the sweep's own run counts them.
             return "left out", ""
@@ -157,10 +151,8 @@ class Mirror:
         tags = content.run_tags(record)
         if record.sweep is not None:
             tags[Tag.PARENT] = self.parent(record.sweep)
-        files: dict[str, str | bytes] = {"record.json": text}
-        files |= {f"plots/{name}": drawn for name, drawn in pictures([record]).items()}
         params, points = content.run_params(record), content.run_points(record)
-        self.store.write(run_id, params=params, tags=tags, points=points, files=files)
+        self.store.write(run_id, params=params, tags=tags, points=points, files={"record.json": text})
         ended = max(moment_ms(record), started)  # of a cell that was refused the record is older than the run
         self.store.client.set_terminated(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
         self.store.write(run_id, tags={Tag.COMPLETE: digest})
@@ -170,7 +162,6 @@ class Mirror:
 def push(
     found: Found,
     mirror: Mirror,
-    pictures: Pictures,
     *,
     going_on: bool = False,
     interrupted: Callable[[], None] = lambda: None,
@@ -190,7 +181,7 @@ def push(
         mirror.parent(sweep.id, sweep)
     for path, record in found.records:
         interrupted()
-        outcome, run_id = mirror.push(record, pictures)
+        outcome, run_id = mirror.push(record)
         known = record.sweep is not None and record.sweep in found.sweeps
         shown = mirror.parent(str(record.sweep)) if known else run_id
         results.append(Done(path, outcome, run_id or None, page=mirror.store.link(shown)))
@@ -198,7 +189,7 @@ def push(
     if going_on:
         return results
     for sweep, folder in found.sweeps.values():
-        mirror.end_sweep(sweep, folder, pictures)
+        mirror.end_sweep(sweep, folder)
     for identity in {record.sweep for _, record in found.records if record.sweep} - found.sweeps.keys():
         mirror.end_unknown_sweep(identity)
     return results
@@ -212,7 +203,6 @@ class Tracker:
     """
 
     tracking: Tracking | None
-    pictures: Pictures
     warn: Callable[[str], None]
     later: str
     lost: bool = field(default=False, init=False)
@@ -226,7 +216,7 @@ class Tracker:
             return
         try:
             self._mirror = self._mirror or Mirror(Store.open(self.tracking))
-            for done in push(found, self._mirror, self.pictures, going_on=going_on):
+            for done in push(found, self._mirror, going_on=going_on):
                 self.run_id, self.page = done.run_id, done.page
             for sweep in found.sweeps:
                 self.run_id = self._mirror.parent(sweep)
