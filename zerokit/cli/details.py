@@ -1,19 +1,17 @@
-"""Details of a single run: the meaning of its figures, its ranks, and other facts."""
+"""Details of a single run: the meaning of its figures, and other facts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.tables import in_order, usual_metrics, within_noise
-from zerokit.bench.record.measured import Rank
 from zerokit.bench.record.metrics import METRICS, OPERATIONS, measure
 from zerokit.bench.record.record import Record
-from zerokit.bench.record.statistics import FEWEST, quantile
+from zerokit.bench.record.statistics import FEWEST
 from zerokit.cli.work import counted, loss, mib, ms, rate
 
 NARROWEST = 80
@@ -31,8 +29,6 @@ def annotate(rows: Sequence[tuple[Sequence[Text], Text]], right: int = -1) -> Ta
     return table
 
 
-RANKS_SHOWN = 16
-"""With more ranks, only those with the least and the most memory are shown."""
 _PLANNED = ("step/planned_ms", "memory/step_peak_mib", "memory/planned_peak_mib")
 _MORE = ("step/wall_mean_ms", *_PLANNED, *(f"bus/{name}_gb_per_s" for name in OPERATIONS))
 
@@ -125,41 +121,3 @@ def record_rows(record: Record) -> Iterator[tuple[str, str, str]]:
             f"step {last.step}",
             f"{counted(len(done.saves), 'checkpoint')} in {run}; the last {mib(last.size_bytes)}, {ms(last.ms)}",
         )
-
-
-def rank_table(console: Console, ranks: Sequence[Rank]) -> RenderableType:
-    """One row per rank: its steps, its peak memory, and its counted and predicted state.
-
-    Where the terminal is too narrow, what matters least is left out.
-    """
-    shown = ranks if len(ranks) <= RANKS_SHOWN else [min(ranks, key=_peak), max(ranks, key=_peak)]
-
-    def total(memory: dict[str, int] | None) -> str:
-        return "" if memory is None else mib(memory["total"])
-
-    columns = {
-        "rank": [str(rank.rank) for rank in shown],
-        "step p50": [ms(quantile(rank.step_ms, 0.5)) if rank.step_ms else "" for rank in shown],
-        "peak host": [mib(rank.peak_host_bytes) for rank in shown],
-        "peak CUDA": [mib(rank.peak_allocated_bytes) if rank.peak_allocated_bytes else "" for rank in shown],
-        "node": [str(rank.node) for rank in shown],
-        "state": [total(rank.memory_bytes) for rank in shown],
-        "predicted": [total(rank.predicted_memory_bytes) for rank in shown],
-    }
-    columns = {title: values for title, values in columns.items() if any(values)}
-    while sum(max(map(len, [title, *values])) + 2 for title, values in columns.items()) > console.width + 2:
-        columns.popitem()
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for title in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    if "state" not in columns:
-        return table
-    return Group(
-        table, Text("state: parameters, gradients, optimizer, buckets; part of the peak", style="dim")
-    )
-
-
-def _peak(rank: Rank) -> int:
-    return rank.peak_allocated_bytes or rank.peak_host_bytes

@@ -23,7 +23,7 @@ from zerokit.bench.comparison.tables import (
 )
 from zerokit.bench.record.metrics import METRICS, PACED
 from zerokit.bench.record.schema import to_plain
-from zerokit.cli.details import NARROWEST, annotate, detailed_metrics, notes, rank_table, record_rows
+from zerokit.cli.details import NARROWEST, annotate, detailed_metrics, notes, record_rows
 from zerokit.text import printable
 
 _ANY_WIDTH = 1000
@@ -34,7 +34,7 @@ _STYLES = {"better": "green", "worse": "red", "": "dim"}
 def show(console: Console, cells: Sequence[Cell], metrics: Sequence[str] = ()) -> None:
     """Print the common conditions, the table, the differences, and the meaning of the marks.
 
-    A single run is shown with its ranks and what each figure means. Without `metrics`, those that matter most.
+    A single run is shown with what each figure means. Without `metrics`, those that matter most.
     """
     # No line of a pipe is folded.
     console.width = max(console.width, NARROWEST) if console.is_terminal else _ANY_WIDTH
@@ -47,8 +47,6 @@ def show(console: Console, cells: Sequence[Cell], metrics: Sequence[str] = ()) -
         console.print(Text(note, style="yellow"))
     if single:
         console.print(_annotated(cells[0], columns))
-        if not metrics:
-            console.print(Text(), rank_table(console, cells[0].first.ranks), sep="\n")
     elif columns:
         table = (_by_metric if len(ran) <= FEW else _by_cell)(ran, columns)
         wide = Measurement.get(console, console.options.update(max_width=_ANY_WIDTH), table).minimum
