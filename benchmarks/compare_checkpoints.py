@@ -133,7 +133,7 @@ READ_AND_HALF = "read masters, cp + sync (bf16 weights)"
 """The floors."""
 
 Words = Sequence[str | Path]
-_ZEROKIT = (sys.executable, "-m", "zerokit.cli")
+_ZEROKIT = (sys.executable, "-m", "zerokit")
 _COPY = ("sh", "-c", 'cp -r "$0" "$1" && sync')
 _DCP_TO_TORCH = (
     "import sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as convert;"

@@ -75,7 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with wired_hosts() as hosts:
         limit(hosts, arguments.gbits)
         command = [
-            *(*hosts.inside("a"), sys.executable, "-m", "zerokit.cli", "bench", "--launcher", "ssh"),
+            *(*hosts.inside("a"), sys.executable, "-m", "zerokit", "bench", "--launcher", "ssh"),
             *("--hosts", "a,b", "--ssh-option", f"-F {hosts.config}", "--no-mlflow", *arguments.bench),
         ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -34,7 +34,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 
 def zerokit(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the command to its end."""
-    return run_python(folder, "-m", "zerokit.cli", *arguments, **more)
+    return run_python(folder, "-m", "zerokit", *arguments, **more)
 
 
 def run_python(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -93,7 +93,7 @@ def _torchrun(arguments: list[str]) -> None:
 
 FORKS = ("--run-path", "--start-method", "fork")
 """Options of torchrun by which its workers are forks of it, and run a file: `CLI`, say."""
-CLI = str(ROOT / "zerokit" / "cli" / "__main__.py")
+CLI = str(ROOT / "zerokit" / "__main__.py")
 
 
 def torchrun(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -116,7 +116,7 @@ class _Started(subprocess.Popen[str]):
 def start(folder: Path, arguments: Sequence[str], **more: str) -> subprocess.Popen[str]:
     """Start the command; its own session, as a shell would give it, keeps signals from this process."""
     return _Started(
-        [sys.executable, "-m", "zerokit.cli", *arguments],
+        [sys.executable, "-m", "zerokit", *arguments],
         cwd=folder,
         env=environment(folder, **more),
         stdout=subprocess.PIPE,

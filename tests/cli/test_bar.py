@@ -22,7 +22,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_stdout_stays_data(tmp_path: Path) -> N
     master, terminal = pty.openpty()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "zerokit.cli", "verify", "step"],
+            [sys.executable, "-m", "zerokit", "verify", "step"],
             cwd=tmp_path,
             env=environment(tmp_path, TERM="xterm"),
             stdout=subprocess.PIPE,

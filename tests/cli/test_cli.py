@@ -35,7 +35,7 @@ def test_help_answers_without_torch_mlflow_or_rich(tmp_path: Path) -> None:
 def test_a_full_standard_output_is_an_error(unbuffered: str, tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "zerokit.cli", "--help"],
+            [sys.executable, "-m", "zerokit", "--help"],
             env=environment(tmp_path, PYTHONUNBUFFERED=unbuffered),
             stdout=full,
             stderr=subprocess.PIPE,
@@ -46,7 +46,7 @@ def test_a_full_standard_output_is_an_error(unbuffered: str, tmp_path: Path) -> 
 
 
 def test_a_working_directory_that_is_gone_is_an_error(tmp_path: Path) -> None:
-    line = f"mkdir gone; cd gone; rmdir ../gone; exec {shlex.quote(sys.executable)} -m zerokit.cli doctor --quick"
+    line = f"mkdir gone; cd gone; rmdir ../gone; exec {shlex.quote(sys.executable)} -m zerokit doctor --quick"
     done = subprocess.run(
         ["sh", "-c", line],
         cwd=tmp_path,
@@ -64,7 +64,7 @@ def test_a_working_directory_that_is_gone_is_an_error(tmp_path: Path) -> None:
 def test_a_closed_standard_error_is_no_damage(tmp_path: Path) -> None:
     layout = example_layout(1)
     write_checkpoint(tmp_path / "step", layout, example_content(layout))
-    line = f"{shlex.quote(sys.executable)} -m zerokit.cli verify step 2>&-"
+    line = f"{shlex.quote(sys.executable)} -m zerokit verify step 2>&-"
     done = subprocess.run(
         line, shell=True, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, check=False
     )
@@ -79,7 +79,7 @@ def test_an_encoding_without_a_sign_escapes_it(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     assert r"checkpoint/step  0 \u2192 1" in done.stdout
     written = subprocess.run(
-        [sys.executable, "-m", "zerokit.cli", "reshard", "0", "--to", "2", "-o", "\udcff"],
+        [sys.executable, "-m", "zerokit", "reshard", "0", "--to", "2", "-o", "\udcff"],
         cwd=tmp_path,
         env=environment(tmp_path, PYTHONIOENCODING="utf-8:strict"),
         stdout=subprocess.PIPE,

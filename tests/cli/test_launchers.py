@@ -53,7 +53,7 @@ def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     done = bench(*options.split())
     assert done.exit_code == 0, done.output
     (line,) = (line for line in done.output.splitlines() if line.startswith("srun "))
-    assert line.endswith(' py -m zerokit.cli bench --stage 3 --launcher env --output "$folder"/record.json')
+    assert line.endswith(' py -m zerokit bench --stage 3 --launcher env --output "$folder"/record.json')
     assert "\nexport A=1\nexport MASTER_ADDR=n1\n" in done.output
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=3\n" in done.output
     # The submitter waits for this file, in a folder too.
@@ -154,7 +154,7 @@ def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path) -> None:
     (there := tmp_path / "there").mkdir()
     alone = zerokit_forked(here, *BENCH, "--nproc-per-node", "2", "--no-mlflow", OMP_NUM_THREADS="1")
     assert alone.returncode == 0, alone.stderr
-    done = by_torchrun(there, "-m", "zerokit.cli", *BENCH)
+    done = by_torchrun(there, "-m", "zerokit", *BENCH)
     assert done.returncode == 0, done.stderr
     assert len(list(there.glob("*.json"))) == 1
     record = read_record(there / "record.json")
@@ -170,7 +170,7 @@ def test_torchruns_ranks_leave_one_record_and_one_run(tmp_path: Path) -> None:
 def test_a_killed_torchrun_leaves_nothing(tmp_path: Path) -> None:
     """That of the second node: the store in which ranks meet lives on with the first. Its workers are no forks, which
     torch would end with it."""
-    long = ("-m", "zerokit.cli", "bench", *TINY, "--steps", "1000000", "--device", "cpu", "--no-mlflow")
+    long = ("-m", "zerokit", "bench", *TINY, "--steps", "1000000", "--device", "cpu", "--no-mlflow")
     words: tuple[str, ...] = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
     words += ("--master-port", str(free_port()))
     with (

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.commands import environment
 
-QUICK = f"{shlex.quote(sys.executable)} -m zerokit.cli doctor --quick --json disk"
+QUICK = f"{shlex.quote(sys.executable)} -m zerokit doctor --quick --json disk"
 
 
 _MOUNT, _NET = "--mount", "--net"

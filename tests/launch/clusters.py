@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-ZEROKIT = [sys.executable, "-m", "zerokit.cli"]
+ZEROKIT = [sys.executable, "-m", "zerokit"]
 MODEL = ["bench", "--model", "gpt-tiny", "--seq-len", "16", "--warmup", "1", "--no-twin", "--json"]
 SHORT = [*MODEL, "--steps", "4"]
 LONG = [*MODEL, "--steps", "100000", "--no-mlflow"]

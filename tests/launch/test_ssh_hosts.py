@@ -42,7 +42,7 @@ def everything(hosts: Hosts, host: str) -> list[int]:
 
 def left_over(hosts: Hosts) -> list[int]:
     return [
-        pid for host in ("a", "b") for pid in everything(hosts, host) + hosts.processes(host, "zerokit.cli")
+        pid for host in ("a", "b") for pid in everything(hosts, host) + hosts.processes(host, "-m zerokit ")
     ]
 
 

@@ -159,7 +159,7 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
         inside /= f"{datetime.now():%Y%m%d-%H%M%S-%f}.json"
     python = options["remote_python"] or sys.executable
     arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
-    command = [python, "-m", "zerokit.cli", "bench", *arguments, "--launcher", "env"]
+    command = [python, "-m", "zerokit", "bench", *arguments, "--launcher", "env"]
     given = allocation.variables.items()
     if any(without_secrets(word) != word for word in command) or any(
         without_secrets_named(name, value) != value for name, value in given
