@@ -29,7 +29,7 @@ def annotate(rows: Sequence[tuple[Sequence[Text], Text]], right: int = -1) -> Ta
     return table
 
 
-_PLANNED = ("step/planned_ms", "memory/step_peak_mib", "memory/planned_peak_mib")
+_PLANNED = ("step/planned_ms", "memory/step_peak_mib")
 _MORE = ("step/wall_mean_ms", *_PLANNED, *(f"bus/{name}_gb_per_s" for name in OPERATIONS))
 
 
@@ -76,7 +76,6 @@ def notes(record: Record) -> dict[str, str]:
         most = max((rank.predicted_memory_bytes or {}).get("total", 0) for rank in record.ranks)
         texts["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
     if (planned := record.planned) is not None and planned.total_bytes:
-        texts["memory/planned_peak_mib"] = "zerokit plan's prediction for a rank's tensors"
         texts["memory/step_peak_mib"] = f"all tensors of rank 0; planned {mib(planned.total_bytes)}"
         if planned.step_ms is not None:
             texts["step/planned_ms"] = "zerokit plan's prediction"

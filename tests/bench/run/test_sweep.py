@@ -149,6 +149,17 @@ def test_what_fails_after_the_steps_is_warned_of_and_costs_no_cell(
     ]
 
 
+def test_an_interrupted_twin_costs_no_measured_steps(folder: SweepFolder) -> None:
+    def act(settings: Settings, job: Path) -> None:
+        write_record(record_of(settings, None), job.parent / "record.json")
+        raise Stopped("enough")
+
+    sweep = prepare(folder, make(stage=(1, 2)))
+    with pytest.raises(Stopped):
+        run(sweep, folder, Ranks(act))
+    assert [record.status for record in folder.records(sweep)] == ["ok"]
+
+
 def test_a_folder_goes_on_with_the_same_cells_only(folder: SweepFolder) -> None:
     (folder.path.parent / "file").touch()
     with (

@@ -221,7 +221,8 @@ def _train(
         folder = work / f"restart-{restarts}" if restarts else work
         kills, part = oom_kills(), journal.count() if journal else 0
         try:
-            return replace(_launch(settings, folder, host, asked.sweep), id=asked.id), None
+            record, cut_short = _launch(settings, folder, host, asked.sweep)
+            return replace(record, id=asked.id), cut_short
         except BaseException as error:
             outcome, failed = what_happened(error, folder / JOB, kills), error
             if isinstance(error, host.interruptions):
@@ -241,8 +242,10 @@ def _train(
     return replace(asked, status=outcome.status, reason=reason, created=_now(), parts=parts), failed
 
 
-def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Record:
-    """Launch the ranks and read what rank 0 has written."""
+def _launch(
+    settings: Settings, work: Path, host: Host, sweep: str | None
+) -> tuple[Record, BaseException | None]:
+    """Launch the ranks and read what rank 0 has written; also returns what interrupted them after that."""
     host.interrupted()
     work.mkdir(exist_ok=True)
     written, job, progress = work / "record.json", work / JOB, work / "progress"
@@ -263,7 +266,7 @@ def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Re
             log_dir=work,
             poll=poll,
         )
-    except WorkerFailed as error:
+    except (WorkerFailed, *host.interruptions) as error:
         if settings.elastic or not written.exists():
             raise
         # The measured steps are written, and with zerokit's `bandwidth` all but the twin.
@@ -272,12 +275,12 @@ def _launch(settings: Settings, work: Path, host: Host, sweep: str | None) -> Re
         what = _NO_TWIN if not before else f"{_NO_TWIN}, or collectives by themselves before it,"
         why = str(error).partition("\n")[0]
         host.watch.warn(f"{what} failed: {why}")
-        return record
+        return record, error if isinstance(error, host.interruptions) else None
     record = read_record(written)
     has_twin = settings.world > 1 and not settings.elastic and settings.engine != "compute-only"
     if settings.twin and has_twin and record.twin is None:
         host.watch.warn(f"{_NO_TWIN} had no room in memory beside the cell")
-    return record
+    return record, None
 
 
 def _put(record: Record, path: Path, host: Host, *, fresh: bool) -> Record:
