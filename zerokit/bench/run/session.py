@@ -257,6 +257,7 @@ def _launch(
             host.watch.show(latest)
 
     host.watch.phase(f"starting {_ranks(settings)}")
+    survivable: tuple[type[BaseException], ...] = (WorkerFailed, *host.interruptions)
     try:
         host.launch(
             "zerokit.bench.worker",
@@ -266,7 +267,7 @@ def _launch(
             log_dir=work,
             poll=poll,
         )
-    except (WorkerFailed, *host.interruptions) as error:
+    except survivable as error:
         if settings.elastic or not written.exists():
             raise
         # The measured steps are written, and with zerokit's `bandwidth` all but the twin.
