@@ -78,6 +78,11 @@ def test_drift_is_said_first() -> None:
     assert "speed changed" not in table([paced(1.0), other], 160)
 
 
+def test_a_loss_that_was_not_finite_is_said_first() -> None:
+    record = make_record(loss=[5.5, 5.0, None, 4.5])
+    assert table([record], 160).splitlines()[1] == "zerokit 2: the loss was not finite at step 3."
+
+
 def test_stages_that_an_engine_does_not_have_share_a_reason() -> None:
     records = [
         make_failure("unsupported", f"ddp has no stage {stage}: it has 0", "ddp", stage) for stage in (1, 2)

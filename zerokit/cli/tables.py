@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.bench.comparison.cells import Cell, common_words, conditions, drift_notes, unsupported
+from zerokit.bench.comparison.cells import Cell, common_words, conditions, unsupported, warnings_of
 from zerokit.bench.comparison.differences import Regression, difference, loss_note
 from zerokit.bench.comparison.tables import (
     EXTRA_STEPS,
@@ -43,8 +43,8 @@ def show(console: Console, cells: Sequence[Cell], metrics: Sequence[str] = ()) -
     usual = detailed_metrics(cells) if single else usual_metrics(cells)
     columns = columns_of(ran, metrics or usual)
     console.print(Text(printable(", ".join(common_words(cells))), style="bold"))
-    for note in drift_notes(cells):
-        console.print(Text(note, style="yellow"))
+    for note in warnings_of(cells):
+        console.print(Text(printable(note), style="yellow"), soft_wrap=True)
     if single:
         console.print(_annotated(cells[0], columns))
     elif columns:
@@ -239,7 +239,7 @@ def comparison_json(
     content = {
         "cells": [_plain(cell) for cell in cells],
         "differing": dict(conditions(cells)[0]),
-        "drift": drift_notes(cells),
+        "warnings": warnings_of(cells),
         "regressions": rules(True),
         "not_known": rules(False),
         "losses_differ": list(differing),

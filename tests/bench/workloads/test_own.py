@@ -104,7 +104,7 @@ def test_a_module_that_is_not_there_is_refused(folder: Path, module: str) -> Non
         ("mine_for_tests:wrong", r"wrong\(\) returned a Net: expected a workload"),
         (
             "mine_for_tests:wordy",
-            "unit 'words', 1 of them a sample: expected tokens, images, samples, and at",
+            "unit 'words', 1 of them a sample: expected tokens, images, samples, and a",
         ),
         ("mine_for_tests:broken", r"broken\(\) failed: RuntimeError: no weights today"),
         ("bad_for_tests:tiny", "importing bad_for_tests failed: ModuleNotFoundError"),

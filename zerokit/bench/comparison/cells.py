@@ -240,7 +240,17 @@ def common_words(cells: Sequence[Cell]) -> list[str]:
     return words
 
 
-def drift_notes(cells: Sequence[Cell]) -> list[str]:
+def warnings_of(cells: Sequence[Cell]) -> list[str]:
+    """What a reader has to know before all figures: losses that were not finite, and the machine's drift."""
+    found = []
+    for cell in cells:
+        steps = [record.loss.index(None) + 1 for record in cell.measured_records if None in record.loss]
+        if steps:
+            found.append(f"{cell.label}: the loss was not finite at step {min(steps)}.")
+    return found + _drift(cells)
+
+
+def _drift(cells: Sequence[Cell]) -> list[str]:
     """Warnings if the machine's speed changed by more than `DRIFT` between runs or during one.
 
     The pace is that of the compute-only twins, else that of equal cells in several rounds.

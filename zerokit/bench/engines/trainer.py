@@ -109,10 +109,20 @@ class Trainer:
             with self.micro_batch(last=number == len(batches) - 1):
                 mark("forward")
                 loss = self.forward(batch)
+                self._require_loss(loss)
                 mark("backward")
                 self.backward(loss / len(batches))
             losses.append(loss.detach())
         return losses
+
+    def _require_loss(self, found: object) -> None:
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            what = (
+                f"tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            )
+            raise UsageError(
+                f"{self.settings.model}: forward returned a {what}: expected the loss, one number in a tensor"
+            )
 
     def step(
         self, batches: Sequence[Batch], mark: Mark = lambda part: None

@@ -24,9 +24,9 @@ from zerokit.bench.comparison.cells import (
     Cell,
     common_words,
     conditions,
-    drift_notes,
     make_cells,
     unsupported,
+    warnings_of,
 )
 from zerokit.bench.comparison.tables import (
     EXTRA_STEPS,
@@ -53,7 +53,7 @@ def page_content(cells: Sequence[Cell], runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "title": _title(cells),
         "subtitle": _subtitle(cells),
-        "drift": drift_notes(cells),
+        "warnings": warnings_of(cells),
         "headlines": [] if len(runs) > 1 else best_headlines(cells),
         "single": len(cells) > 1 and any(len(cell.measured_records) == 1 for cell in cells),
         "ran": ran,

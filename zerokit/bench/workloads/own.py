@@ -41,10 +41,11 @@ class Own:
     init_fn: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS or self.units_per_sample < 1:
+        number: object = self.units_per_sample
+        if self.unit not in UNITS or not isinstance(number, int) or number < 1:
             raise UsageError(
-                f"unit {self.unit!r}, {self.units_per_sample} of them a sample: expected {', '.join(UNITS)}, and at "
-                "least 1"
+                f"unit {self.unit!r}, {self.units_per_sample} of them a sample: expected {', '.join(UNITS)}, and a "
+                "whole number above 0"
             )
 
 
