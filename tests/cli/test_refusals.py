@@ -34,6 +34,7 @@ REFUSED = {
     "bench --elastic": "give a run directory with --save",
     "bench --elastic --save run --stage 1,2": "without a sweep",
     "bench --save ''": "save is empty: give a value, or leave the option out",
+    "bench --experiment ''": "experiment is empty: give a name, or leave the option out",
     "bench --max-restarts 2": "--max-restarts is for --elastic with ranks on this machine",
     "bench --elastic --save run --launcher ssh --hosts a": "not work with ssh",
     "bench --elastic --save run --engine ddp": "--save writes zerokit's checkpoints",

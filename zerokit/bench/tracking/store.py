@@ -55,10 +55,14 @@ class TrackingError(ZerokitError):
 
 @dataclass(frozen=True, slots=True)
 class Tracking:
-    """Where MLflow runs go."""
+    """Where MLflow runs go; raises `UsageError` for an experiment without a name."""
 
     uri: str
     experiment: str
+
+    def __post_init__(self) -> None:
+        if not self.experiment.strip():  # a variable of a script that is not set
+            raise UsageError("experiment is empty: give a name, or leave the option out")
 
 
 def resolve_uri(asked: str | None) -> str:
