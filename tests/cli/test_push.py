@@ -70,7 +70,8 @@ def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path, mlflow_u
     assert "Traceback" not in refused.stderr
     assert refused.stdout == ""
 
-    (tmp_path / "records" / "c.json").write_text("{}")
+    (tmp_path / "records" / "c.json").write_text("{")
+    (tmp_path / "records" / "d.json").write_text("{}")  # no record, and none of ours
     done = zerokit_inside(tmp_path, "push", "records", "--experiment", "mine", "--tracking-uri", mlflow_uri)
     assert done.returncode == 1
     assert [line.partition(" records/")[0].strip() for line in done.stderr.splitlines()] == [

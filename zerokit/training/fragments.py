@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zerokit.errors import UsageError
 from zerokit.formulas import BlockFormat
 from zerokit.layout import Interval, Layout, Unit, align
-from zerokit.training.differences import KNOWN, LOST, Differences
+from zerokit.training.differences import Differences
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +121,6 @@ class Part:
         for index, place in self.split(region).items():
             place.copy_(shards[index])
         return region
-
-    def on_wire(self) -> dict[str, Tensor]:
-        """What a narrow wire needs, by the name of its stream."""
-        return (
-            {} if self.differences is None else {KNOWN: self.differences.known, LOST: self.differences.lost}
-        )
 
     @torch.no_grad()
     def set_anchor(self, region: Tensor) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from zerokit.bench.record.record import Record, json_below, read_record
+from zerokit.bench.record.record import Record, is_record, json_below, read_record
 from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
 from zerokit.bench.tracking import content
 from zerokit.bench.tracking.content import Status, Tag, moment_ms, sweep_status
@@ -52,7 +52,7 @@ class Found:
 def find_records(paths: Sequence[Path]) -> Found:
     """Find the records in these files and folders, each once.
 
-    Every .json file below a folder is looked at, but for sweep.json.
+    Other .json files below a folder are left out.
 
     Raises `UsageError` for a path that is not there, or a folder without any record.
     """
@@ -61,17 +61,20 @@ def find_records(paths: Sequence[Path]) -> Found:
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path} does not exist; give a record, or a folder of records")
-        files = [one for one in json_below(path) if one.name != FILE] if path.is_dir() else [path]
-        if not files:
-            raise UsageError(f"{path} has no record")
-        for file in files:
+        empty = path.is_dir()
+        for file in json_below(path) if path.is_dir() else [path]:
             try:
+                if path.is_dir() and not is_record(file):
+                    continue
                 record = read_record(file)
             except ZerokitError as error:
                 damaged.append(Done(file, "failed", None, str(error).removeprefix(f"{file}: ")))
-                continue
-            records.setdefault(record.id, (file, record))
-            folders[file.parent.parent] = SweepFolder(file.parent.parent)
+            else:
+                records.setdefault(record.id, (file, record))
+                folders[file.parent.parent] = SweepFolder(file.parent.parent)
+            empty = False
+        if empty:
+            raise UsageError(f"{path} has no record")
     for folder in folders.values():
         if folder.exists():
             try:
