@@ -54,7 +54,7 @@ def test_nodes_that_are_named_after_loopback_do_not_meet(plan: Plan) -> None:
     with wired_hosts(NODES, servers=False) as hosts:
         for host in NODES:
             (hosts.folder / f"hosts-{host}").write_text(f"127.0.1.1 {host}\n")
-        report = examine(replace(plan, nodes=3, timeout_s=8.0), launcher(hosts))
+        report = examine(replace(plan, nodes=3, timeout_s=25.0), launcher(hosts))
     assert report.exit_code == 5
     assert of(report, "ZD901").severity is Severity.FAULT
     assert of(report, "ZD303").severity is Severity.FAULT
