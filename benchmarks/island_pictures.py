@@ -34,7 +34,7 @@ def link(content: dict[str, Any]) -> Any:
         .mark_area(interpolate="step-after", color="#0067b1", opacity=0.7)
         .encode(
             x=alt.X("s:Q", title="seconds", scale=alt.Scale(nice=False)),
-            y=alt.Y("mbits:Q", title="Mbit/s leaving a host, each 100 ms", scale=alt.Scale(domain=[0, 10])),
+            y=alt.Y("mbits:Q", title="Mbit/s leaving a host", scale=alt.Scale(domain=[0, 10])),
         )
     )
 
@@ -87,7 +87,9 @@ def _lines(points: list[dict[str, Any]], x: alt.X, y: alt.Y) -> Any:
     """A line for each name, in their order."""
     names = list(dict.fromkeys(point["name"] for point in points))
     chart = alt.Chart(alt.InlineData(values=points), width=560, height=260)
-    return chart.mark_line().encode(x=x, y=y, color=alt.Color("name:N", title=None, sort=names))
+    # On top, with room: a browser's font may be wider than the one that the picture was laid out with.
+    legend = alt.Legend(title=None, orient="top", columns=3, columnPadding=60, labelLimit=0)
+    return chart.mark_line().encode(x=x, y=y, color=alt.Color("name:N", sort=names, legend=legend))
 
 
 def main() -> None:
