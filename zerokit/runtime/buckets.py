@@ -216,7 +216,7 @@ class UnitGradients:
             torch._foreach_zero_(self._gaps)
         if factor != 1.0:
             self.bucket.mul_(factor)
-        self.reduced = True
+        self.reduced, self.collects = True, False
         return self.state.collectives.reduce_scatter(
             self.unit,
             self.bucket,
