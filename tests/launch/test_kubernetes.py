@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,8 @@ def kubectl(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch)
     """The folder of a `kubectl` that answers from the files `state` and `log`."""
     monkeypatch.setattr(kubernetes, "_FOLLOW_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
-    answers = "create) cat > created ;; get) cat state ;; logs) cat log ;; delete) ;; *) exit 1 ;;"
+    once_silent = "get) cat state || { echo {} > state; exit 1; } ;;"
+    answers = f"create) cat > created ;; {once_silent} logs) cat log ;; delete) ;; *) exit 1 ;;"
     programs.put("kubectl", f'case "$1" in {answers} esac')
     return tmp_path
 
@@ -140,14 +140,17 @@ def test_what_is_created_is_what_was_rendered(kubectl: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("form", "done"), [("trainjob", "Complete"), ("jobset", "Completed")])
 def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> None:
-    """Where it failed, by what node 0 said."""
-    (kubectl / "state").write_text("{}")
+    """Where it failed, by what node 0 said. A question that got no answer is asked again."""
     (kubectl / "log").write_text("the log\n")
-    threading.Timer(0.3, lambda: (kubectl / "state").write_text(condition(done))).start()
     said: list[str] = []
+
+    def show(text: str) -> None:
+        said.append(text)
+        (kubectl / "state").write_text(condition(done))
+
     with Interrupts() as interrupts:
-        assert follow(PODS, form, interrupts, said.append) == "the log\n"
-        assert said[0] == f"{form} zerokit-1: waiting"
+        assert follow(PODS, form, interrupts, show) == "the log\n"
+        assert said == [f"{form} zerokit-1: waiting"]
         (kubectl / "state").write_text(condition("Failed"))
         with pytest.raises(LaunchError, match=r"zerokit-1 failed.*\n.*the log"):
             follow(PODS, form, interrupts, said.append)

@@ -13,6 +13,7 @@ import contextlib
 import json
 import re
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from zerokit.launch.membership import DEFAULT_PORT
 
 _NODE = "node"
 _FOLLOW_SECONDS = 2.0
+# An API server that is busy or being replaced leaves some questions unanswered, and so does a laptop that slept.
+_ANSWER_SECONDS = 120.0
 _LABEL = "zerokit-bench"
 
 
@@ -270,7 +273,7 @@ def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], 
     """
     shown = ""
     try:
-        while (state := _state(pods, form)) not in ("Complete", "Completed", "Failed"):
+        while (state := _state(pods, form, interrupts)) not in ("Complete", "Completed", "Failed"):
             if state != shown:
                 show(f"{form} {pods.name}: {state.lower()}")
                 shown = state
@@ -280,7 +283,7 @@ def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], 
         raise
     # The pod with index 0: a JobSet of that name runs it in either form.
     label = f"jobset.sigs.k8s.io/jobset-name={pods.name},batch.kubernetes.io/job-completion-index=0"
-    log = _kubectl(["logs", "-n", pods.namespace, "-l", label, "--tail=-1", "--prefix=false"])
+    log = _ask(["logs", "-n", pods.namespace, "-l", label, "--tail=-1", "--prefix=false"], interrupts)
     if state == "Failed":
         raise LaunchError(f"{form} {pods.name} failed; the end of node 0's log:\n{quote_tail(log)}")
     return log
@@ -303,14 +306,29 @@ def find_json(log: str) -> str:
     raise LaunchError(f"node 0's log has no record; it ends with\n{quote_tail(log)}")
 
 
-def _state(pods: Pods, form: str) -> str:
-    text = _kubectl(["get", f"{form}/{pods.name}", "-n", pods.namespace, "-o", "json"])
+def _state(pods: Pods, form: str, interrupts: Interrupts) -> str:
+    text = _ask(["get", f"{form}/{pods.name}", "-n", pods.namespace, "-o", "json"], interrupts)
     status = json.loads(text).get("status", {})
     true = [one["type"] for one in status.get("conditions", []) if one.get("status") == "True"]
     return next(
         (kind for kind in ("Failed", "Complete", "Completed") if kind in true),
         true[-1] if true else "Waiting",
     )
+
+
+def _ask(words: Sequence[str], interrupts: Interrupts) -> str:
+    """What kubectl answers; raises `LaunchError` when it fails for so long that the job must be left to itself."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while True:
+        try:
+            return _kubectl(words)
+        except LaunchError as error:
+            interrupts.check()  # a Ctrl-C at the terminal ends kubectl, too
+            if "NotFound" in str(error):
+                raise
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{error}; the job continues: kubectl {' '.join(words)}") from error
+        interrupts.wait(_FOLLOW_SECONDS)
 
 
 def _kubectl(words: Sequence[str], given: str | None = None) -> str:
