@@ -87,6 +87,8 @@ def test_mpirun() -> None:
     assert (member.index, member.count, member.nodes, member.master_addr) == (1, 2, 1, "127.0.0.1")
     assert (find(PMI).index, find(PMI).nodes, find(PMI).master_addr) == (0, 2, "gpu1")
     assert find(OF_TWO_NODES | {"MASTER_ADDR": "gpu1"}).master_addr == "gpu1"
+    # In an allocation its daemons are steps of srun's.
+    assert find(SRUN | OPEN_MPI) == member
 
 
 OF_TWO_NODES = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}

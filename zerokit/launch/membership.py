@@ -73,7 +73,8 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
 
     Raises `UsageError` where the environment contradicts itself, or lacks something that cannot be guessed.
     """
-    for find in (_torchrun, _pod, _srun, _mpirun):
+    # In an allocation mpirun starts a daemon on each node by srun, whose variables its ranks inherit.
+    for find in (_torchrun, _pod, _mpirun, _srun):
         if (member := find(environment)) is not None:
             if not 0 < member.master_port < 2**16:
                 raise UsageError(f"the ranks cannot meet at port {member.master_port}: expected 1 to 65535")
