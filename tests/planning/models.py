@@ -67,6 +67,21 @@ class NoLoss(nn.Linear):
     """Returns a matrix."""
 
 
+class Contrastive(nn.Linear):
+    """Compares all samples with all others."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = super().forward(inputs)
+        return (hidden @ hidden.T).logsumexp(1).mean()
+
+
+class Mixing(nn.Linear):
+    """Multiplies matrices of two dtypes."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.bmm(super().forward(inputs[None]), inputs.T[None].double()).sum()
+
+
 def _features(generator: torch.Generator, samples: int) -> tuple[Tensor, ...]:
     return (torch.randn(samples, 4, generator=generator),)
 
@@ -100,6 +115,16 @@ def branching() -> Own:
 def no_loss() -> Own:
     """A model without a loss."""
     return Own(lambda: NoLoss(4, 4), _features)
+
+
+def contrastive() -> Own:
+    """A model whose activations grow with the square of its samples."""
+    return Own(lambda: Contrastive(4, 4), _features)
+
+
+def mixing() -> Own:
+    """A model that no step can run."""
+    return Own(lambda: Mixing(4, 4), _features)
 
 
 def double() -> Own:

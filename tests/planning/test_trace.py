@@ -21,7 +21,12 @@ def flops(units: tuple[UnitWork, ...], part: int) -> int:
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
-    [("gpt-tiny", True), ("llama-tiny", False), ("tests.planning.models:qwen", True), ("mlp-mnist", False)],
+    [
+        ("gpt-tiny", True),
+        ("llama-tiny", False),
+        ("tests.planning.models:qwen", True),
+        ("tests.planning.models:contrastive", False),
+    ],
 )
 def test_one_recording_serves_micro_batches_of_all_sizes(model: str, recompute: bool) -> None:
     subject = subject_named(model)
@@ -81,12 +86,16 @@ def test_blocks_in_lists_of_lists_are_recomputed() -> None:
     ("model", "message"),
     [
         ("squares", "do not grow evenly: give one --batch-size"),
+        ("mixing", "float32 but found torch.float64"),
         ("branching", r"cannot be traced: running it once on fake tensors failed \(.*\.item\(\)"),
         ("no_loss", r"must return the loss, a scalar, not a tensor of shape \[2, 4\]"),
     ],
 )
-def test_a_model_that_cannot_be_traced_is_refused_in_a_sentence(model: str, message: str) -> None:
+def test_a_model_that_cannot_be_traced_is_refused_in_a_sentence(
+    model: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     exactly = model != "squares"
     traces = Traces(subject_named(f"tests.planning.models:{model}"), on_cuda=False, exactly=exactly)
     with pytest.raises(UsageError, match=message):
         traces.get(2, "fp32", recompute=False)
+    assert not caplog.records

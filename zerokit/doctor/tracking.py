@@ -55,7 +55,7 @@ def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
         path = Path(urllib.parse.unquote(rest.removeprefix("///").partition("?")[0])).absolute()
         found = Tracking(shown, "SQLite")
         return _sqlite(found, path) if path.exists() else _folder(found, path.parent)
-    if scheme == "file" or "://" not in uri:
+    if scheme == "file" or ("://" not in uri and uri not in ("databricks", "databricks-uc")):
         path = Path(urllib.request.url2pathname(rest) if scheme == "file" else uri)
         return _folder(Tracking(shown, "folder"), path.absolute())
     return Tracking(shown, "other")

@@ -80,7 +80,16 @@ class ModelTrace:
 
 SAMPLES = 997
 """Samples of the micro-batch that stands for those of all sizes. It is a prime that hardly any other dimension is a
-multiple of, so a dimension, or a tensor's bytes, that it divides grows with the samples, and others do not."""
+multiple of, so a dimension, or a tensor's bytes, that it divides grows with the samples, and others do not. What it
+divides twice compares all samples with all others, as contrastive losses do."""
+
+
+def _divided(size: int) -> tuple[int, int]:
+    """A size as so many times a power of the samples, at most their square."""
+    power = 0
+    while size and power < 2 and size % SAMPLES == 0:
+        size, power = size // SAMPLES, power + 1
+    return size, power
 
 
 _MOST_OPERATIONS = 300_000
@@ -89,27 +98,28 @@ _MOST_OPERATIONS = 300_000
 
 @dataclass(slots=True)
 class Stretch:
-    """Work being collected until the next unit is entered; of a `general` one, bytes that grow are apart."""
+    """Work being collected until the next unit is entered; moved bytes by the power of the samples they grow with."""
 
     unit: int
     products: list[Product] = field(default_factory=list)
-    moved_bytes: int = 0
-    moved_per_sample: int = 0
+    moved_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
     kernels: int = 0
 
     def work(self, samples: int | None) -> Work:
         """The trace as recorded or, if it is general, for this number of samples."""
         if samples is None:
-            return Work(tuple(self.products), self.moved_bytes, self.kernels)
+            return Work(tuple(self.products), self.moved_bytes[0], self.kernels)
         products = tuple(
             Product(*(_grown(size, samples) for size in (one.m, one.n, one.k, one.count)))
             for one in self.products
         )
-        return Work(products, self.moved_bytes + samples * self.moved_per_sample, self.kernels)
+        moved = sum(size * samples**power for power, size in enumerate(self.moved_bytes))
+        return Work(products, moved, self.kernels)
 
 
 def _grown(size: int, samples: int) -> int:
-    return size // SAMPLES * samples if size % SAMPLES == 0 else size
+    rest, power = _divided(size)
+    return int(rest * samples**power)
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,8 @@ class Recording:
 
     general: bool
     trace: ModelTrace
-    per_sample: NDArray[np.int64]
+    growth: NDArray[np.int64]
+    """Bytes that each level grows by with the samples, and with their square."""
     uses: tuple[tuple[Stretch, Stretch, Stretch], ...]
     units_per_sample: int
 
@@ -126,7 +137,7 @@ class Recording:
         """The trace of a micro-batch of this size; a recording that is not general has only its own size."""
         count = samples if self.general else None
         units = tuple(UnitWork(use[0].unit, *(part.work(count) for part in use)) for use in self.uses)
-        levels = self.trace.levels + samples * self.per_sample
+        levels = self.trace.levels + self.growth @ np.array([samples, samples**2])
         work = ModelWork(units, samples * self.units_per_sample, _fresh_bytes(self.trace, levels))
         return replace(self.trace, samples=samples, levels=levels, work=work)
 
@@ -154,17 +165,18 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, held: Iterable[Tensor], *, general: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._divisor = SAMPLES if general else 0
+        self._divided = _divided if general else lambda size: (size, 0)
         self.events: list[Event] = []
-        self.levels: list[tuple[int, int]] = []
-        """Bytes, and bytes a sample."""
+        self.levels: list[tuple[int, ...]] = []
+        """Bytes, by the power of the samples that they grow with."""
         self.forward: list[Stretch] = []
         self.backward: list[Stretch] = []
         self.recomputed: list[Stretch] = []
         self.recomputing = 0
         self._held = [tensor.untyped_storage() for tensor in held]
         self._alive: dict[int, weakref.ref[Any] | None] = {storage._cdata: None for storage in self._held}
-        self._level = self._per_sample = self._operations = 0
+        self._level = [0, 0, 0]
+        self._operations = 0
         self._into = Stretch(-1)
         """What operations before the first unit are counted in: the first unit takes it over."""
 
@@ -172,7 +184,7 @@ class Recorder(TorchDispatchMode):
         """Record an event."""
         units = tuple(units)
         self.events.append(Event(moment, len(self.levels), units, **more))
-        self.levels.append((self._level, self._per_sample))
+        self.levels.append(tuple(self._level))
         if not units:
             return
         if moment is Moment.ENTER:
@@ -206,23 +218,15 @@ class Recorder(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive:
             return False
-        fixed, per_sample = self._divide(storage.nbytes())
-        self._level += fixed
-        self._per_sample += per_sample
+        size, power = self._divided(storage.nbytes())
+        self._level[power] += size
 
         def gone(_: object) -> None:
-            self._level -= fixed
-            self._per_sample -= per_sample
+            self._level[power] -= size
             del self._alive[key]
 
         self._alive[key] = weakref.ref(storage, gone)
         return True
-
-    def _divide(self, size: int) -> tuple[int, int]:
-        """Bytes, and bytes a sample."""
-        if self._divisor and size % self._divisor == 0:
-            return 0, size // self._divisor
-        return size, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -240,7 +244,7 @@ class Recorder(TorchDispatchMode):
         if not made:
             return result
         new = [self._follow(value) for value in made]
-        self.levels.append((self._level, self._per_sample))
+        self.levels.append(tuple(self._level))
         if any(new) or func._schema.is_mutable:
             self._count(func, args, kwargs, made)
         return result
@@ -259,9 +263,8 @@ class Recorder(TorchDispatchMode):
         if name == "embedding":  # of the table only the rows that are looked up
             given = made
         for value in (*given, *made):
-            fixed, per_sample = self._divide(value.numel() * value.element_size())
-            into.moved_bytes += fixed
-            into.moved_per_sample += per_sample
+            size, power = self._divided(value.numel() * value.element_size())
+            into.moved_bytes[power] += size
 
 
 _DEVICE = torch.ops.prim.device.default

@@ -7,6 +7,7 @@ number of ranks or on a stage: `memory` replays a trace for each.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -65,6 +66,9 @@ def trace_model(
         "tensors (.item(), a branch on data) cannot be planned; measure it with zerokit bench"
     )
     with explained(failed + (sizes if samples is None else "")), ExitStack() as stack:
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints the traceback of every error
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         anatomy = take_apart(model, None, {})
         bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
         layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
@@ -105,7 +109,7 @@ def trace_model(
             bool(blocks),
         )
         uses = uses_of(recorder)
-        return Recording(samples is None, trace, levels[:, 1], uses, subject.units_per_sample)
+        return Recording(samples is None, trace, levels[:, 1:], uses, subject.units_per_sample)
 
 
 UNBUILT = (

@@ -121,7 +121,7 @@ def _several(value: _T | Sequence[_T] | None) -> tuple[_T, ...] | None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence):
         return (value,)
-    return tuple(value)
+    return tuple(dict.fromkeys(value))
 
 
 def _cluster(
