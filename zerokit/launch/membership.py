@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from zerokit.errors import UsageError
 from zerokit.launch.hosts import expand_hostlist
+from zerokit.launch.network import PORTS
 from zerokit.launch.slurm import node_address
 
 DEFAULT_PORT = 29500
@@ -128,7 +129,7 @@ def _one_rank(
             "(mpirun -x MASTER_ADDR=HOST)"
         )
     # Two jobs on a machine should not meet at one port.
-    port = 20000 + zlib.crc32(job.encode()) % 20000
+    port = PORTS[zlib.crc32(job.encode()) % len(PORTS)]
     if environment.get("MASTER_PORT"):
         (port,) = _numbers(environment, "MASTER_PORT")
     return Membership(

@@ -10,7 +10,7 @@ import psutil
 
 # Systems give ports from 32768 (Linux) or 49152 on to outgoing connections and to whoever binds port 0. A port from
 # there is often taken again before its server listens: torchrun's agent needs seconds to start.
-_PORTS = range(20_000, 30_000)
+PORTS = range(20_000, 30_000)
 _PORT_ATTEMPTS = 100
 
 
@@ -18,7 +18,7 @@ def free_port(address: str = "127.0.0.1") -> int:
     """A random TCP port of this address that is free at the moment and that the system gives to nobody by itself."""
     # Not the module's generator: programs that seed it alike would all draw the same ports.
     draw = random.SystemRandom()
-    for port in [*draw.sample(_PORTS, _PORT_ATTEMPTS), 0]:
+    for port in [*draw.sample(PORTS, _PORT_ATTEMPTS), 0]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
             found: int = probe.getsockname()[1]
