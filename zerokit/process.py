@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -50,18 +50,12 @@ class Process:
 
         Before the last boot counts as elsewhere: machines that were cloned may share their names and identities.
         """
-        here = Process.current()
-        if (self.host, self.machine, self.boot, self.space) != (
-            here.host,
-            here.machine,
-            here.boot,
-            here.space,
-        ):
+        if astuple(self)[:4] != astuple(Process.current())[:4]:
             return None
         return _start(self.pid) == self.start
 
     def __str__(self) -> str:
-        return f"{self.host}.{self.machine}.{self.boot}.{self.space}.{self.pid}.{self.start}"
+        return ".".join(map(str, astuple(self)))
 
 
 @cache

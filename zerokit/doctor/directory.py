@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,19 +72,13 @@ def look_at_directory(path: Path, trial_bytes: int) -> Directory:
 
 def _write(folder: Path, size_bytes: int) -> float:
     """Seconds that writing and syncing a new file takes."""
-    path = folder / f"{PREFIX}{uuid.uuid4().hex}"
     content = os.urandom(size_bytes)  # a file system that compresses must not look fast
     started = time.perf_counter()
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    try:
-        left = memoryview(content)
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=PREFIX) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
         return time.perf_counter() - started
-    finally:
-        os.close(descriptor)
-        path.unlink()
 
 
 def show(folder: Path, token: str) -> bool:

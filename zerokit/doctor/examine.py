@@ -120,28 +120,21 @@ class Report:
             group       `facts.GroupFacts`, or null
             tracking    `tracking.Tracking`
         """
-        plan = self.plan
+        examined = {
+            name: getattr(self.plan, name) for name in ("nodes", "nproc_per_node", "pairs", "timeout_s")
+        }
+        facts = {name: getattr(self, name) for name in ("here", "ranks", "group", "tracking")}
         return {
             "format": FORMAT,
             "zerokit": __version__,
             "created": self.created,
             "quick": self.quick,
-            "nodes": plan.nodes,
-            "nproc_per_node": plan.nproc_per_node,
-            "directory": str(plan.directory),
-            "pairs": plan.pairs,
-            "timeout_s": plan.timeout_s,
+            "directory": str(self.plan.directory),
+            **examined,
             "exit_code": self.exit_code,
             "counts": self.counts(),
-            "findings": to_plain(list(self.findings)),
-            "facts": to_plain(
-                {
-                    "here": self.here,
-                    "ranks": list(self.ranks),
-                    "group": self.group,
-                    "tracking": self.tracking,
-                }
-            ),
+            "findings": to_plain(self.findings),
+            "facts": to_plain(facts),
         }
 
     def counts(self) -> dict[str, int]:
