@@ -51,7 +51,7 @@ def test_nobody_has_started_this_process() -> None:
 
 def test_torchrun() -> None:
     member = find(TORCHRUN)
-    assert (member.index, member.count, member.node, member.nodes) == (3, 4, 1, 2)
+    assert (member.index, member.count, member.node_of(member.index), member.nodes) == (3, 4, 1, 2)
     assert member.nproc_per_node == 2
     assert (member.master_addr, member.master_port, member.has_store) == ("gpu1", 29511, True)
     assert not member.leads
@@ -65,7 +65,7 @@ def test_torchrun() -> None:
 def test_srun_finds_rank_0_at_the_first_node_of_its_list() -> None:
     member = find(SRUN)
     assert (member.scheme, member.index, member.count) == ("srun", 3, 4)
-    assert (member.node, member.nodes, member.nproc_per_node) == (1, 2, 2)
+    assert (member.node_of(member.index), member.nodes, member.nproc_per_node) == (1, 2, 2)
     assert member.master_addr == "gpu08.local"
     assert find(SRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"}).master_port == 1234
     # Every rank computes the same port; another step has another.
@@ -79,7 +79,7 @@ def test_srun_may_number_ranks_in_any_order() -> None:
         find(SRUN | {"SLURM_PROCID": rank, "SLURM_NODEID": node, "SLURM_LOCALID": local})
         for rank, node, local in ("000", "110", "201", "311")
     ]
-    assert [(one.index, one.node) for one in members] == [(0, 0), (2, 1), (1, 0), (3, 1)]
+    assert [(one.index, one.node_of(one.index)) for one in members] == [(0, 0), (2, 1), (1, 0), (3, 1)]
 
 
 def test_mpirun() -> None:

@@ -115,9 +115,8 @@ class Leader:
         agents: list[Agent] = []
         for index, (peer, hello) in self._members.items():
             peer.say("start", **start | {"world": start["world"] | {"threads": threads[index]}})
-            node = index if member.whole_node else index // nproc_per_node
             host = hello["host"] if hello["host"] != here["host"] else None
-            agent = DistantAgent(peer, node, host, log_dir, hello)
+            agent = DistantAgent(peer, member.node_of(index), host, log_dir, hello)
             if not member.whole_node:
                 agent.where = f"rank {index} of {member.count}, {agent.where}"
             agents.append(agent)
@@ -152,7 +151,7 @@ def share_cores(members: Sequence[Mapping[str, Any]]) -> list[int]:
 def ranks_of(member: Membership, nproc_per_node: int) -> range:
     """The ranks that a member runs."""
     if member.whole_node:
-        return range(member.node * nproc_per_node, (member.node + 1) * nproc_per_node)
+        return range(member.index * nproc_per_node, (member.index + 1) * nproc_per_node)
     return range(member.index, member.index + 1)
 
 

@@ -30,8 +30,6 @@ class Membership:
         scheme: the launcher that started them, as messages name it.
         index: this one's number.
         count: how many there are.
-        node: the number of its node.
-        nodes: how many nodes there are.
         nproc_per_node: ranks of each; None where that is left open.
         whole_node: whether it stands for a whole node, whose ranks it starts; else it is one rank.
         master_addr: where the others reach number 0.
@@ -42,8 +40,6 @@ class Membership:
     scheme: str
     index: int
     count: int
-    node: int
-    nodes: int
     nproc_per_node: int | None
     whole_node: bool
     master_addr: str
@@ -54,6 +50,15 @@ class Membership:
     def leads(self) -> bool:
         """Whether this process is the leader."""
         return self.index == 0
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return self.node_of(self.count)
+
+    def node_of(self, index: int) -> int:
+        """The node of the process with this number."""
+        return index if self.whole_node else index // (self.nproc_per_node or 1)
 
     def require_world(self, nodes: int, nproc_per_node: int) -> None:
         """Raise `UsageError` unless these are the ranks that were started."""
@@ -116,17 +121,16 @@ def _one_rank(
             f"{scheme} started rank {rank} of {world}, number {local_rank} of {local_world} on its node: zerokit needs "
             "the same number of ranks on every node"
         )
-    nodes, node = world // local_world, rank // local_world
     if rank % local_world != local_rank:
         raise UsageError(
             f"{scheme} started rank {rank} as number {local_rank} of {local_world} on its node, but zerokit needs "
             "consecutive ranks on a node: request a block distribution (mpirun --map-by slot)"
         )
-    address = environment.get("MASTER_ADDR") or (first if nodes > 1 else "127.0.0.1")
+    address = environment.get("MASTER_ADDR") or (first if world > local_world else "127.0.0.1")
     if not address:
         raise UsageError(
-            f"{scheme} started ranks on {nodes} nodes, but does not say where rank 0 is: set MASTER_ADDR to its host "
-            "(mpirun -x MASTER_ADDR=HOST)"
+            f"{scheme} started ranks on {world // local_world} nodes, but does not say where rank 0 is: set "
+            "MASTER_ADDR to its host (mpirun -x MASTER_ADDR=HOST)"
         )
     # Two jobs on a machine should not meet at one port.
     port = PORTS[zlib.crc32(job.encode()) % len(PORTS)]
@@ -136,8 +140,6 @@ def _one_rank(
         scheme=scheme,
         index=rank,
         count=world,
-        node=node,
-        nodes=nodes,
         nproc_per_node=local_world,
         whole_node=False,
         master_addr=address,
@@ -170,8 +172,6 @@ def _pod(environment: Mapping[str, str]) -> Membership | None:
         scheme="a TrainJob (or torchrun's PET_ variables)",
         index=node,
         count=int(least),
-        node=node,
-        nodes=int(least),
         nproc_per_node=int(ranks) if ranks.isdecimal() else None,  # "auto", "gpu" and "cpu" leave it open
         whole_node=True,
         master_addr=environment.get("PET_MASTER_ADDR") or "127.0.0.1",
