@@ -115,6 +115,24 @@ def test_nodes_run_in_containers() -> None:
     assert apptainer[-4:-1] == ("image.sif", "sh", "-c")
 
 
+@pytest.mark.parametrize(
+    ("job", "gpus"),
+    [
+        ("GPUS=a100:4,h100:4", ["--gpus=4"]),
+        ("GPUS_PER_TASK=1 NTASKS=16", ["--gpus=8"]),
+        ("NTASKS_PER_GPU=1", []),
+    ],
+)
+def test_a_node_gets_its_gpus_whatever_the_job_was_asked_for(
+    job: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for word in ("JOB_NUM_NODES=2", *job.split()):
+        monkeypatch.setenv(*f"SLURM_{word}".split("="))
+    host = srun_host("n1", "python")
+    assert [word for word in host.command if word.startswith("--gpu")] == gpus
+    assert host.without[:2] == ("SLURM_GPUS", "SLURM_GPUS_PER_TASK")
+
+
 def test_an_allocation_without_nodes_is_refused() -> None:
     assert allocated_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}) == ["n1", "n2"]
     with pytest.raises(UsageError, match="SLURM_JOB_NODELIST is not set"):

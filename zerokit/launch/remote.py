@@ -39,10 +39,14 @@ _END_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RemoteHost:
-    """A machine that runs one node: its display name, and the command that runs a program on it."""
+    """A machine that runs one node: its display name, and the command that runs a program on it.
+
+    The command does not get the variables of this process that are named in `without`.
+    """
 
     name: str
     command: tuple[str, ...]
+    without: tuple[str, ...] = ()
 
 
 _PYTHON = "name its Python with --remote-python"
@@ -77,6 +81,7 @@ class RemoteAgent(DistantAgent):
             with self._log.open("ab") as log:  # as `_keep` does, so that neither writes over the other
                 self._process = subprocess.Popen(
                     host.command,
+                    env={name: value for name, value in os.environ.items() if name not in host.without},
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -144,6 +144,20 @@ def node_address(host: str) -> str:
     )
 
 
+_OF_THE_JOB = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
+"""What salloc and sbatch were asked for all tasks, and srun would ask for the one of a node."""
+
+
+def _gpus_of_a_node() -> int:
+    """Where the job has so many GPUs in all or for a task, of which srun would ask for too many or too few."""
+
+    def number(name: str) -> int:  # "8", "a100:8", "a100:4,h100:4"
+        return sum(int(part.rpartition(":")[2] or 0) for part in os.environ.get(name, "").split(","))
+
+    gpus = number("SLURM_GPUS") or number("SLURM_GPUS_PER_TASK") * number("SLURM_NTASKS")
+    return gpus // max(1, number("SLURM_JOB_NUM_NODES"))
+
+
 def srun_host(host: str, python: str, container: Container | None = None) -> RemoteHost:
     """Start a node of the allocation with a job step on it alone."""
     command, here = ["sh", "-c", node_command(python)], str(Path.cwd())
@@ -156,10 +170,14 @@ def srun_host(host: str, python: str, container: Container | None = None) -> Rem
         "--kill-on-bad-exit=1",
         "--cpu-bind=none",  # one task has one core to itself otherwise: its ranks share the job's cores of the node
     ]
+    if gpus := _gpus_of_a_node():
+        options.append(f"--gpus={gpus}")
+    if "SLURM_GPU_BIND" in os.environ:  # which would hide all but the first one's from the node's ranks
+        options.append("--gpu-bind=none")
     if container is not None:
         command = container.wrap(command, here)
         options += container.srun_options(here)
-    return RemoteHost(host, ("srun", *options, *command))
+    return RemoteHost(host, ("srun", *options, *command), _OF_THE_JOB)
 
 
 def render_script(request: Request, command: Sequence[str], made_by: str = "") -> str:
