@@ -121,6 +121,7 @@ def test_nodes_run_in_containers() -> None:
         ("GPUS=a100:4,h100:4", ["--gpus=4"]),
         ("GPUS_PER_TASK=1 NTASKS=16", ["--gpus=8"]),
         ("NTASKS_PER_GPU=1", []),
+        ("GPU_BIND=single:1", ["--gpu-bind=none"]),
     ],
 )
 def test_a_node_gets_its_gpus_whatever_the_job_was_asked_for(
