@@ -246,13 +246,10 @@ def test_intersection_of_intervals(a: int, b: int, c: int, d: int) -> None:
     assert found.shifted(5) == Interval(found.start + 5, found.stop + 5)
 
 
-@pytest.mark.parametrize("world", [0, -1])
-def test_a_world_of_nobody_is_refused(world: int) -> None:
-    with pytest.raises(ValueError, match="world size"):
-        build_layout([], world=world, bucket_bytes=1)
-
-
-def test_a_parameter_named_twice_is_refused_by_name() -> None:
+def test_a_world_of_nobody_and_a_parameter_named_twice_are_refused() -> None:
+    for world in (0, -1):
+        with pytest.raises(ValueError, match="world size"):
+            build_layout([], world=world, bucket_bytes=1)
     segment = Segment("m", (Parameter("w", (2,)),))
     with pytest.raises(ValueError, match=r"\bw\b"):
         build_layout([segment, segment], world=1, bucket_bytes=1)

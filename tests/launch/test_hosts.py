@@ -46,6 +46,10 @@ def test_a_hostfile_has_slots_comments_and_empty_lines(tmp_path: Path) -> None:
     assert equal_slots(read_hostfile(hostfile(tmp_path, "a\nb\n"))) is None
     with pytest.raises(UsageError, match="slots differ: a 2, b open; give --nproc-per-node"):
         equal_slots([HostSlots("a", 2), HostSlots("b", None)])
+    path.write_bytes(b"\xff\xfe")
+    for unreadable in (path, tmp_path / "missing"):
+        with pytest.raises(UsageError, match=f"hostfile {unreadable} cannot be read"):
+            read_hostfile(unreadable)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +66,6 @@ def test_a_hostfile_has_slots_comments_and_empty_lines(tmp_path: Path) -> None:
 def test_a_bad_hostfile_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read_hostfile(hostfile(tmp_path, text))
-
-
-def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"hostfile .*missing cannot be read"):
-        read_hostfile(tmp_path / "missing")
-    (tmp_path / "hosts").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_hostfile(tmp_path / "hosts")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")

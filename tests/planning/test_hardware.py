@@ -32,14 +32,7 @@ DOCTOR = {
         "group": {
             "routes": ["sockets", "sockets", "sockets", "sockets"],
             "axes": [
-                {
-                    "axis": "inner",
-                    "ranks": 2,
-                    "latency_s": 1e-4,
-                    "gb_per_s": 1.5,
-                    "slowdown": 0.4,
-                    "units": None,
-                },
+                {"axis": "inner", "ranks": 2, "latency_s": 1e-4, "gb_per_s": 1.5, "slowdown": 0.4},
                 {"axis": "outer", "ranks": 2, "latency_s": 3e-4, "gb_per_s": 0.05, "slowdown": 0.1},
             ],
             "paces": {
