@@ -115,23 +115,18 @@ def test_nodes_run_in_containers() -> None:
     assert apptainer[-4:-1] == ("image.sif", "sh", "-c")
 
 
-@pytest.mark.parametrize(
-    ("job", "gpus"),
-    [
+def test_a_node_gets_its_gpus_whatever_the_job_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for job, options in (
         ("GPUS=a100:4,h100:4", ["--gpus=4"]),
-        ("GPUS_PER_TASK=1 NTASKS=16", ["--gpus=8"]),
+        ("GPUS_PER_TASK=1 NTASKS=16 GPU_BIND=single:1", ["--gpus=8", "--gpu-bind=none"]),
         ("NTASKS_PER_GPU=1", []),
-        ("GPU_BIND=single:1", ["--gpu-bind=none"]),
-    ],
-)
-def test_a_node_gets_its_gpus_whatever_the_job_was_asked_for(
-    job: str, gpus: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for word in ("JOB_NUM_NODES=2", *job.split()):
-        monkeypatch.setenv(*f"SLURM_{word}".split("="))
-    host = srun_host("n1", "python")
-    assert [word for word in host.command if word.startswith("--gpu")] == gpus
-    assert host.without[:2] == ("SLURM_GPUS", "SLURM_GPUS_PER_TASK")
+    ):
+        with monkeypatch.context() as changed:
+            for word in ("JOB_NUM_NODES=2", *job.split()):
+                changed.setenv(*f"SLURM_{word}".split("="))
+            host = srun_host("n1", "python")
+        assert [word for word in host.command if word.startswith("--gpu")] == options
+        assert f"SLURM_{job.partition('=')[0]}" in host.without
 
 
 def test_an_allocation_without_nodes_is_refused() -> None:
