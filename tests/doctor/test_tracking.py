@@ -100,10 +100,7 @@ def test_a_redirect_takes_no_password_elsewhere() -> None:
     assert {authorization for _, _, authorization in theirs} == {""}
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [(b"", "no answer within 0.3 s"), (b"SSH-2.0\r\n", "SSH-2.0")],
-)
+@pytest.mark.parametrize(("word", "said"), [(b"", "no answer within 0.3 s"), (b"SSH-2.0\r\n", "SSH-2.0")])
 def test_a_server_that_says_nothing_or_speaks_another_language_does_not_hold_the_doctor(
     monkeypatch: pytest.MonkeyPatch, word: bytes, said: str
 ) -> None:
@@ -147,4 +144,5 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad(looked("sqlite:///text.db")) == {"ZD801": Severity.FAULT}
     for uri in (str(tmp_path / "text.db"), "sqlite:///text.db/new.db"):
         assert bad(looked(uri)) == {"ZD801": Severity.FAULT}
-    assert looked("postgresql://me@host/runs")[0].severity is Severity.SKIPPED
+    for uri in ("postgresql://me@host/runs", "databricks"):
+        assert looked(uri)[0].severity is Severity.SKIPPED

@@ -155,10 +155,13 @@ def test_ranks_of_a_host_share_it() -> None:
     assert slowed.exposed_total_s == free.exposed_total_s  # small units pass their pages on
 
 
+ALONE = {"nodes": 1, "nproc_per_node": 1, "engine": "zerokit", "stage": 2}
+
+
 def record(**changes: object) -> dict[str, object]:
     return {
         "status": "ok",
-        "settings": {"nodes": 1, "nproc_per_node": 1, "engine": "zerokit", "stage": 2},
+        "settings": ALONE,
         "environment": {"threads": 1, "accelerator": None},
         "phases": {"forward_ms": 30.0, "backward_ms": 60.0, "optimizer_ms": 10.0},
         "ranks": [{"step_ms": [90.0, 100.0, 2000.0]}],
@@ -181,14 +184,11 @@ def test_a_plan_from_a_record_takes_as_long_as_was_measured() -> None:
     [
         ({"status": "out of memory"}, "ended out of memory"),
         (
-            {"settings": {"nodes": 1, "nproc_per_node": 4, "engine": "ddp"}},
+            {"settings": ALONE | {"nproc_per_node": 4, "engine": "ddp"}},
             "4 ranks that communicate: give one of",
         ),
         ({"phases": None}, "no phases"),
-        (
-            {"settings": {"nodes": 1, "nproc_per_node": 1, "engine": "zerokit", "stage": 3}},
-            "of stage 3, which on hosts hands memory back",
-        ),
+        ({"settings": ALONE | {"stage": 3}}, "of stage 3, which on hosts hands memory back"),
     ],
 )
 def test_a_record_that_cannot_serve_says_which_can(changes: dict[str, object], says: str) -> None:
