@@ -120,6 +120,7 @@ def test_a_node_gets_its_gpus_whatever_the_job_was_asked_for(monkeypatch: pytest
         ("GPUS=a100:4,h100:4", ["--gpus=4"]),
         ("GPUS_PER_TASK=1 NTASKS=16 GPU_BIND=single:1", ["--gpus=8", "--gpu-bind=none"]),
         ("NTASKS_PER_GPU=1", []),
+        ("CPUS_PER_TASK=2", []),
     ):
         with monkeypatch.context() as changed:
             for word in ("JOB_NUM_NODES=2", *job.split()):

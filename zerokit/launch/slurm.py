@@ -144,8 +144,11 @@ def node_address(host: str) -> str:
     )
 
 
-_OF_THE_JOB = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
-"""What salloc and sbatch were asked for all tasks, and srun would ask for the one of a node."""
+_OF_THE_JOB = (
+    *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"),
+    *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"),
+)
+"""What the job was asked for all tasks or for each, and srun would ask for the one of a node, which has several ranks."""
 
 
 def _gpus_of_a_node() -> int:
