@@ -148,7 +148,7 @@ _OF_THE_JOB = (
     *("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"),
     *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK"),
 )
-"""What the job was asked for all tasks or for each, and srun would ask for the one of a node, which has several ranks."""
+"""What the job was asked for all tasks or for each, and srun would ask for the one of a node, which has all ranks."""
 
 
 def _gpus_of_a_node() -> int:
