@@ -18,7 +18,7 @@ from zerokit.doctor import examine as examination
 from zerokit.doctor.examine import FAULTS, Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.errors import ZerokitError
-from zerokit.launch import ranks
+from zerokit.launch import agents, ranks
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.local import launch
 
@@ -88,11 +88,15 @@ def test_a_rank_that_hangs_is_named_in_time(plan: Plan) -> None:
     assert [one.seat.rank for one in report.ranks] == [0]
 
 
-def test_a_rank_that_dies_is_named(plan: Plan) -> None:
+def test_a_rank_that_dies_is_named_and_so_is_a_full_disk(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents, "_LEAST_FREE", 2**62)
     found = faults(examined(plan, "die"))
     assert set(found) == {"ZD901"}
     assert "rank 1 (node 1, pid" in found["ZD901"].found
     assert "was killed by SIGKILL" in found["ZD901"].found
+    assert "bytes left: make room" in found["ZD901"].found
 
 
 def test_why_ranks_do_not_meet_is_told_beside(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_a_failed_rank_ends_the_others_and_a_full_disk_is_named(
     (failed,) = caught.value.failures  # the other was ended
     assert str(caught.value).splitlines() == [
         f"rank 1 (node 1, pid {failed.pid}) failed: exit code 7",
-        "its disk has 4096 bytes left: make room, or set TMPDIR to another",
+        "the disk of its log has 4096 bytes left: make room, or set TMPDIR to another",
         f"logs: {logs}",
     ]
     assert all_ended(tmp_path)

@@ -32,6 +32,7 @@ from zerokit.doctor.tracking import Tracking, judge_tracking, look_at_tracking
 from zerokit.doctor.wire import judge_all_reduce, judge_pairs
 from zerokit.doctor.worker import STAGES, Job
 from zerokit.errors import ZerokitError
+from zerokit.launch.agents import DISK_HAS
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
@@ -244,8 +245,9 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
     # The end of a rank's stderr follows in lines of their own; often they repeat the first line.
     stderr = [line[4:].strip() for line in lines[1:] if line.startswith("  | ")]
     last = f" ({stderr[-1][:200]})" if stderr and stderr[-1] not in lines[0] else ""
+    full = "".join(f"; {line}" for line in lines if line.startswith(DISK_HAS))
     verdict = Verdict.fault(
-        lines[0][:400] + last,
+        lines[0][:400] + last + full,
         f"Training would fail in the same way. Ranks were last seen {_progress(plan, work)}.",
         f"look at the faults above, if any, and at the logs in {work}",
     )

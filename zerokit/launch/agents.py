@@ -22,6 +22,7 @@ PEERS_FOLLOW_SECONDS = 3.0
 GRACE_SECONDS = 5.0
 # A disk with less room is one on which a rank may have failed to write its log.
 _LEAST_FREE = 64 * 2**10
+DISK_HAS = "the disk of its log has"
 
 
 class Agent(Protocol):
@@ -103,5 +104,5 @@ def _explain(failed: Sequence[Agent], logs: Path) -> WorkerFailed:
     trouble = next(filter(None, (agent.trouble for agent in failed)), None)
     lines = explain_failures(failures, logs) if trouble is None else [trouble]
     if (free := shutil.disk_usage(logs).free) < _LEAST_FREE:
-        lines.append(f"its disk has {free} bytes left: make room, or set TMPDIR to another")
+        lines.append(f"{DISK_HAS} {free} bytes left: make room, or set TMPDIR to another")
     return WorkerFailed("\n".join([*lines, f"logs: {logs}"]), failures)
