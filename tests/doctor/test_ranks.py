@@ -88,9 +88,7 @@ def test_a_rank_that_hangs_is_named_in_time(plan: Plan) -> None:
     assert [one.seat.rank for one in report.ranks] == [0]
 
 
-def test_a_rank_that_dies_is_named_and_so_is_a_full_disk(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_is_named_and_so_is_a_full_disk(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents, "_LEAST_FREE", 2**62)
     found = faults(examined(plan, "die"))
     assert set(found) == {"ZD901"}
