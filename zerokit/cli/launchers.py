@@ -210,8 +210,12 @@ def choose_launcher(
             f"--elastic needs ranks on this machine, or torchrun, which restarts ranks; it does not work with {name}"
         )
     if member is not None:
+        from zerokit.bench.machine.host import visible_devices
+
         slots = (HostSlots("each", member.nproc_per_node),)
-        return Chosen(name, options, member.nodes, slots, here=member.nodes == 1, member=member)
+        # A rank that sees one device says nothing of the others', which may see one each (srun --gpus-per-task).
+        here = member.nodes == 1 and (member.whole_node or len(visible_devices()) != 1)
+        return Chosen(name, options, member.nodes, slots, here=here, member=member)
     if name == "ssh":
         return _ssh(options)
     if name == "slurm":

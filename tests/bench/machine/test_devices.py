@@ -16,10 +16,11 @@ import torch.distributed as dist
 from tests.support.distributed import run_ranks
 from zerokit.bench.catalogue import engines
 from zerokit.bench.machine import host as devices
-from zerokit.bench.machine.accelerator import Accelerator, device_id
+from zerokit.bench.machine.accelerator import Accelerator, choose_accelerator, device_id
 from zerokit.bench.machine.host import Gpu, find_gpus, identify, torch_uses_cuda, visible, visible_devices
 from zerokit.bench.measure.sampler import Sampler, _devices
 from zerokit.bench.worker.rank import node_sampler
+from zerokit.launch.network import free_port
 
 FOUR = [Gpu(f"GPU-{letter}1-{letter}2", 80 * 2**30) for letter in "abcd"]
 
@@ -144,18 +145,29 @@ def test_a_device_is_called_by_its_uuid(listed: str | None, uuid: str, expected:
     assert identify(uuid, {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}) == expected
 
 
-def node_of() -> tuple[str, ...] | None:
-    """On a rank of 2 nodes: the devices that it samples. Ranks 0 and 1 share one, each of ranks 2 and 3 has its own."""
+def node_of(port: int) -> tuple[tuple[str, ...] | None, str]:
+    """On a rank of 2 nodes: the devices that it samples, and its backend. Ranks 0 and 1 share one, 2 and 3 do not."""
     rank = dist.get_rank()
     os.environ.update(GROUP_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2))
     identity = ("GPU-a", "GPU-a", "GPU-c", "GPU-b")[rank]
     with patch("zerokit.bench.worker.rank.device_id", return_value=identity):
         sampler = node_sampler(ON_CUDA)
-    return None if sampler is None else sampler.devices
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    shown = patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1)
+    with shown, patch("zerokit.bench.machine.accelerator.device_id", return_value=identity):
+        backend = choose_accelerator(None).backend
+    return None if sampler is None else tuple(sampler.devices), backend
 
 
-def test_one_rank_of_a_node_samples_the_devices_of_all_its_ranks() -> None:
-    assert run_ranks(4, node_of) == [("GPU-a",), None, ("GPU-c", "GPU-b"), None]
+def test_ranks_of_a_node_share_a_device_or_have_each_its_own() -> None:
+    """One of them samples the devices of all; NCCL serves those that see one device each, and not the same."""
+    assert run_ranks(4, node_of, free_port()) == [
+        (("GPU-a",), "gloo"),
+        (None, "gloo"),
+        (("GPU-c", "GPU-b"), "nccl"),
+        (None, "nccl"),
+    ]
 
 
 @pytest.mark.gpu

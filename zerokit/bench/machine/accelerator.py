@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from zerokit.bench.machine.host import identify
 from zerokit.errors import UsageError
@@ -51,7 +52,7 @@ def choose_accelerator(wanted: str | None) -> Accelerator:
     """The device and backend of this rank, from the torchrun environment.
 
     Simulated nodes share this machine's devices (`ZEROKIT_NODES_ON_MACHINE` of them): ranks then count the devices
-    through all nodes. NCCL refuses two ranks on one device, so with fewer devices than ranks gloo serves CUDA tensors.
+    through all nodes. NCCL refuses two ranks on one device, so where ranks share devices gloo serves CUDA tensors.
 
     Args:
         wanted: "cpu", "cuda" or None for CUDA where there is any.
@@ -68,8 +69,26 @@ def choose_accelerator(wanted: str | None) -> Accelerator:
     if nodes_here > 1:
         local_rank += int(os.environ["GROUP_RANK"]) * local_world
     devices = torch.cuda.device_count()
-    backend = "nccl" if devices >= local_world * nodes_here else "gloo"
-    return Accelerator(torch.device("cuda", local_rank % devices), backend)
+    device = torch.device("cuda", local_rank % devices)
+    enough = devices >= local_world * nodes_here or (nodes_here == 1 and _is_nobody_elses(device))
+    return Accelerator(device, "nccl" if enough else "gloo")
+
+
+_stores: list[object] = []
+"""Kept: rank 0's serves the others, and the process group afterwards."""
+
+
+def _is_nobody_elses(device: torch.device) -> bool:
+    """Whether no two ranks of this node have one device: `srun --gpus-per-task` shows each only its own.
+
+    All ranks of a node call it.
+    """
+    store = next(rendezvous("env://"))[0]
+    _stores.append(store)
+    node, rank, ranks = (os.environ[name] for name in ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    store.set(f"zerokit/device/{node}/{rank}", device_id(Accelerator(device, "nccl")))
+    found = {store.get(f"zerokit/device/{node}/{one}") for one in range(int(ranks))}
+    return len(found) == int(ranks)
 
 
 def device_id(accelerator: Accelerator) -> str | None:
