@@ -171,15 +171,12 @@ def stubs(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -
     return found
 
 
-def test_a_job_is_submitted(stubs: Stubs) -> None:
+def test_a_job_is_submitted(stubs: Stubs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stubs.put("sbatch", "echo '7;cluster'")
     assert submit(Path("job.sh")) == "7"
     stubs.put("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     with pytest.raises(LaunchError, match=r"refused the job: sbatch: error: invalid partition; .*job\.sh"):
         submit(Path("job.sh"))
-
-
-def test_without_slurm_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"sbatch cannot be run .*login node"):
         submit(tmp_path / "job.sh")
@@ -193,18 +190,12 @@ def test_a_node_is_reached_at_slurms_address(stubs: Stubs) -> None:
     assert node_address("localhost") == "localhost"
 
 
-def test_a_job_is_followed_to_its_end(stubs: Stubs) -> None:
-    stubs.tell(PENDING, PENDING, RUNNING, stubs.ends("FAILED", "1:0"))
-    code, shown = stubs.follow()
-    assert code == 1
-    assert shown == ["job 7: pending (Resources)", "job 7: running"]
-    assert stubs.asked("scancel") == []
-
-
-def test_a_busy_controller_is_asked_again(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_is_followed_to_its_end(stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy controller is asked again."""
     busy = "echo 'slurm_load_jobs error: Socket timed out' >&2; exit 1"
-    stubs.tell(RUNNING, busy, busy, stubs.ends("COMPLETED"))
-    assert stubs.follow()[0] == 0
+    stubs.tell(PENDING, PENDING, busy, busy, RUNNING, stubs.ends("FAILED", "1:0"))
+    assert stubs.follow() == (1, ["job 7: pending (Resources)", "job 7: running"])
+    assert stubs.asked("scancel") == []
     monkeypatch.setattr(slurm, "_QUEUE_SECONDS", 0.2)
     stubs.tell(busy)
     with pytest.raises(LaunchError, match=r"not answered for 0.2 s: .*timed out; .* end it with scancel 7"):
