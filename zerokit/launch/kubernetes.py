@@ -149,6 +149,7 @@ def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
                 "name": _NODE,
                 "image": pods.image,
                 **container,
+                **_given(envFrom=[{"secretRef": {"name": one}} for one in pods.secrets]),
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
                     "readOnlyRootFilesystem": True,
@@ -174,16 +175,12 @@ def _toleration(text: str) -> dict[str, str]:
     return {"key": key, **rest, "effect": effect}
 
 
-def _secrets(pods: Pods) -> dict[str, Any]:
-    return _given(envFrom=[{"secretRef": {"name": one}} for one in pods.secrets])
-
-
 def _runtime(pods: Pods) -> dict[str, Any]:
     job = {
         "name": _NODE,
         "template": {
             "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
-            "spec": {"template": {"spec": _pod(pods, _secrets(pods))}},
+            "spec": {"template": {"spec": _pod(pods, {})}},
         },
     }
     metadata = _metadata(pods)
@@ -233,7 +230,6 @@ def _job_set(pods: Pods) -> dict[str, Any]:
             {"name": "PET_MASTER_PORT", "value": str(DEFAULT_PORT)},
             *_variables(pods),
         ],
-        **_secrets(pods),
         **_given(resources=_resources(pods)),
     }
     job = {

@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from zerokit import files
 from zerokit.errors import ZerokitError
 from zerokit.launch.processes import die_with_parent, import_torch
 
@@ -28,9 +29,8 @@ def _record(error: Exception) -> None:
     # An error that zerokit raises on purpose is complete; others deserve a traceback.
     expected = isinstance(error, ZerokitError)
     message = f"{'' if expected else f'{type(error).__name__}: '}{error}"
-    temporary = target.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"message": message, "expected": expected, "time": time.time()}))
-    temporary.replace(target)
+    said = {"message": message, "expected": expected, "time": time.time()}
+    files.write_aside(target, json.dumps(said).encode(), durable=False)
 
 
 def main(module: str, arguments: list[str]) -> None:
