@@ -30,7 +30,7 @@ def on(field: str, **changes: Any) -> Change:
 
 ETHERNET = rank_facts(1).network.interfaces[1]
 DOWN = Interface("eth1", False, False, [], 1500)
-
+TOGETHER = world(2, ranks_a_node=2)
 
 RANK_FAULTS: list[tuple[str, Severity, Change]] = [
     ("ZD101", FAULT, on("software", safetensors=None)),
@@ -134,13 +134,9 @@ def test_ranks_on_one_device_are_named() -> None:
 
 def test_what_several_machines_need_one_does_not() -> None:
     """Loopback, and a name that cannot be looked up, are no fault where all ranks are on one machine."""
-    alone = [
-        replace(one, network=replace(one.network, own=["127.0.1.1"])) for one in world(2, ranks_a_node=2)
-    ]
+    alone = [replace(one, network=replace(one.network, own=["127.0.1.1"])) for one in TOGETHER]
     assert bad(judged(alone)) == {}
-    nameless = [
-        replace(one, network=network(0, own=[], own_error="unknown")) for one in world(2, ranks_a_node=2)
-    ]
+    nameless = [replace(one, network=network(0, own=[], own_error="unknown")) for one in TOGETHER]
     assert bad(judged(nameless)) == {"ZD303": WARNING}
 
 
@@ -159,9 +155,7 @@ def test_a_node_that_all_slow_pairs_have_in_common_is_named() -> None:
 
 
 def test_cores_are_counted_over_the_ranks_of_a_machine() -> None:
-    ranks = [
-        replace(one, processor=Processor(64, [5], None, 0.0)) for one in world(2, ranks_a_node=2)
-    ]  # both pinned to core 5
+    ranks = [replace(one, processor=Processor(64, [5], None, 0.0)) for one in TOGETHER]  # pinned to one
     assert bad(judged(ranks)) == {"ZD502": WARNING}
     apart = [replace(one, processor=Processor(64, [one.seat.rank], None, 0.0)) for one in ranks]
     assert bad(judged(apart)) == {}
@@ -175,7 +169,7 @@ def test_what_is_no_fault() -> None:
     ranks = world(2)
     noisy = replace(group_facts(ranks), offsets=[Offset(0.0, 0.0), Offset(2.0, 1.9)])
     assert bad(judged(ranks, noisy)) == {}
-    ranks = [replace(one, limits=replace(LIMITS, cma="0")) for one in world(2, ranks_a_node=2)]
+    ranks = [replace(one, limits=replace(LIMITS, cma="0")) for one in TOGETHER]
     assert bad(judged(ranks, replace(group_facts(ranks), routes=["sockets"] * 2))) == {}
 
 

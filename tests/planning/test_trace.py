@@ -14,6 +14,8 @@ from zerokit.planning.subject import Traces
 from zerokit.planning.work import Product, UnitWork
 from zerokit.training.recomputation import blocks_of
 
+OWN = "tests.planning.models"
+
 
 def flops(units: tuple[UnitWork, ...], part: int) -> int:
     return sum(product.flops for unit in units for product in unit.parts[part].products)
@@ -21,12 +23,7 @@ def flops(units: tuple[UnitWork, ...], part: int) -> int:
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
-    [
-        ("gpt-tiny", True),
-        ("llama-tiny", False),
-        ("tests.planning.models:qwen", True),
-        ("tests.planning.models:contrastive", False),
-    ],
+    [("gpt-tiny", True), ("llama-tiny", False), (f"{OWN}:qwen", True), (f"{OWN}:contrastive", False)],
 )
 def test_one_recording_serves_micro_batches_of_all_sizes(model: str, recompute: bool) -> None:
     subject = subject_named(model)
@@ -51,7 +48,7 @@ def test_recomputation_holds_less_and_repeats_the_forward_of_blocks() -> None:
 
 
 def test_dropout_is_recomputed_and_attention_with_it_fused_as_on_cuda() -> None:
-    subject = subject_named("tests.planning.models:dropping")
+    subject = subject_named(f"{OWN}:dropping")
     again = Traces(subject, on_cuda=True).get(2, "bf16", recompute=True)
     assert flops(again.work.units, 2) > 0
     attention = [
@@ -95,7 +92,7 @@ def test_a_model_that_cannot_be_traced_is_refused_in_a_sentence(
     model: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     exactly = model != "squares"
-    traces = Traces(subject_named(f"tests.planning.models:{model}"), on_cuda=False, exactly=exactly)
+    traces = Traces(subject_named(f"{OWN}:{model}"), on_cuda=False, exactly=exactly)
     with pytest.raises(UsageError, match=message):
         traces.get(2, "fp32", recompute=False)
     assert not caplog.records
