@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -65,7 +66,14 @@ def test_a_staged_directory_appears_when_it_is_whole(tmp_path: Path, name: str) 
     assert (target / "a").read_bytes() == b"new"
 
 
-def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_exchanges_and_syncs_of_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     with staged(tmp_path / "out") as work:
         write_file(work / "a", b"new")

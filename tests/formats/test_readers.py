@@ -359,6 +359,10 @@ def test_a_chunk_that_is_named_twice_is_refused(tmp_path: Path) -> None:
             "numbers instead of names: save what get_state_dict",
         ),
         (
+            {name: torch.ones(2) for name in ("decoder.w", "optimizer.state.exp_avg.decoder.w")},
+            "is of Megatron-Core's own format",
+        ),
+        (
             {name: {"w": torch.ones(2), "v": torch.ones(3)} for name in ("ema", "net")},
             r"weights of several models \(ema\., net\.\): zerokit reads one",
         ),
@@ -369,6 +373,16 @@ def test_what_cannot_be_told_or_held_is_named(tmp_path: Path, content: dict[str,
     with pytest.raises(CheckpointError, match=message):
         zerokit.convert(tmp_path / "theirs", tmp_path / "out", format="zerokit")
     assert not (tmp_path / "out").exists()
+
+
+def test_files_without_checksums_are_not_called_damaged(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_dcp(tmp_path, {"model": {"w": torch.ones(2)}})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(CheckpointError, match="saved without checksums"):
+        open_source(tmp_path)
 
 
 INDEX = {"a": "model-1.safetensors", "b": "model-2.safetensors"}

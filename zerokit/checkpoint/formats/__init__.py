@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from zerokit.checkpoint.disk import explained
 from zerokit.checkpoint.formats import dcp, deepspeed, huggingface
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.source import Source
+from zerokit.errors import CheckpointError
+
+T = TypeVar("T")
 
 FORMATS = ("zerokit", "deepspeed", "dcp", "huggingface")
 
@@ -36,6 +40,17 @@ def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
     """
     read = recognised(path)
     return Checkpoint(path, whole=whole) if read is None else read(Path(path))
+
+
+def of_newest(task: Callable[..., T], *paths: str | os.PathLike[str]) -> T:
+    """What `task` returns for the checkpoints at `paths`; from newer steps where a save beside it removes one."""
+    while True:
+        sources = [open_source(path) for path in paths]
+        try:
+            return task(*sources)
+        except CheckpointError:
+            if not any(source.run is not None and not source.path.exists() for source in sources):
+                raise
 
 
 def recognised(path: str | os.PathLike[str]) -> Callable[[Path], Source] | None:

@@ -31,6 +31,9 @@ _STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,18})$")
 _State = tuple[dict[str, description.StoredStream], dict[str, description.StoredScalar]]
 """A parameter's states, of its shape and of others, by kind."""
 
+_MEGATRON = re.compile(r"(^|\.)optimizer\.(state|distributed)\.")
+"""Among names of weights: it keeps states beside them, and the optimizer's groups in a file of its own."""
+
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
 
@@ -74,6 +77,10 @@ class _Reader:
         }
         for name in trained:
             require(name in weights, self.path, f"the optimizer has {name}, which has no weights")
+        sharded = next(filter(_MEGATRON.search, weights), None)
+        require(
+            not sharded, self.path, f"{sharded} is of Megatron-Core's own format, which zerokit does not read"
+        )
         states = {} if self.optimizer is None else self._states(weights, trained)
         aliases = _tied(weights, trained)
         tied = {alias for names in aliases.values() for alias in names}

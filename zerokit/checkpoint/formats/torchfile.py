@@ -122,6 +122,8 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
     pickles = [name for name in entries if name.endswith("/data.pkl") or name == "data.pkl"]
     found = f"{len(pickles)} entries called data.pkl, expected 1"
     require(len(pickles) == 1, path, f"not a file of torch.save: {found}")
+    unverified = "saved without checksums, by torch.serialization.set_crc32_options(False): save it with them"
+    require(entries[pickles[0]].crc, path, unverified)
     prefix = pickles[0].removesuffix("data.pkl")
     content = content_of(path, fd, entries[pickles[0]])
     order = entries.get(f"{prefix}byteorder")
