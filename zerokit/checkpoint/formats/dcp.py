@@ -9,7 +9,6 @@ model's.
 from __future__ import annotations
 
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -250,9 +249,7 @@ class _Reader:
             step = int(match[1])
         if step is None:
             counts = [scalars["step"] for _, scalars in states.values() if "step" in scalars]
-            step = max(
-                (int(struct.unpack("<f", s.content)[0]) for s in counts if s.dtype == "float32"), default=0
-            )
+            step = max((int(scalar.array.item()) for scalar in counts), default=0)
         if carried.keys() == {"extra", "step"}:  # zerokit wrote it, for what a run calls its extra
             carried = carried["extra"]
         return carried, step

@@ -39,9 +39,6 @@ from zerokit.layout import Parameter
 
 _DYNAMIC_SCALER = "DynamicLossScaler"
 
-_COUNTS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
-"""How numbers of steps are stored."""
-
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a directory of DeepSpeed's: a tag's, or one with tags."""
@@ -161,12 +158,14 @@ class Reader:
     def _doubts(self, scalars: Mapping[str, Mapping[str, StoredScalar]]) -> list[str]:
         """That the model's file counts other steps than the optimizer's, as it may where a run loaded weights alone."""
         taken = int(self.model["global_steps"]) - int(self.model.get("skipped_steps", 0))
-        steps = [states["step"] for states in scalars.values() if "step" in states]
-        counts = [int(struct.unpack(_COUNTS[s.dtype], s.content)[0]) for s in steps if s.dtype in _COUNTS]
-        if not counts or max(counts) == taken:
+        most = max(
+            (int(states["step"].array.item()) for states in scalars.values() if "step" in states),
+            default=taken,
+        )
+        if most == taken:
             return []
         return [
-            f"{self.files.models[0]}: counts {taken} steps, the optimizer's files {max(counts)}: if the run did not "
+            f"{self.files.models[0]}: counts {taken} steps, the optimizer's files {most}: if the run did not "
             "begin from weights alone, files of several saves are mixed"
         ]
 
