@@ -42,6 +42,8 @@ class Checkpoint(Source):
         self.manifest, self.manifest_crc = choice.manifest or read_manifest(choice.path)
         self._places: dict[int, tuple[list[int], array[int], array[int]]] = {}
         """By rank: where each stream's slices begin in two lists, of the slices' positions and of their offsets."""
+        self._checked: set[int] = set()
+        """Ranks whose file has been opened, and had the right header."""
 
     def read(self, stream: str, name: str) -> NDArray[Any]:
         """A whole parameter in one stream, such as `read("master", "blocks.0.weight")`, as an array of its shape.
@@ -112,7 +114,9 @@ class Checkpoint(Source):
         path = self.file_path(file)
         with opened(path) as fd:
             check_size(fd, self.manifest.files[file].size, path)
-            self.check_header(fd, file)
+            if file not in self._checked:
+                self.check_header(fd, file)
+                self._checked.add(file)
             yield fd
 
     def check_header(self, fd: int, rank: int) -> None:

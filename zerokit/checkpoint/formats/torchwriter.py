@@ -18,7 +18,7 @@ from zerokit.checkpoint.disk import write_exactly
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped, to_pickle
 from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor, row_major
-from zerokit.checkpoint.requests import OpenFile, Request, requests_for
+from zerokit.checkpoint.requests import Request, Target, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
 from zerokit.layout import Interval
@@ -90,7 +90,7 @@ class TorchFile:
     base: int
     size: int
 
-    def copy(self, source: Source, copier: Copier, target: OpenFile) -> None:
+    def copy(self, source: Source, copier: Copier, target: Target) -> None:
         requests: list[Request] = []
         for entry in self.entries:
             storage, at = entry.storage, entry.data_offset
@@ -107,7 +107,7 @@ class TorchFile:
                     )
         copier.copy(source, requests)
 
-    def finish(self, source: Source, target: OpenFile) -> None:
+    def finish(self, source: Source, target: Target) -> None:
         """Write the zip's headers and its directory, once everything is copied.
 
         Raises `CheckpointError` where a storage that was copied whole is not what its own checksum says.
@@ -204,7 +204,7 @@ def _key(number: int, blob: Blob) -> str:
     return f"{number}@{blob.offset}"
 
 
-def _pieces(storage: NewStorage, source: Source, target: OpenFile) -> Iterator[Piece]:
+def _pieces(storage: NewStorage, source: Source, target: Target) -> Iterator[Piece]:
     """What a storage consists of, in order, zeros between its parts included."""
     if storage.content is not None:
         yield Piece(crc32(storage.content), storage.size)
