@@ -26,7 +26,6 @@ from zerokit.checkpoint.formats.pickles import (
     Name,
     Persistent,
     Record,
-    mapped,
     parse_pickle,
 )
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
@@ -129,7 +128,18 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
     order = entries.get(f"{prefix}byteorder")
     little = order is None or content_of(path, fd, order) == b"little"
     require(little, path, "its numbers are big-endian: save it on a little-endian machine")
-    return _resolved(parse_pickle(content, f"{path}: data.pkl"), entries, prefix, path)
+
+    def tensor(record: Record) -> Any:
+        if record.name in _REBUILT:
+            return _tensor(record.args, entries, prefix)
+        if record.name == "torch._utils._rebuild_parameter" and record.args:
+            return record.args[0]
+        if record.name == "torch._tensor._rebuild_from_type_v2" and len(record.args) > 2:
+            # A tensor subclass, such as DeepSpeed's parameters: function, type, arguments, state.
+            return tensor(Record(getattr(record.args[0], "text", ""), record.args[2]))
+        return record
+
+    return parse_pickle(content, f"{path}: data.pkl", tensor)
 
 
 def is_marked(path: Path) -> bool:
@@ -181,25 +191,6 @@ def content_of(path: Path, fd: int, blob: Blob) -> bytes:
     crc = crc32(content)
     require(crc == blob.crc, path, damaged(crc, blob.crc))
     return bytes(content)
-
-
-def _resolved(root: Any, entries: Mapping[str, Blob], prefix: str, path: Path) -> Any:
-    def tensor(value: Any) -> Any:
-        if not isinstance(value, Record):
-            return value
-        if value.name in _REBUILT:
-            return _tensor(value.args, entries, prefix)
-        if value.name == "torch._utils._rebuild_parameter" and value.args:
-            return value.args[0]
-        if value.name == "torch._tensor._rebuild_from_type_v2" and len(value.args) > 2:
-            # A tensor subclass, such as DeepSpeed's parameters: function, type, arguments, state.
-            return Record(getattr(value.args[0], "text", ""), value.args[2])
-        return value
-
-    try:
-        return mapped(root, tensor)
-    except (ValueError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{path}: not in torch.save's format: {error}") from None
 
 
 def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str) -> StoredTensor:
