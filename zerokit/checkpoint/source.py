@@ -6,6 +6,7 @@ than this class, and neither torch nor the framework that wrote the files.
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from zerokit.checkpoint.checksum import Piece, Pieces
+from zerokit.checkpoint.disk import read_part
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, File, Manifest
-from zerokit.checkpoint.safetensors import Stream
-from zerokit.errors import CheckpointError, ZerokitWarning
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
+from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Interval, Layout
 
 if TYPE_CHECKING:
@@ -143,12 +145,16 @@ class Source(ABC):
         """Dtype and shape of each tensor that is stored whole, by its name: "buffers/…", "optimizer/…" and others."""
 
     @abstractmethod
-    def buffer_place(self, name: str) -> tuple[Path, int]:
-        """The file that has a buffer of `buffers`, whose bytes are right, and the byte that it begins at."""
+    def common_place(self, name: str) -> tuple[Path, int]:
+        """The file that has a tensor which is stored whole, after a check of its bytes, and the byte it begins at."""
 
-    @abstractmethod
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         """Dtype, shape and bytes, verified, of a tensor that is stored whole. Raises `UsageError` if there is none."""
+        if name not in self.common_forms:
+            raise UsageError(f"{self.path} has no tensor {name!r}")
+        dtype, shape = self.common_forms[name]
+        path, offset = self.common_place(name)
+        return dtype, shape, read_part(path, offset, math.prod(shape) * ELEMENT_BYTES[dtype])
 
     @abstractmethod
     def extra_plain(self) -> dict[str, Any]:
