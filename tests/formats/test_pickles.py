@@ -294,7 +294,7 @@ REFUSED = {
     "without data": "is missing",
     "short data": "reaches to element",
     "twice": "is there twice",
-    "encrypted": "is encrypted",
+    "unchecked": "saved without checksums",
 }
 
 
@@ -311,23 +311,10 @@ def test_what_torch_never_writes_is_refused(tmp_path: Path, how: str) -> None:
                 content = content[:-4]
             for _ in range(0 if how == "without data" and "/data/" in name else 2 if how == "twice" else 1):
                 new.writestr(name, content, zipfile.ZIP_DEFLATED if how == "compressed" else None)
-            if how == "encrypted":
-                new.filelist[-1].flag_bits |= 1  # in the directory; the library writes no encrypted ones
+            if how == "unchecked":
+                new.filelist[-1].CRC = 0  # as torch.serialization.set_crc32_options(False) has them
     with pytest.raises(CheckpointError, match=REFUSED[how]):
         _read(tmp_path / "bad.pt")
-
-
-def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
-    """A zip bomb: many names of the same bytes."""
-    torch.save({"a": torch.ones(100), "b": torch.zeros(100)}, tmp_path / "file.pt")
-    content = bytearray((tmp_path / "file.pt").read_bytes())
-    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
-        first, second = (e.header_offset for e in archive.infolist() if "/data/" in e.filename)
-    place = content.rindex(second.to_bytes(4, "little"), content.rindex(b"/data/0"))
-    content[place : place + 4] = first.to_bytes(4, "little")
-    (tmp_path / "file.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="entries overlap"):
-        _read(tmp_path / "file.pt")
 
 
 @settings(max_examples=150, deadline=None)

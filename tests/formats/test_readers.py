@@ -375,16 +375,6 @@ def test_what_cannot_be_told_or_held_is_named(tmp_path: Path, content: dict[str,
     assert not (tmp_path / "out").exists()
 
 
-def test_files_without_checksums_are_not_called_damaged(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        save_dcp(tmp_path, {"model": {"w": torch.ones(2)}})
-    finally:
-        torch.serialization.set_crc32_options(True)
-    with pytest.raises(CheckpointError, match="saved without checksums"):
-        open_source(tmp_path)
-
-
 INDEX = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
 """The file of each tensor, before the folder is damaged."""
 
