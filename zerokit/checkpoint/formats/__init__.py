@@ -7,6 +7,7 @@ which elements of which parameter; `foreign` holds that as a `Source`, which eve
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +21,12 @@ from zerokit.errors import CheckpointError
 T = TypeVar("T")
 
 FORMATS = ("zerokit", "deepspeed", "dcp", "huggingface")
+
+_UNEXPECTED = (
+    *(LookupError, TypeError, ValueError, AttributeError),
+    *(ArithmeticError, RecursionError, struct.error),
+)
+"""What other data than a reader expects leads to."""
 
 _READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = (
     (deepspeed.recognises, deepspeed.read),
@@ -39,7 +46,13 @@ def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
     Raises `CheckpointError` unless it holds a checkpoint that zerokit reads.
     """
     read = recognised(path)
-    return Checkpoint(path, whole=whole) if read is None else read(Path(path))
+    if read is None:
+        return Checkpoint(path, whole=whole)
+    try:
+        return read(Path(path))
+    except _UNEXPECTED as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: not in its framework's format: {kind}: {error}") from error
 
 
 def of_newest(task: Callable[..., T], *paths: str | os.PathLike[str]) -> T:

@@ -16,7 +16,7 @@ from typing import Any
 
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import description
-from zerokit.checkpoint.formats.checks import reading, require
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.torchfile import Blob, content_of
@@ -52,15 +52,12 @@ def _folders(path: Path) -> list[Path]:
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the checkpoint at `path`. Raises `CheckpointError` for damaged, missing or unsupported data."""
-    with reading(path):
-        return ForeignCheckpoint(_Reader(path).describe())
+    return ForeignCheckpoint(_Reader(path).describe())
 
 
-class _Reader:
+class _Reader(Items):
     def __init__(self, path: Path) -> None:
-        items = Items(path, _folders(path))
-        self.path, self.items = path, items
-        self.files, self.tensors, self.values = items.files, items.tensors, items.values
+        super().__init__(path, _folders(path))
         self.dropped = description.beside(path)
         self.optimizer = self._optimizer_prefix()
 
@@ -105,9 +102,9 @@ class _Reader:
             parameters=parameters,
             buffers=buffers,
             groups=[group for group, _ in options] if options else None,
-            identity=self.items.identity,
+            identity=self.identity,
             user=user,
-            blobs=self.items.blobs,
+            blobs=self.blobs,
             dropped=self.dropped,
         )
 

@@ -16,7 +16,7 @@ from typing import Any
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import deepspeed_files
-from zerokit.checkpoint.formats.checks import reading, require
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.deepspeed_files import KNOWN, LATEST, Cut, Files, Shapes
 from zerokit.checkpoint.formats.description import (
     MASTER,
@@ -53,10 +53,9 @@ def read(path: Path) -> ForeignCheckpoint:
         raise CheckpointError(
             f"{path}: has checkpoints of DeepSpeed ({tags}), and no {LATEST} that names one: give the directory of one"
         )
-    with reading(folder):
-        reader = Reader(deepspeed_files.find_files(folder))
-        reader.dropped += beside(path)
-        return ForeignCheckpoint(reader.describe(), path if folder != path else None)
+    reader = Reader(deepspeed_files.find_files(folder))
+    reader.dropped += beside(path)
+    return ForeignCheckpoint(reader.describe(), path if folder != path else None)
 
 
 class Reader:

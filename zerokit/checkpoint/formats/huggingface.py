@@ -19,7 +19,7 @@ from pathlib import Path
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import explained, read_whole
 from zerokit.checkpoint.formats import description
-from zerokit.checkpoint.formats.checks import reading, require
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.dcp_items import rows
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
@@ -94,17 +94,15 @@ def _check_index(index: Path, files: list[Path], headers: list[Header]) -> None:
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the weights at `path`. Raises `CheckpointError` for damaged or missing data."""
-    with reading(path):
-        files = _files(path)
-        unread = next((name for name in _UNREAD if (path / name).is_file()), "")
-        require(files, path, f"only {unread}, {_UNREAD.get(unread)}")
-        headers = [read_header(file) for file in files]
-        if files[0] not in (path, path / SINGLE) and (path / INDEX).is_file():
-            _check_index(path / INDEX, files, headers)
-        stored = _stored(path, headers)
+    files = _files(path)
+    unread = next((name for name in _UNREAD if (path / name).is_file()), "")
+    require(files, path, f"only {unread}, {_UNREAD.get(unread)}")
+    headers = [read_header(file) for file in files]
+    if files[0] not in (path, path / SINGLE) and (path / INDEX).is_file():
+        _check_index(path / INDEX, files, headers)
     parameters: list[description.StoredParameter] = []
     buffers: list[description.StoredParameter] = []
-    for name, (dtype, shape, stretches) in stored.items():
+    for name, (dtype, shape, stretches) in _stored(path, headers).items():
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         # A buffer lies in one place.
         wide = (

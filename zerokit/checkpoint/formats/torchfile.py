@@ -106,11 +106,13 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = None) -> Any:
+def read_torch_file(
+    path: Path, fd: int, offset: int = 0, size: int | None = None, *, blobs: set[Blob] | None = None
+) -> Any:
     """The value in the `torch.save` file that lies at bytes `offset` to `offset + size` of an open file.
 
-    Tensors come as `StoredTensor`, their bytes unread. Raises `CheckpointError` for what is no such file, has
-    compressed entries, or a tensor outside its storage.
+    Tensors come as `StoredTensor`, their bytes unread and added to `blobs`. Raises `CheckpointError` for what is no such
+    file, has compressed entries, or a tensor outside its storage.
     """
     whole = os.fstat(fd).st_size
     size = whole - offset if size is None else size
@@ -130,7 +132,10 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
 
     def tensor(record: Record) -> Any:
         if record.name in _REBUILT:
-            return _tensor(record.args, entries, prefix)
+            made = _tensor(record.args, entries, prefix)
+            if blobs is not None:
+                blobs.add(made.blob)
+            return made
         if record.name == "torch._utils._rebuild_parameter" and record.args:
             return record.args[0]
         if record.name == "torch._tensor._rebuild_from_type_v2" and len(record.args) > 2:
