@@ -111,8 +111,8 @@ def read_torch_file(
 ) -> Any:
     """The value in the `torch.save` file that lies at bytes `offset` to `offset + size` of an open file.
 
-    Tensors come as `StoredTensor`, their bytes unread and added to `blobs`. Raises `CheckpointError` for what is no such
-    file, has compressed entries, or a tensor outside its storage.
+    Tensors come as `StoredTensor`, their bytes unread and added to `blobs`. Raises `CheckpointError` for what is no
+    such file, has compressed entries, or a tensor outside its storage.
     """
     whole = os.fstat(fd).st_size
     size = whole - offset if size is None else size
