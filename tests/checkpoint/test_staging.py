@@ -67,8 +67,6 @@ def test_a_staged_directory_appears_when_it_is_whole(tmp_path: Path, name: str) 
 
 
 def test_a_file_system_may_lack_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allocation, syncs of directories, renameat2."""
-
     def refuse(fd: int, *_: int) -> None:
         if _ or os.path.isdir(f"/proc/self/fd/{fd}"):
             raise OSError(errno.EINVAL, "Invalid argument")
