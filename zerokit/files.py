@@ -51,10 +51,13 @@ class System:
         os.fsync(fd)
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable."""
+        """Make the names in a directory durable, if the file system supports it: some shared folders do not."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
         finally:
             os.close(fd)
 

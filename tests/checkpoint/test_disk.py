@@ -93,20 +93,6 @@ def test_a_file_beyond_the_limit_is_told_at_lay_out(tmp_path: Path) -> None:
     assert (tmp_path / "b").stat().st_size == 4096
 
 
-def test_a_file_system_without_fallocate_still_gives_the_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(fd: int, offset: int, size: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "not supported")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with disk.new_file(tmp_path / "a", 5000):
-        pass
-    with disk.new_file(tmp_path / "empty", 0):
-        pass
-    assert [(tmp_path / name).stat().st_size for name in ("a", "empty")] == [5000, 0]
-
-
 def test_files_are_no_links_and_obey_the_umask(tmp_path: Path) -> None:
     mask = os.umask(0o027)
     try:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.support.checkpoints import (
     write_run,
 )
 from zerokit.checkpoint.diff import Difference, diff
+from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.latest import Latest, write_latest
 from zerokit.checkpoint.run import mark_superseded, stated_checksum
@@ -100,6 +102,10 @@ def test_a_run_tells_its_steps_and_what_is_not_finished(tmp_path: Path) -> None:
     for step in found.steps:
         assert step.bytes == sum(path.stat().st_size for path in (run / step.name).iterdir())
     assert inspect(run / "step-00000003").run is None
+    gone = open_source(run)
+    gone.path = run / "step-00000009"  # which a save beside has removed
+    with patch("zerokit.checkpoint.formats.open_source", side_effect=[gone, open_source(run)]):
+        assert inspect(run).step == 3
     plain = json.loads(zerokit(tmp_path, "inspect", "run", "--json").stdout)
     assert [step["name"] for step in plain["run"]["steps"]] == [f"step-{n:08d}" for n in range(1, 6)]
     (left,) = plain["run"]["leftovers"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import zerokit
 from tests.support.distributed import run_ranks
@@ -48,7 +49,8 @@ def _changing(directory: str) -> None:
         state |= {"history": [1], "seen": {"ids": {3, 4}}, "table": np.arange(3.0), "loss": float("nan")}
     disk = Held()
     with files.replaced(disk):
-        saving = save(directory, zero, step=1, blocking=False)
+        with torch.device("meta"):  # a default device is not the host copy's
+            saving = save(directory, zero, step=1, blocking=False)
         for state in _states(zero):
             state["history"].append(2)
             state["seen"]["ids"].add(5)
@@ -99,6 +101,33 @@ def _unreadable(directory: str) -> None:
     assert not os.path.exists(directory)
     save(directory, zero, step=1, keep=lambda step: True)
     load(directory, zero)
+
+
+class _Odd(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 1
+
+
+def _odd_models(directory: str) -> None:
+    """A state that is not saved is named, a buffer may repeat its elements, and a frozen copy is no tie."""
+    optimizers: list[Any] = []
+    for tied in (True, False):
+        model: Any = nn.Sequential(_Odd(4, 4), nn.Linear(4, 4))
+        model.register_buffer("places", torch.arange(4.0).expand(3, 4))
+        model[1].weight = model[0].weight if tied else nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        optimizers.append((model, zerokit.ZeroOptimizer(model, torch.optim.SGD, precision="fp32")))
+    (saved, zero), (model, other) = optimizers
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        save(directory, zero, step=1)
+    assert ["module '0' has a get_extra_state()" in str(one.message) for one in caught] == [True][
+        dist.get_rank() :
+    ]
+    model.places[0, 0] = 5.0
+    load(directory, other)
+    assert model.places.tolist() == [[0.0, 1.0, 2.0, 3.0]] * 3
+    with zero.gathered(), other.gathered():
+        assert model[1].weight.equal(saved[0].weight)
 
 
 def _pruned_meanwhile(directory: str) -> None:
@@ -191,5 +220,5 @@ def _keeps_what_cannot_go(directory: str) -> None:
 
 
 def test_what_is_taken_refused_and_chosen(tmp_path: Path) -> None:
-    works = [_changing, _unreadable, _pruned_meanwhile, _beside_another_job, _on_two_disks]
+    works = [_changing, _unreadable, _odd_models, _pruned_meanwhile, _beside_another_job, _on_two_disks]
     run_ranks(2, in_turn, [*works, _keeps_what_cannot_go], str(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tests.support.checkpoints import ended_process, example_content, example_la
 from tests.support.crashes import Observed
 from tests.support.distributed import run_ranks
 from zerokit import files
-from zerokit.checkpoint.disk import write_file
+from zerokit.checkpoint.disk import new_file, write_file
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.staging import Foreign, Staging, finish_replacement, leftovers, require_apart
 from zerokit.errors import CheckpointError
@@ -65,11 +66,17 @@ def test_a_staged_directory_appears_when_it_is_whole(tmp_path: Path, name: str) 
     assert (target / "a").read_bytes() == b"new"
 
 
-def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_may_lack_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, *_: int) -> None:
+        if _ or os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
-    with staged(tmp_path / "out") as work:
-        write_file(work / "a", b"new")
-    assert names(tmp_path) == ["out"]
+    with staged(tmp_path / "out") as work, new_file(work / "a", 5000), new_file(work / "empty", 0):
+        pass
+    assert [(tmp_path / "out" / name).stat().st_size for name in ("a", "empty")] == [5000, 0]
 
 
 @pytest.mark.parametrize(("kind", "late"), [("file", True), ("empty", True), ("full", False)])

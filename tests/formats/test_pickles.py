@@ -26,7 +26,6 @@ from zerokit.checkpoint.formats.pickles import (
     Persistent,
     Record,
     Size,
-    mapped,
     parse_pickle,
     to_pickle,
 )
@@ -121,7 +120,6 @@ def test_nothing_runs(tmp_path: Any) -> None:
 
 LONG_TEXT = b"\x80\x02X" + struct.pack("<I", 100_000) + b"a" * 100_000 + b"q\x00"
 """Remembered as number 0."""
-ONE_HASH = (b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") + b"N" for number in range(1, 9000))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +145,6 @@ ONE_HASH = (b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") + b"N" f
         pytest.param(b"\x80\x02r\xff\xff\xff\xff.", id="memo of nothing"),
         pytest.param(LONG_TEXT + b"c_codecs\nencode\nh\x00h\x00\x86R" * 2000 + b".", id="copies of one text"),
         pytest.param(b"\x80\x02(" + b"N" * 100 + b"tq\x00}h\x00Ns.", id="a key of a hundred parts"),
-        pytest.param(b"\x80\x02}(" + b"".join(ONE_HASH) + b"u.", id="keys with one hash"),
     ],
 )
 def test_damaged_pickles_and_bombs_are_errors(content: bytes) -> None:
@@ -171,7 +168,7 @@ def test_shared_parts_are_written_once() -> None:
     for _ in range(60):
         value = [value] * 10
     assert len(to_pickle(value)) < 10_000
-    again = parse_pickle(to_pickle(mapped(value, lambda part: part)), "x")
+    again = parse_pickle(to_pickle(value), "x")
     assert again[0] is again[9]
     value = []
     value.append(value)
@@ -232,8 +229,8 @@ def test_objects_with_keywords_are_records_and_never_made() -> None:
 def test_deep_nesting_is_an_error_of_what_looks_into_it(content: bytes) -> None:
     """No recursion: reading it is harmless, and what goes down in it says how deep it may be."""
     value = parse_pickle(content, "x")
-    with pytest.raises(ValueError, match="nested more than 100 deep"):
-        mapped(value, lambda part: part)
+    with pytest.raises(CheckpointError, match="nested too deep to be written"):
+        to_pickle(value)
     with pytest.raises(CheckpointError, match="nested over 100 deep"):
         plain_value(value, "client_state", [])
 
@@ -297,7 +294,7 @@ REFUSED = {
     "without data": "is missing",
     "short data": "reaches to element",
     "twice": "is there twice",
-    "encrypted": "is encrypted",
+    "unchecked": "saved without checksums",
 }
 
 
@@ -314,23 +311,10 @@ def test_what_torch_never_writes_is_refused(tmp_path: Path, how: str) -> None:
                 content = content[:-4]
             for _ in range(0 if how == "without data" and "/data/" in name else 2 if how == "twice" else 1):
                 new.writestr(name, content, zipfile.ZIP_DEFLATED if how == "compressed" else None)
-            if how == "encrypted":
-                new.filelist[-1].flag_bits |= 1  # in the directory; the library writes no encrypted ones
+            if how == "unchecked":
+                new.filelist[-1].CRC = 0  # as torch.serialization.set_crc32_options(False) has them
     with pytest.raises(CheckpointError, match=REFUSED[how]):
         _read(tmp_path / "bad.pt")
-
-
-def test_entries_that_share_bytes_are_refused(tmp_path: Path) -> None:
-    """A zip bomb: many names of the same bytes."""
-    torch.save({"a": torch.ones(100), "b": torch.zeros(100)}, tmp_path / "file.pt")
-    content = bytearray((tmp_path / "file.pt").read_bytes())
-    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
-        first, second = (e.header_offset for e in archive.infolist() if "/data/" in e.filename)
-    place = content.rindex(second.to_bytes(4, "little"), content.rindex(b"/data/0"))
-    content[place : place + 4] = first.to_bytes(4, "little")
-    (tmp_path / "file.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="entries overlap"):
-        _read(tmp_path / "file.pt")
 
 
 @settings(max_examples=150, deadline=None)

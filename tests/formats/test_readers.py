@@ -359,6 +359,10 @@ def test_a_chunk_that_is_named_twice_is_refused(tmp_path: Path) -> None:
             "numbers instead of names: save what get_state_dict",
         ),
         (
+            {name: torch.ones(2) for name in ("decoder.w", "optimizer.state.exp_avg.decoder.w")},
+            "is of Megatron-Core's own format",
+        ),
+        (
             {name: {"w": torch.ones(2), "v": torch.ones(3)} for name in ("ema", "net")},
             r"weights of several models \(ema\., net\.\): zerokit reads one",
         ),

@@ -11,17 +11,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import groupby, islice
-from operator import itemgetter
+from itertools import chain, groupby, islice
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 from zerokit.checkpoint.checksum import Pieces
 from zerokit.checkpoint.disk import new_file, sync_file
-from zerokit.checkpoint.requests import OpenFile, Request, by_file, move, neighbours, opening
+from zerokit.checkpoint.requests import Request, Target, by_file, move, neighbours, opening
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Foreign, Staging, require_apart
 from zerokit.errors import UsageError
@@ -77,11 +77,11 @@ class Copier:
         self._total = total
         self._progress = progress
         self._done = 0
-        self._batch: list[tuple[OpenFile, Request]] = []
+        self._batch: list[Request] = []
         self._batch_bytes = 0
-        self._pending: deque[Future[list[tuple[Request, int]]] | OpenFile] = deque()
+        self._pending: deque[Future[list[tuple[Request, int]]] | Target] = deque()
         self._unsynced: deque[Future[None]] = deque()
-        self._open: set[OpenFile] = set()
+        self._open: set[Target] = set()
         self._buffers = threading.local()
         self._threads = ThreadPoolExecutor(self._jobs, "zerokit-copy")
         # A thread of its own, so that those that copy need not wait for the disk.
@@ -104,57 +104,49 @@ class Copier:
         else:
             self._abandon(error)
 
-    def target(self, path: Path, size: int) -> OpenFile:
-        return self._add(path, new_file(path, size), size)
+    def target(self, path: Path, size: int) -> Target:
+        closing = ExitStack()
+        target = Target(closing.enter_context(new_file(path, size)), path, closing, size)
+        self._open.add(target)
+        return target
 
     def copy(self, source: Source, requests: Iterable[Request]) -> None:
         """Submit requests with this copier's targets, one source file after the other."""
         left = iter(requests)
         while some := list(islice(left, _MOST_REQUESTS)):
-            for file, wanted in by_file(some).items():
-                opened_file = self._add(*opening(source, file), None)
-                for request in wanted:
-                    for part in request.split(BUFFER_BYTES):
-                        self._batch.append((opened_file, part))
-                        self._batch_bytes += part.size
-                        if self._batch_bytes >= TASK_BYTES or len(self._batch) >= _MOST_IN_TASK:
-                            self._flush()
-                self.release(opened_file)
+            for request in chain.from_iterable(by_file(some).values()):
+                for part in request.split(BUFFER_BYTES):
+                    self._batch.append(part)
+                    self._batch_bytes += part.size
+                    if self._batch_bytes >= TASK_BYTES or len(self._batch) >= _MOST_IN_TASK:
+                        self._flush(source)
+            self._flush(source)
 
     def drain(self) -> None:
         """Wait until all submitted requests are copied; the targets then have their checksums."""
-        self._flush()
         self._follow(0)
 
-    def release(self, file: OpenFile) -> None:
-        """Close `file` after all submitted requests; a target is synced first."""
-        self._flush()
-        self._pending.append(file)
+    def release(self, target: Target) -> None:
+        """Sync and close `target` after all submitted requests."""
+        self._pending.append(target)
         self._follow(self._jobs * _MOST_TASKS)
 
-    def _add(self, path: Path, opening: AbstractContextManager[int], size: int | None) -> OpenFile:
-        closing = ExitStack()
-        file = OpenFile(closing.enter_context(opening), path, closing, size)
-        self._open.add(file)
-        return file
-
-    def _flush(self) -> None:
+    def _flush(self, source: Source) -> None:
         if self._batch:
-            self._pending.append(self._threads.submit(self._move, self._batch))
+            self._pending.append(self._threads.submit(self._move, source, self._batch))
             self._batch, self._batch_bytes = [], 0
             self._follow(self._jobs * _MOST_TASKS)
 
     def _follow(self, most: int) -> None:
         """Look at results, in order, until at most `most` are left."""
-        while self._pending and (len(self._pending) > most or isinstance(self._pending[0], OpenFile)):
+        while self._pending and (len(self._pending) > most or isinstance(self._pending[0], Target)):
             first = self._pending[0]
-            if isinstance(first, OpenFile):
+            if isinstance(first, Target):
                 self._close(first)
             else:
                 for request, crc in self._result(first):
                     target = request.target
-                    assert isinstance(target, OpenFile)
-                    assert target.size is not None
+                    assert isinstance(target, Target)
                     target.pieces.add(request.key, crc, request.size)
                     self._done += request.size
                     target.unflushed += request.size
@@ -167,15 +159,12 @@ class Copier:
                 self._report()
             self._pending.popleft()
 
-    def _close(self, file: OpenFile) -> None:
+    def _close(self, target: Target) -> None:
         def close() -> None:
-            self._open.discard(file)
-            file.closing.close()
+            self._open.discard(target)
+            target.closing.close()
 
-        if file.size is None:
-            close()
-            return
-        self.pieces.update(file.pieces)
+        self.pieces.update(target.pieces)
         self._unsynced.append(self._syncing.submit(close))  # its end syncs it
         self._await_syncs(_MOST_UNSYNCED)
 
@@ -198,17 +187,19 @@ class Copier:
         self._threads.shutdown(cancel_futures=True)
         self._syncing.shutdown(cancel_futures=True)
         if error is not None:
-            for file in self._open:
-                file.closing.__exit__(type(error), error, error.__traceback__)
+            for target in self._open:
+                target.closing.__exit__(type(error), error, error.__traceback__)
 
-    def _move(self, batch: list[tuple[OpenFile, Request]]) -> list[tuple[Request, int]]:
+    def _move(self, source: Source, batch: list[Request]) -> list[tuple[Request, int]]:
         buffer: memoryview | None = getattr(self._buffers, "buffer", None)
         if buffer is None:
             buffer = self._buffers.buffer = memoryview(bytearray(BUFFER_BYTES))
         done: list[tuple[Request, int]] = []
-        for file, members in groupby(batch, key=itemgetter(0)):
-            for run in neighbours((request for _, request in members), BUFFER_BYTES):
-                done += move(file.fd, file.path, run, buffer)
+        for file, members in groupby(batch, key=attrgetter("file")):
+            path, descriptor = opening(source, file)
+            with descriptor as fd:
+                for run in neighbours(members, BUFFER_BYTES):
+                    done += move(fd, path, run, buffer)
         return done
 
 

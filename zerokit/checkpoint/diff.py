@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.formats import open_source
+from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.strict import canonical
@@ -64,7 +64,10 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     side holds weights only that is one difference, and what both hold, that is parameters, buffers and what `save` was
     given, is compared. Raises `CheckpointError` for a path that holds none, or a damaged one.
     """
-    left, right = open_source(a), open_source(b)
+    return of_newest(_comparison, a, b)
+
+
+def _comparison(left: Source, right: Source) -> Comparison:
     changes: list[Difference] = []
     if left.step != right.step:
         changes.append(Difference("checkpoint", "step", str(left.step), str(right.step)))

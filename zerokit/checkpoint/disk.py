@@ -70,7 +70,7 @@ def read_exactly(fd: int, buffers: Sequence[WriteableBuffer], offset: int, where
     Raises `CheckpointError`, naming `where`, if the file ends before or cannot be read.
     """
     with explained(where, "read", fd=fd):
-        missing = _transfer(_read, fd, buffers, offset)
+        missing = _transfer(os.preadv, fd, buffers, offset)
     if missing:
         wanted = offset + sum(memoryview(buffer).nbytes for buffer in buffers)
         raise CheckpointError(
@@ -91,10 +91,6 @@ def write_exactly(fd: int, buffers: Sequence[ReadableBuffer], offset: int, where
         raise CheckpointError(
             f"{where}: cannot be written: the system took {needed - missing} of {needed} bytes"
         )
-
-
-def _read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    return os.preadv(fd, buffers, offset)
 
 
 def _transfer(

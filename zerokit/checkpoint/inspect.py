@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.formats import open_source
+from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.run import committed, read_sound, superseded
+from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Leftover, leftovers
 from zerokit.errors import CheckpointError
 
@@ -113,7 +114,10 @@ def inspect(path: str | os.PathLike[str]) -> Summary:
     No stream is read or verified: `verify` does that; a step counts as damaged by its manifest, or by files that are
     missing or too short. Raises `CheckpointError` where the manifest or `common` is damaged.
     """
-    checkpoint = open_source(path)
+    return of_newest(_summary, path)
+
+
+def _summary(checkpoint: Source) -> Summary:
     manifest, layout = checkpoint.manifest, checkpoint.layout
     line = list(layout.parameters)
     kinds: list[list[str]] = [[] for _ in line]

@@ -27,7 +27,7 @@ from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_na
 from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, outer_slices, own_slices, tensor_of
-from zerokit.checkpoint.together import Together, last_failure
+from zerokit.checkpoint.together import Together, finish_saving
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
@@ -73,9 +73,8 @@ def load(
     """
     optimizer.require_own_weights("load()")
     runtime = optimizer.runtime
-    failed = last_failure(optimizer)
     together = Together(runtime.collectives)
-    together.raise_any(failed)
+    finish_saving(optimizer, together)
     if optimizer.islands is not None:
         path = _of_island(Path(path), optimizer, whole=not weights_only)
     while True:
@@ -280,6 +279,11 @@ def _apply_buffers(checkpoint: Source, runtime: Runtime, match: Match, *, strict
         if value.shape != buffer.shape:
             faults.append(f"buffer {name} is {list(value.shape)} there and {list(buffer.shape)} here")
             continue
+        for dim, stride in enumerate(buffer.stride()):
+            if (
+                stride == 0 and buffer.shape[dim]
+            ):  # repeats its elements (`expand`), and can be written to only once
+                buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
         with torch.no_grad():
             buffer.copy_(value)
     if faults and strict:

@@ -104,7 +104,9 @@ def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_onl
             changed.append(f"{parameter.name} is {list(saved.shape)} there and {list(parameter.shape)} here")
             continue
         match.sources[parameter.name] = position
-        if saved.trainable != parameter.trainable and not weights_only:
+        # A frozen copy that was equal, such as a target network's, is stored as another name of the trained one.
+        copied = names[0] in saved.aliases and not parameter.trainable
+        if saved.trainable != parameter.trainable and not weights_only and not copied:
             there, here = ("trained", "frozen") if saved.trainable else ("frozen", "trained")
             refrozen.append(f"{parameter.name} is {there} there and {here} here")
     spare = [p.name for position, p in enumerate(source.parameters) if position not in taken]

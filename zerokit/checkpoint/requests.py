@@ -25,13 +25,13 @@ _VECTOR_BYTES = 64 << 20
 
 
 @dataclass(eq=False, slots=True)
-class OpenFile:
-    """An open file; for a target, also its size in bytes and the copied parts."""
+class Target:
+    """An open file of `size` bytes that is written, and the parts that were copied into it."""
 
     fd: int
     path: Path
     closing: ExitStack
-    size: int | None = None
+    size: int
     pieces: Pieces = field(default_factory=Pieces)
     unflushed: int = 0
     """Bytes written since the disk was last asked to take what there is."""
@@ -70,7 +70,7 @@ class Request(NamedTuple):
     file: int | Path
     offset: int
     size: int
-    target: OpenFile | Memory
+    target: Target | Memory
     at: int
     conversion: Conversion | None = None
 
@@ -100,7 +100,7 @@ def requests_for(
     stream: int,
     position: int,
     interval: Interval,
-    target: OpenFile | Memory,
+    target: Target | Memory,
     at: int,
     conversion: Conversion | None = None,
 ) -> Iterator[Request]:
@@ -148,7 +148,7 @@ def move(fd: int, path: Path, run: Sequence[Request], scratch: memoryview) -> It
     `scratch` has room for what goes into a file. Raises `CheckpointError`.
     """
     first = run[0]
-    if isinstance(first.target, OpenFile):
+    if isinstance(first.target, Target):
         whole = scratch[: sum(request.size for request in run)]
         read_exactly(fd, [whole], first.offset, path)
         start = 0

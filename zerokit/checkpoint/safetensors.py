@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zerokit.checkpoint.checksum import Pieces, along
 from zerokit.checkpoint.disk import opened, read_exactly
 from zerokit.checkpoint.strict import compact, member, members, parse_json, shape_of, typed, within
 from zerokit.errors import CheckpointError
@@ -262,6 +264,20 @@ def rank_file(layout: Layout, streams: Sequence[Stream], step: int, rank: int) -
         for index, (one, offset) in enumerate(zip(held, offsets, strict=False))
     )
     return RankFile(file_name(rank, layout.world), header, extents, offsets[-1])
+
+
+def slice_checksums(layout: Layout, streams: Sequence[Stream], pieces: Pieces) -> tuple[array[int], ...]:
+    """By stream the CRC-32 of each slice, parameters in line order, slices in rank order, from those of its pieces."""
+    checksums = []
+    for number, stream in enumerate(streams):
+        crcs = array("I")
+        for position in stream.parameters:
+            cuts = [cut for _, cut, _ in layout.cuts(position)]
+            for cut, piece in along(pieces.parts(number, position), cuts):
+                assert piece.size == cut.numel * stream.element_bytes
+                crcs.append(piece.crc)
+        checksums.append(crcs)
+    return tuple(checksums)
 
 
 def slice_count(layout: Layout, stream: Stream) -> int:

@@ -20,7 +20,7 @@ from zerokit.checkpoint.safetensors import rank_file
 from zerokit.checkpoint.snapshot import Arguments, Part, complete, require_agreement, require_equal, take
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import merge
-from zerokit.checkpoint.together import Saving, Together, last_failure, start_saving
+from zerokit.checkpoint.together import Saving, Together, finish_saving, start_saving
 from zerokit.checkpoint.writing import Contents, contents_of, write_rank, write_rest
 from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
@@ -112,9 +112,10 @@ def save(
     runtime = optimizer.runtime
     runtime.control.finish()
     runtime.gathering.take_changes()  # weights that were clamped, say, since the last step: masters are what is written
-    failed = last_failure(optimizer)
     together = Together(runtime.collectives)
-    together.raise_any(failed)  # here, where it cannot be overlooked: a failed save ends no later one
+    finish_saving(
+        optimizer, together
+    )  # raises here, where it cannot be overlooked: a failed save ends no later one
     require_equal("blocking", [repr(each) for each in together.exchange(blocking)])  # which selects the group
     together = together if blocking else Together(runtime.collectives, background=True)
     retention = Retention(keep_last, keep_every, keep)
@@ -151,11 +152,16 @@ def save(
 
 
 def _commit(
-    together: Together, part: Part | Exception, retention: Retention, others: Callable[[], None] | None
+    together: Together, taken: Part | Exception, retention: Retention, others: Callable[[], None] | None
 ) -> Path:
     """Write what all ranks have taken, as the directory returned; `others` returns when other islands have, too."""
-    together.raise_any(part if isinstance(part, Exception) else None)
-    assert isinstance(part, Part)
+
+    def or_raise() -> Part:
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
+
+    part = together.each(or_raise)
     cards = together.exchange(part.card)
     require_agreement(cards)
     arguments, layout, rank, step = part.card.arguments, part.layout, together.rank, part.card.arguments.step

@@ -109,6 +109,7 @@ def take(
         description = describe(runtime, held, weights_only=arguments.weights_only)
     rest, options = Rest(), {}
     if rank == 0:
+        _warn_of_extra_state(runtime.model)
         rest.members["step"] = arguments.step
         rest.add("user", extra, "extra")
         rest.tensors |= {
@@ -138,7 +139,7 @@ def snapshot(value: Any, what: str = "a tensor") -> Tensor:
 
     Raises `CheckpointError`, naming `what`, for a dtype that cannot be saved.
     """
-    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+    tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     dtype_name(tensor, what)
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -153,7 +154,7 @@ def _copies(optimizer: ZeroOptimizer, held: Sequence[Held]) -> Slices:
     if optimizer.host_copy is None or optimizer.host_copy.nbytes < size:  # weights alone need less
         optimizer.host_copy = None  # before the next is made
         # Written to at once: pages that are not there yet would make copies into them slow.
-        optimizer.host_copy = torch.zeros(size, dtype=torch.uint8)
+        optimizer.host_copy = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if devices:
             _pin(optimizer.host_copy)
     slices = {}
@@ -219,6 +220,18 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name in module._non_persistent_buffers_set
     }
     return {plain_name(name): buffer for name, buffer in model.named_buffers() if name not in transient}
+
+
+def _warn_of_extra_state(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            warnings.warn(
+                f"module {plain_name(name)!r} has a get_extra_state(), whose value is not in the checkpoint: give it "
+                "to save() in extra=, and to set_extra_state() after load()",
+                ZerokitWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def require_agreement(cards: Sequence[Card]) -> None:

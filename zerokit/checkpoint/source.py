@@ -6,6 +6,7 @@ than this class, and neither torch nor the framework that wrote the files.
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from zerokit.checkpoint.checksum import Piece, Pieces
+from zerokit.checkpoint.disk import read_part
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, File, Manifest
-from zerokit.checkpoint.safetensors import Stream
-from zerokit.errors import CheckpointError, ZerokitWarning
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
+from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Interval, Layout
 
 if TYPE_CHECKING:
@@ -143,12 +145,16 @@ class Source(ABC):
         """Dtype and shape of each tensor that is stored whole, by its name: "buffers/…", "optimizer/…" and others."""
 
     @abstractmethod
-    def buffer_place(self, name: str) -> tuple[Path, int]:
-        """The file that has a buffer of `buffers`, whose bytes are right, and the byte that it begins at."""
+    def common_place(self, name: str) -> tuple[Path, int]:
+        """The file that has a tensor which is stored whole, after a check of its bytes, and the byte it begins at."""
 
-    @abstractmethod
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         """Dtype, shape and bytes, verified, of a tensor that is stored whole. Raises `UsageError` if there is none."""
+        if name not in self.common_forms:
+            raise UsageError(f"{self.path} has no tensor {name!r}")
+        dtype, shape = self.common_forms[name]
+        path, offset = self.common_place(name)
+        return dtype, shape, read_part(path, offset, math.prod(shape) * ELEMENT_BYTES[dtype])
 
     @abstractmethod
     def extra_plain(self) -> dict[str, Any]:
@@ -225,21 +231,13 @@ def from_array(values: NDArray[Any], dtype: str) -> memoryview:
     """
     import numpy as np
 
+    codes: NDArray[Any]
     with np.errstate(over="ignore", invalid="ignore"):  # a signalling nan is as good as any
         if dtype == "bfloat16":
             bits = values.astype("<f4", copy=False).view("<u4")
-            # Two maxima tell that nothing is near the largest finite value, infinite or nan.
-            small = not bits.size or (bits.view("<i4").max() < _ROUNDS_UP and bits.max() < _ROUNDS_UP | _SIGN)
-            # To nearest, ties to even; in place: this is most of the time that a conversion takes.
-            upper = bits >> 16
-            upper &= 1
-            upper += 0x7FFF
-            upper += bits
-            codes = upper.view("<u2")[1::2].copy()
-            if small:
-                return codes.view(np.uint8).data
-            codes[(bits & ~np.uint32(_SIGN)) > _INFINITE] = 0x7FC0  # adding may have made a zero of a nan
-            infinite = (codes & 0x7FFF) == _INFINITE >> 16
+            codes = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+            codes[np.isnan(values)] = 0x7FC0  # adding may have made a zero of a nan
+            infinite = (codes & 0x7FFF) == 0x7F80
         else:
             codes = values.astype(np.dtype(dtype).newbyteorder("<"))
             infinite = np.isinf(codes)
@@ -247,10 +245,3 @@ def from_array(values: NDArray[Any], dtype: str) -> memoryview:
     if lost.size:
         raise OverflowError(f"{values[lost[0]]:g} does not fit {dtype}")
     return codes.view(np.uint8).data
-
-
-_SIGN, _INFINITE = 1 << 31, 0x7F800000
-"""Bits of a float32."""
-
-_ROUNDS_UP = 0x7F7F8000
-"""The code of the smallest float32 that bfloat16 rounds to infinity."""

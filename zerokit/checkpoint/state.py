@@ -175,7 +175,7 @@ def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: boo
                     held_here.scalars.setdefault(key, {})[position] = data
                     continue
                 plain, found = encode(value, f"values/{kind}/{part.parameter.name}")
-                tensors = {name: torch.as_tensor(tensor) for name, tensor in found.items()}
+                tensors = {name: torch.as_tensor(tensor, device="cpu") for name, tensor in found.items()}
                 raw = {n: (dtype_name(t), tuple(t.shape), bytes(host_bytes(t))) for n, t in tensors.items()}
                 held_here.values.setdefault(kind, {})[position] = Encoded(plain, raw)
     return held_here

@@ -52,15 +52,6 @@ class Together:
             raise
         return [gathered[self._mesh.rank(position)] for position in range(self.world)]
 
-    def raise_any(self, error: Exception | None) -> None:
-        """Raise every rank's error on all, as `each` does."""
-
-        def fail() -> None:
-            if error is not None:
-                raise error
-
-        self.each(fail)
-
     def each(self, task: Callable[[], T]) -> T:
         """This rank's result of `task`, which every rank runs.
 
@@ -113,9 +104,7 @@ class Saving:
     """A save started by `zerokit.save(..., blocking=False)`; it succeeds or fails on all ranks together."""
 
     def __init__(self, work: Callable[[], Path]) -> None:
-        self._result: Future[Path] = Future()
-        self.seen = False
-        """Whether this rank has been given the error."""
+        self.result: Future[Path] = Future()
         # No daemon, and no executor's thread: a program that ends lets it finish.
         threading.Thread(target=self._run, args=(work,), name="zerokit-save").start()
 
@@ -126,28 +115,27 @@ class Saving:
         `timeout` seconds.
         """
         self.exception(timeout)
-        return self._result.result()
+        return self.result.result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait, and return the exception that `wait` would raise; None after a success. Raises `TimeoutError`."""
-        if not self.done() and wait([self._result], timeout).not_done:
+        if not self.done() and wait([self.result], timeout).not_done:
             raise TimeoutError(f"the save has not ended after {timeout:g} s")
-        self.seen = True
         _UNREAD.pop(self, None)
-        return self._result.exception()
+        return self.result.exception()
 
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
-        return self._result.done()
+        return self.result.done()
 
     def _run(self, work: Callable[[], Path]) -> None:
         try:
             path = work()
         except BaseException as error:
             _UNREAD[self] = str(error)
-            self._result.set_exception(error)
+            self.result.set_exception(error)
         else:
-            self._result.set_result(path)
+            self.result.set_result(path)
 
 
 _SAVINGS: WeakKeyDictionary[ZeroOptimizer, Saving] = WeakKeyDictionary()
@@ -159,14 +147,15 @@ def start_saving(optimizer: ZeroOptimizer, work: Callable[[], Path]) -> Saving:
     return saving
 
 
-def last_failure(optimizer: ZeroOptimizer) -> CheckpointError | None:
-    """Wait for the optimizer's last save; returns its error, unless there was none or it was already returned."""
-    saving = _SAVINGS.get(optimizer)
-    seen = saving is None or saving.seen
-    error = None if saving is None else saving.exception()
-    _SAVINGS.pop(optimizer, None)  # not before: the wait may be interrupted, and a save made all the same
-    if error is None or seen:
-        return None
-    failed = CheckpointError(f"the background save before this one failed: {error}")
-    failed.__cause__ = error
-    return failed
+def finish_saving(optimizer: ZeroOptimizer, together: Together) -> None:
+    """Wait for the optimizer's last save. Raises `CheckpointError` on all ranks if one has not raised its error yet."""
+
+    def finish() -> None:
+        if (saving := _SAVINGS.get(optimizer)) is not None:
+            wait([saving.result])
+            del _SAVINGS[optimizer]  # not before: the wait may be interrupted, and a save made all the same
+            if saving in _UNREAD:
+                error = saving.exception()
+                raise CheckpointError(f"the background save before this one failed: {error}") from error
+
+    together.each(finish)

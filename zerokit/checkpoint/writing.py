@@ -5,12 +5,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 from safetensors.torch import save as save_tensors
 
-from zerokit.checkpoint.checksum import crc32
+from zerokit.checkpoint.checksum import Part, Pieces, crc32
 from zerokit.checkpoint.disk import MAX_TEXT_BYTES, new_file, write_exactly, write_file
 from zerokit.checkpoint.extra import decode, parse_members
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars, parse_manifest
@@ -22,7 +21,7 @@ from zerokit.checkpoint.safetensors import (
     Stream,
     file_name,
     parse_header,
-    rank_file,
+    slice_checksums,
     slice_count,
 )
 from zerokit.checkpoint.snapshot import Arguments, Rest, Slices
@@ -34,8 +33,8 @@ from zerokit.layout import Layout
 _BATCH_BYTES = 64 << 20
 """Written in one call: what a device holds is copied to the host so much at a time."""
 
-Written = tuple[File, "array[int]"]
-"""A rank's file, and the CRC-32 of each of its extents."""
+Written = tuple[File, Pieces]
+"""A rank's file, and the checksums of its extents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def write_rank(
     if missing := sorted(wanted - slices.keys()):
         kind, name = missing[0]
         raise CheckpointError(f"{kind} of {name} is missing on this rank, which others have")
-    crcs = array("I")
+    pieces = Pieces()
     with new_file(path, file.size) as fd:
         write_exactly(fd, [file.header], 0, path)
         for batch in _batches(file.extents):
@@ -66,8 +65,10 @@ def write_rank(
             buffers = [host_bytes(tensor) for tensor in held]
             assert [buffer.nbytes for buffer in buffers] == [extent.size for extent in batch]
             write_exactly(fd, buffers, batch[0].offset, path)
-            crcs.extend(map(crc32, buffers))
-    return File(file.name, file.size, len(file.header), crc32(file.header)), crcs
+            for extent, buffer in zip(batch, buffers, strict=True):
+                key = Part(extent.stream, extent.position, extent.interval.start)
+                pieces.add(key, crc32(buffer), extent.size)
+    return File(file.name, file.size, len(file.header), crc32(file.header)), pieces
 
 
 def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
@@ -133,25 +134,11 @@ def write_rest(work: Path, contents: Contents, written: list[Written]) -> bytes:
             )
     write_file(work / COMMON_NAME, contents.common)
     write_file(work / EXTRA_NAME, contents.extra)
+    pieces = Pieces.joined([pieces for _, pieces in written])
     content = replace(
         draft,
-        checksums=_checksums(draft.layout, draft.streams, draft.step, written),
+        checksums=slice_checksums(draft.layout, draft.streams, pieces),
         files=tuple(file for file, _ in written),
     ).to_bytes()
     write_file(work / NAME, content)
     return content
-
-
-def _checksums(
-    layout: Layout, streams: tuple[Stream, ...], step: int, written: list[Written]
-) -> tuple[array[int], ...]:
-    """Every slice's CRC-32, from the order of the files to the manifest's."""
-    crcs: dict[tuple[int, int], array[int]] = {}
-    for rank, (_, held) in enumerate(written):
-        for extent, crc in zip(rank_file(layout, streams, step, rank).extents, held, strict=True):
-            crcs.setdefault((extent.stream, extent.position), array("I")).append(crc)
-    none = array("I")
-    return tuple(
-        array("I", chain.from_iterable(crcs.get((number, position), none) for position in stream.parameters))
-        for number, stream in enumerate(streams)
-    )

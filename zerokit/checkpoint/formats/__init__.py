@@ -7,15 +7,26 @@ which elements of which parameter; `foreign` holds that as a `Source`, which eve
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from zerokit.checkpoint.disk import explained
 from zerokit.checkpoint.formats import dcp, deepspeed, huggingface
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.source import Source
+from zerokit.errors import CheckpointError
+
+T = TypeVar("T")
 
 FORMATS = ("zerokit", "deepspeed", "dcp", "huggingface")
+
+_UNEXPECTED = (
+    *(LookupError, TypeError, ValueError, AttributeError),
+    *(ArithmeticError, RecursionError, struct.error),
+)
+"""What other data than a reader expects leads to."""
 
 _READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = (
     (deepspeed.recognises, deepspeed.read),
@@ -35,7 +46,24 @@ def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
     Raises `CheckpointError` unless it holds a checkpoint that zerokit reads.
     """
     read = recognised(path)
-    return Checkpoint(path, whole=whole) if read is None else read(Path(path))
+    if read is None:
+        return Checkpoint(path, whole=whole)
+    try:
+        return read(Path(path))
+    except _UNEXPECTED as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"{path}: not in its framework's format: {kind}: {error}") from error
+
+
+def of_newest(task: Callable[..., T], *paths: str | os.PathLike[str]) -> T:
+    """What `task` returns for the checkpoints at `paths`; from newer steps where a save beside it removes one."""
+    while True:
+        sources = [open_source(path) for path in paths]
+        try:
+            return task(*sources)
+        except CheckpointError:
+            if not any(source.run is not None and not source.path.exists() for source in sources):
+                raise
 
 
 def recognised(path: str | os.PathLike[str]) -> Callable[[Path], Source] | None:

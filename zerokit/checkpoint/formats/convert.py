@@ -8,13 +8,11 @@ the new manifest states; no byte is read twice for it.
 from __future__ import annotations
 
 import os
-from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from zerokit.checkpoint.checksum import Pieces, along, crc32
+from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.copying import Options, Progress, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
 from zerokit.checkpoint.formats import FORMATS, open_source
@@ -23,11 +21,11 @@ from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.huggingface_writer import DEFAULT_SHARD_SIZE, write_weights
 from zerokit.checkpoint.latest import LATEST_NAME, Latest
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME, File, Manifest, own_checksum
+from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME, File, own_checksum
 from zerokit.checkpoint.prune import foreign_to_checkpoint
 from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import step_name
-from zerokit.checkpoint.safetensors import rank_file
+from zerokit.checkpoint.safetensors import rank_file, slice_checksums
 from zerokit.checkpoint.source import Source
 from zerokit.errors import UsageError
 from zerokit.layout import Layout
@@ -232,22 +230,10 @@ def _write(source: Source, layout: Layout, step: Path, options: Options) -> byte
     content = replace(
         manifest,
         layout=layout,
-        checksums=tuple(_recombined(manifest, layout, copier.pieces)),
+        checksums=slice_checksums(layout, manifest.streams, copier.pieces),
         files=tuple(described),
         common=wholes[COMMON_NAME],
         extra=wholes[EXTRA_NAME],
     ).to_bytes()
     write_file(step / NAME, content)
     return content
-
-
-def _recombined(manifest: Manifest, layout: Layout, pieces: Pieces) -> Iterator[array[int]]:
-    """By stream the checksums of the new slices, from those of the pieces."""
-    for number, stream in enumerate(manifest.streams):
-        crcs = array("I")
-        for position in stream.parameters:
-            cuts = [cut for _, cut, _ in layout.cuts(position)]
-            for cut, piece in along(pieces.parts(number, position), cuts):
-                assert piece.size == cut.numel * stream.element_bytes
-                crcs.append(piece.crc)
-        yield crcs

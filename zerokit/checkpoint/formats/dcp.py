@@ -9,7 +9,6 @@ model's.
 from __future__ import annotations
 
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import description
-from zerokit.checkpoint.formats.checks import reading, require
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.torchfile import Blob, content_of
@@ -30,6 +29,9 @@ _PARAM_GROUPS = re.compile(r"^(?:(.+?)\.)?param_groups\.")
 _STEP = re.compile(r"(?:step|checkpoint|ckpt|iter)[-_]?(\d{1,18})$")
 _State = tuple[dict[str, description.StoredStream], dict[str, description.StoredScalar]]
 """A parameter's states, of its shape and of others, by kind."""
+
+_MEGATRON = re.compile(r"(^|\.)optimizer\.(state|distributed)\.")
+"""Among names of weights: it keeps states beside them, and the optimizer's groups in a file of its own."""
 
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
@@ -50,15 +52,12 @@ def _folders(path: Path) -> list[Path]:
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the checkpoint at `path`. Raises `CheckpointError` for damaged, missing or unsupported data."""
-    with reading(path):
-        return ForeignCheckpoint(_Reader(path).describe())
+    return ForeignCheckpoint(_Reader(path).describe())
 
 
-class _Reader:
+class _Reader(Items):
     def __init__(self, path: Path) -> None:
-        items = Items(path, _folders(path))
-        self.path, self.items = path, items
-        self.files, self.tensors, self.values = items.files, items.tensors, items.values
+        super().__init__(path, _folders(path))
         self.dropped = description.beside(path)
         self.optimizer = self._optimizer_prefix()
 
@@ -74,6 +73,10 @@ class _Reader:
         }
         for name in trained:
             require(name in weights, self.path, f"the optimizer has {name}, which has no weights")
+        sharded = next(filter(_MEGATRON.search, weights), None)
+        require(
+            not sharded, self.path, f"{sharded} is of Megatron-Core's own format, which zerokit does not read"
+        )
         states = {} if self.optimizer is None else self._states(weights, trained)
         aliases = _tied(weights, trained)
         tied = {alias for names in aliases.values() for alias in names}
@@ -99,9 +102,9 @@ class _Reader:
             parameters=parameters,
             buffers=buffers,
             groups=[group for group, _ in options] if options else None,
-            identity=self.items.identity,
+            identity=self.identity,
             user=user,
-            blobs=self.items.blobs,
+            blobs=self.blobs,
             dropped=self.dropped,
         )
 
@@ -243,9 +246,7 @@ class _Reader:
             step = int(match[1])
         if step is None:
             counts = [scalars["step"] for _, scalars in states.values() if "step" in scalars]
-            step = max(
-                (int(struct.unpack("<f", s.content)[0]) for s in counts if s.dtype == "float32"), default=0
-            )
+            step = max((int(scalar.array.item()) for scalar in counts), default=0)
         if carried.keys() == {"extra", "step"}:  # zerokit wrote it, for what a run calls its extra
             carried = carried["extra"]
         return carried, step

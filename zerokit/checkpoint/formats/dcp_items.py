@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -29,6 +29,9 @@ from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
 METADATA = ".metadata"
+_MOST_OPEN = 128
+"""Files that stay open while tensors are looked up: there may be one for each of a thousand ranks."""
+
 _MOST_ROWS = 1 << 20
 """Stretches of one chunk. Only chunks that are cut along a later dimension have more than one."""
 
@@ -72,7 +75,7 @@ class Items:
                 self._read(folder, stack)
 
     def _read(self, folder: Path, stack: ExitStack) -> None:
-        """Add a folder's contents; its files stay open as long as `stack`."""
+        """Add a folder's contents; most of its files stay open as long as `stack`."""
         where = folder / METADATA
         content = read_whole(where)
         self.identity = crc32(content, self.identity)
@@ -83,16 +86,19 @@ class Items:
         for index, place in metadata.fields["storage_data"].items():
             offset = index.fields.get("offset")
             places[index.fields["fqn"], None if offset is None else tuple(offset)] = place.fields
-        open_files: dict[str, tuple[int, int]] = {}
+        open_files: dict[str, tuple[int, int | None]] = {}
 
         @cache  # names may share a chunk
         def read(file: str, offset: int, length: int) -> tuple[int, Any]:
             require("/" not in file and file[:2] != "..", where, f"names the file {file[:200]!r}, outside it")
             if file not in open_files:
-                open_files[file] = len(self.files), stack.enter_context(opened(folder / file))
+                few = len(open_files) < _MOST_OPEN
+                kept = stack.enter_context(opened(folder / file)) if few else None
+                open_files[file] = len(self.files), kept
                 self.files.append(folder / file)
             number, fd = open_files[file]
-            return number, read_torch_file(folder / file, fd, offset, length)
+            with opened(folder / file) if fd is None else nullcontext(fd) as held:
+                return number, read_torch_file(folder / file, held, offset, length)
 
         def chunk(name: str, offsets: tuple[int, ...] | None) -> tuple[int, Any]:
             """The file's number and the value of one chunk."""

@@ -16,7 +16,7 @@ from typing import Any
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import deepspeed_files
-from zerokit.checkpoint.formats.checks import reading, require
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.deepspeed_files import KNOWN, LATEST, Cut, Files, Shapes
 from zerokit.checkpoint.formats.description import (
     MASTER,
@@ -39,9 +39,6 @@ from zerokit.layout import Parameter
 
 _DYNAMIC_SCALER = "DynamicLossScaler"
 
-_COUNTS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
-"""How numbers of steps are stored."""
-
 
 def recognises(path: Path) -> bool:
     """Whether `path` is a directory of DeepSpeed's: a tag's, or one with tags."""
@@ -56,10 +53,9 @@ def read(path: Path) -> ForeignCheckpoint:
         raise CheckpointError(
             f"{path}: has checkpoints of DeepSpeed ({tags}), and no {LATEST} that names one: give the directory of one"
         )
-    with reading(folder):
-        reader = Reader(deepspeed_files.find_files(folder))
-        reader.dropped += beside(path)
-        return ForeignCheckpoint(reader.describe(), path if folder != path else None)
+    reader = Reader(deepspeed_files.find_files(folder))
+    reader.dropped += beside(path)
+    return ForeignCheckpoint(reader.describe(), path if folder != path else None)
 
 
 class Reader:
@@ -161,12 +157,14 @@ class Reader:
     def _doubts(self, scalars: Mapping[str, Mapping[str, StoredScalar]]) -> list[str]:
         """That the model's file counts other steps than the optimizer's, as it may where a run loaded weights alone."""
         taken = int(self.model["global_steps"]) - int(self.model.get("skipped_steps", 0))
-        steps = [states["step"] for states in scalars.values() if "step" in states]
-        counts = [int(struct.unpack(_COUNTS[s.dtype], s.content)[0]) for s in steps if s.dtype in _COUNTS]
-        if not counts or max(counts) == taken:
+        most = max(
+            (int(states["step"].array.item()) for states in scalars.values() if "step" in states),
+            default=taken,
+        )
+        if most == taken:
             return []
         return [
-            f"{self.files.models[0]}: counts {taken} steps, the optimizer's files {max(counts)}: if the run did not "
+            f"{self.files.models[0]}: counts {taken} steps, the optimizer's files {most}: if the run did not "
             "begin from weights alone, files of several saves are mixed"
         ]
 

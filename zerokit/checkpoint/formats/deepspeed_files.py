@@ -25,7 +25,7 @@ from typing import Any
 from zerokit.checkpoint.disk import opened, read_whole
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import Record
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file
+from zerokit.checkpoint.formats.torchfile import Blob, read_torch_file
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
@@ -112,10 +112,11 @@ def find_files(folder: Path) -> Files:
 
 def read_states(path: Path) -> tuple[dict[str, Any], list[Blob]]:
     """A file's states, and the storages in it by their offsets."""
+    blobs: set[Blob] = set()
     with opened(path) as fd:
-        value = read_torch_file(path, fd)
+        value = read_torch_file(path, fd, blobs=blobs)
     require(isinstance(value, dict), path, f"a {type(value).__name__}, expected DeepSpeed's dict of states")
-    return value, sorted(set(_blobs(value)))
+    return value, sorted(blobs)
 
 
 def stage_of(optimizer: Mapping[str, Any]) -> int:
@@ -139,17 +140,6 @@ def shapes_of(model: Mapping[str, Any]) -> list[Shapes]:
             ):
                 raise ValueError(f"{str(name)[:200]!r} has the shape {str(shape)[:60]}")
     return found
-
-
-def _blobs(value: Any) -> Iterator[Blob]:
-    pending, seen = [value], set()
-    while pending:
-        part = pending.pop()
-        if isinstance(part, StoredTensor):
-            yield part.blob
-        elif isinstance(part, (dict, list, tuple)) and id(part) not in seen:
-            seen.add(id(part))
-            pending.extend(part.values() if isinstance(part, dict) else part)
 
 
 ALIGNMENT = 2

@@ -20,8 +20,8 @@ from zerokit.checkpoint.formats.deepspeed import Reader
 from zerokit.checkpoint.formats.deepspeed_files import LATEST, Cut, Piece
 from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
-from zerokit.checkpoint.formats.pickles import Ordered, Record, Size, mapped
-from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, is_marked
+from zerokit.checkpoint.formats.pickles import Ordered, Record, Size
+from zerokit.checkpoint.formats.torchfile import StoredTensor, is_marked
 from zerokit.checkpoint.prune import foreign_to, named
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 
@@ -92,7 +92,11 @@ class _Writer:
             yield name, torchwriter.plan_torch_file(self._model(rank), Path(name).stem, marked=True)
         for rank in range(self.world):
             name = self.reader.files.optimizers[0].name.replace("zero_pp_rank_0_", f"zero_pp_rank_{rank}_")
-            yield name, torchwriter.plan_torch_file(self._optimizer(rank), Path(name).stem)
+            number = len(self.reader.files.models)
+            yield (
+                name,
+                torchwriter.plan_torch_file(self._optimizer(rank), Path(name).stem, source_file=number),
+            )
 
     def _model(self, rank: int) -> dict[str, Any]:
         template, shapes = dict(self.reader.model), self.reader.shapes_by_name
@@ -105,7 +109,7 @@ class _Writer:
         if self.reader.stage == 3 and template.get("frozen_param_fragments") is not None:
             frozen = template.get("frozen_param_shapes") or {}
             template["frozen_param_fragments"] = Ordered({name: self._frozen(name, rank) for name in frozen})
-        return _as_it_was(template, 0)
+        return template
 
     def _frozen(self, name: str, rank: int) -> torchwriter.NewTensor:
         stream, numel = self._stream(PARAM, name), math.prod(self.source.shapes[name])
@@ -118,7 +122,7 @@ class _Writer:
         template = dict(self.reader.optimizer_files[0])
         cut = self._groups if self.reader.stage < 3 else self._sub_groups
         template["optimizer_state_dict"] = cut(rank, template["optimizer_state_dict"])
-        return _as_it_was(template, len(self.reader.files.models))
+        return template
 
     def _groups(self, rank: int, template: dict[str, Any]) -> dict[str, Any]:
         base = template["base_optimizer_state"]
@@ -189,14 +193,3 @@ class _Writer:
             for piece in held
         ]
         return torchwriter.flat(dtype, numel, parts)
-
-
-def _as_it_was(value: dict[str, Any], file: int) -> dict[str, Any]:
-    """The value with the tensors of the source's file as they are."""
-    storages: dict[tuple[int, Blob], torchwriter.NewStorage] = {}
-
-    def copied(part: Any) -> Any:
-        return torchwriter.copied(part, file, storages) if isinstance(part, StoredTensor) else part
-
-    copy: dict[str, Any] = mapped(value, copied)
-    return copy

@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
-from zerokit.checkpoint.source import Stretch
+from zerokit.checkpoint.source import Stretch, to_array
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Parameter
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MASTER, PARAM = "master", "param"
 
@@ -46,6 +49,10 @@ class StoredScalar:
     dtype: str
     shape: tuple[int, ...]
     content: bytes
+
+    @property
+    def array(self) -> NDArray[Any]:
+        return to_array(self.content, self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +103,8 @@ def stretches_of(tensor: StoredTensor, file: int, what: str) -> StoredStream:
             f"{what}: stored with strides {list(tensor.stride)} for shape {list(tensor.shape)}: save "
             "it contiguous, with tensor.contiguous()"
         )
-    return StoredStream(tensor.dtype, whole(tensor.numel, file, tensor.offset))
-
-
-def whole(numel: int, file: int, offset: int) -> tuple[Stretch, ...]:
-    """The place of all elements; none for an empty parameter."""
-    return (Stretch(file, Interval(0, numel), offset),) if numel else ()
+    whole = Stretch(file, Interval(0, tensor.numel), tensor.offset)
+    return StoredStream(tensor.dtype, (whole,) if tensor.numel else ())
 
 
 def as_frozen(name: str, shape: tuple[int, ...], stream: StoredStream) -> StoredParameter:

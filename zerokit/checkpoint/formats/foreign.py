@@ -7,7 +7,6 @@ keeps beside the slices.
 from __future__ import annotations
 
 import json
-import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, damaged
-from zerokit.checkpoint.disk import opened, read_part
+from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.description import (
@@ -45,7 +44,6 @@ from zerokit.checkpoint.reader import file_checksum
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out
 from zerokit.checkpoint.source import Source, Stretch
 from zerokit.checkpoint.strict import compact
-from zerokit.errors import UsageError
 from zerokit.layout import Interval, Parameter, Segment, build_layout, default_bucket_bytes
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
@@ -239,24 +237,20 @@ class ForeignCheckpoint(Source):
         }
         return buffers | {name: (dtype, shape) for name, (dtype, shape, _) in self._small.items()}
 
-    def buffer_place(self, name: str) -> tuple[Path, int]:
-        stretches = self._buffers[name].streams[PARAM].stretches
+    def common_place(self, name: str) -> tuple[Path, int]:
+        stretches = self._buffers[name.removeprefix(BUFFER_PREFIX)].streams[PARAM].stretches
         file, _, offset = next(iter(stretches), (0, None, 0))  # none of an empty buffer
         path, blob = self.file_path(file), self._blob(file, offset) if stretches else None
         if blob is not None:
             crc = self._read(file, blob.offset, blob.offset + blob.size).crc
-            require(crc == blob.crc, path, f"buffer {name}: {damaged(crc, blob.crc)}")
+            require(crc == blob.crc, path, f"{name}: {damaged(crc, blob.crc)}")
         return path, offset
 
     def common_tensor(self, name: str) -> tuple[str, tuple[int, ...], bytearray]:
         if name in self._small:
             dtype, shape, content = self._small[name]
             return dtype, shape, bytearray(content)
-        if name not in self.common_forms:
-            raise UsageError(f"{self.path} has no tensor {name!r}")
-        dtype, shape = self.common_forms[name]
-        path, offset = self.buffer_place(name.removeprefix(BUFFER_PREFIX))
-        return dtype, shape, read_part(path, offset, math.prod(shape) * ELEMENT_BYTES[dtype])
+        return super().common_tensor(name)
 
     def held_files(self) -> list[tuple[str, int]]:
         root = self.path.parent if self.path.is_file() else self.path

@@ -19,7 +19,7 @@ from pathlib import Path
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import explained, read_whole
 from zerokit.checkpoint.formats import description
-from zerokit.checkpoint.formats.checks import reading, require
+from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.dcp_items import rows
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
@@ -94,18 +94,15 @@ def _check_index(index: Path, files: list[Path], headers: list[Header]) -> None:
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the weights at `path`. Raises `CheckpointError` for damaged or missing data."""
-    with reading(path):
-        files = _files(path)
-        unread = next((name for name in _UNREAD if (path / name).is_file()), "")
-        require(files, path, f"only {unread}, {_UNREAD.get(unread)}")
-        headers = [read_header(file) for file in files]
-        if files[0] not in (path, path / SINGLE) and (path / INDEX).is_file():
-            _check_index(path / INDEX, files, headers)
-        sharded = any(_SHARDING in header.metadata for header in headers)
-        stored = _sharded(path, headers) if sharded else _whole(path, headers)
+    files = _files(path)
+    unread = next((name for name in _UNREAD if (path / name).is_file()), "")
+    require(files, path, f"only {unread}, {_UNREAD.get(unread)}")
+    headers = [read_header(file) for file in files]
+    if files[0] not in (path, path / SINGLE) and (path / INDEX).is_file():
+        _check_index(path / INDEX, files, headers)
     parameters: list[description.StoredParameter] = []
     buffers: list[description.StoredParameter] = []
-    for name, (dtype, shape, stretches) in stored.items():
+    for name, (dtype, shape, stretches) in _stored(path, headers).items():
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         # A buffer lies in one place.
         wide = (
@@ -135,22 +132,14 @@ def read(path: Path) -> ForeignCheckpoint:
 _Stored = tuple[str, tuple[int, ...], tuple[Stretch, ...]]
 
 
-def _whole(path: Path, headers: list[Header]) -> dict[str, _Stored]:
-    stored: dict[str, _Stored] = {}
-    for number, header in enumerate(headers):
-        for name, tensor in header.tensors.items():
-            require(name not in stored, path, f"{name} is in two files")
-            stretches = description.whole(math.prod(tensor.shape), number, tensor.offset)
-            stored[name] = tensor.dtype, tensor.shape, stretches
-    return stored
-
-
-def _sharded(path: Path, headers: list[Header]) -> dict[str, _Stored]:
+def _stored(path: Path, headers: list[Header]) -> dict[str, _Stored]:
+    """Dtype, shape and places of each tensor: it is whole in one file, or DCP has cut it into several."""
     pieces: dict[str, list[tuple[tuple[int, ...], int, Tensor]]] = {}
     for number, header in enumerate(headers):
-        placed = parse_json(header.metadata[_SHARDING].encode())
+        placed = parse_json(header.metadata.get(_SHARDING, "{}").encode())
         for name, tensor in header.tensors.items():
-            offsets = tuple(placed[name]["saved_offsets"])
+            require(placed or name not in pieces, path, f"{name} is in two files")
+            offsets = tuple(placed[name]["saved_offsets"]) if placed else (0,) * len(tensor.shape)
             inside = len(offsets) == len(tensor.shape) and all(type(n) is int and n >= 0 for n in offsets)
             require(inside, path, f"{name} is placed at {str(offsets)[:60]}")
             pieces.setdefault(name, []).append((offsets, number, tensor))

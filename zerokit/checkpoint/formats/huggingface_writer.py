@@ -187,7 +187,7 @@ def _write_shard(source: Source, copier: Copier, path: Path, shard: Iterable[_Te
         for tensor, at in zip(ordered, offsets, strict=False):
             conversion = _conversion(tensor)
             if tensor.stream is None:
-                file, offset = source.buffer_place(tensor.name)
+                file, offset = source.common_place(BUFFER_PREFIX + tensor.name)
                 size = tensor.numel * ELEMENT_BYTES[tensor.source_dtype]
                 yield Request(BUFFER_PREFIX + tensor.name, file, offset, size, target, at, conversion)
             else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +22,7 @@ MAX_PICKLE_BYTES = 1 << 28
 _MAX_CONTAINERS = 1 << 25
 """The most in one pickle: a container takes one byte there and a hundred in memory."""
 
-_MAX_DEPTH = 100
 _MAX_KEY_PARTS = 64
-_MAX_LARGE_KEYS = 1 << 13
 _MAX_COPIED = 8
 """What is copied out of arguments, in sizes of the pickle: shared ones could be copied without end."""
 
@@ -100,17 +97,24 @@ class Persistent:
     identity: Any
 
 
-def parse_pickle(content: bytes | memoryview, where: str) -> Any:
+def _unchanged(part: Any) -> Any:
+    return part
+
+
+def parse_pickle(
+    content: bytes | memoryview, where: str, change: Callable[[Record], Any] = _unchanged
+) -> Any:
     """The value of a pickle, of plain containers, numbers, text and bytes, `Name`, `Record` and `Persistent`.
 
-    Raises `CheckpointError`, naming `where`, for a pickle that is damaged, too long or of an unknown protocol.
+    `change` gives what takes a record's place, by its name and arguments. Raises `CheckpointError`, naming `where`, for
+    a pickle that is damaged, too long or of an unknown protocol.
     """
     if len(content) > MAX_PICKLE_BYTES:
         raise CheckpointError(
             f"{where}: a pickle of {len(content)} bytes, more than the {MAX_PICKLE_BYTES} that are read"
         )
     try:
-        return _Machine(bytes(content)).load()
+        return _Machine(bytes(content), change).load()
     except _UNREADABLE as error:
         raise CheckpointError(f"{where}: not a pickle that zerokit reads: {error}") from None
 
@@ -124,10 +128,11 @@ class _Machine(pickle._Unpickler):
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, change: Callable[[Record], Any]) -> None:
         super().__init__(io.BytesIO(content))
+        self._change = change
         self._most_copied = _MAX_COPIED * len(content)
-        self._containers = self._copied = self._large_keys = 0
+        self._containers = self._copied = 0
 
     def count(self) -> None:
         self._containers += 1
@@ -160,20 +165,17 @@ class _Machine(pickle._Unpickler):
         elif name.text == BYTES and len(args) == 2 and isinstance(args[0], str):
             made = args[0].encode("latin-1")
         else:
-            made = Record(name.text, args, new=new)
+            made = self._change(Record(name.text, args, new=new))
         self.stack.append(made)
 
     def _key(self, key: Any) -> Any:
-        """A key of a mapping. Nested and long tuples, and many numbers that may have one hash, would take for ever."""
+        """A key of a mapping. Nested and long tuples would take for ever."""
         parts = key if isinstance(key, tuple) else (key,)
         if len(parts) > _MAX_KEY_PARTS:
             raise ValueError(f"a key of {len(parts)} parts")
         for part in parts:
             if not (part is None or isinstance(part, (str, int, float, bytes, Record, Name))):
                 raise ValueError(f"{type(part).__name__} is used as a key")
-            self._large_keys += isinstance(part, int) and abs(part) >= sys.hash_info.modulus
-        if self._large_keys > _MAX_LARGE_KEYS:
-            raise ValueError(f"more than {_MAX_LARGE_KEYS} numbers of over 60 bits are used as keys")
         return key
 
     def _set(self, values: list[Any]) -> None:
@@ -249,60 +251,29 @@ for _code, _like in zip(b"\x8f\x90\x91\x96", b"]et\x8e", strict=True):
     _Machine.dispatch[_code] = _Machine.dispatch[_like]
 
 
-def mapped(root: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of plain data with `change` applied to each part that is not a plain container; shared parts stay shared.
-
-    Raises `ValueError` for data that is nested more than 100 deep.
-    """
-    seen: dict[int, Any] = {}
-    kept: list[Any] = []
-
-    def visit(value: Any, depth: int) -> Any:
-        if value is None or isinstance(value, (str, bytes, int, float)):
-            return value
-        if id(value) in seen:
-            return seen[id(value)]
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"nested more than {_MAX_DEPTH} deep")
-        kept.append(value)  # its identity must not be taken by another object
-        copy: Any
-        if isinstance(value, dict):
-            seen[id(value)] = copy = type(value)()
-            for key, part in value.items():
-                copy[key] = visit(part, depth + 1)
-        elif isinstance(value, list):
-            seen[id(value)] = copy = []
-            copy.extend(visit(part, depth + 1) for part in value)
-        elif isinstance(value, tuple):
-            copy = type(value)(visit(part, depth + 1) for part in value)
-        elif (changed := change(value)) is not value:
-            copy = visit(changed, depth + 1)
-        elif isinstance(value, Record):
-            seen[id(value)] = copy = Record(value.name, new=value.new)
-            copy.args = visit(value.args, depth + 1)
-            copy.state = visit(value.state, depth + 1)
-            copy.items = visit(value.items, depth + 1)
-            copy.pairs = visit(value.pairs, depth + 1)
-        else:
-            copy = value
-        seen[id(value)] = copy
-        return copy
-
-    return visit(root, 0)
-
-
-def to_pickle(value: Any) -> bytes:
+def to_pickle(value: Any, change: Callable[[Any], Any] = _unchanged) -> bytes:
     """The pickle (protocol 2) of plain data, `Name`, `Record` and `Persistent`: `parse_pickle` gives it back.
 
-    What is shared stays shared. Raises `TypeError` for any other type.
+    What is shared stays shared. `change` gives what is written in place of a part. Raises `TypeError` for any other
+    type, and `CheckpointError` for data that is nested hundreds of levels deep.
     """
     file = io.BytesIO()
-    _Pickler(file, protocol=2).dump(value)
+    try:
+        _Pickler(file, change).dump(value)
+    except RecursionError:
+        raise CheckpointError("nested too deep to be written into a pickle") from None
     return file.getvalue()
 
 
 class _Pickler(pickle._Pickler):
     """Python's own, for the types of `_SAVES` alone."""
+
+    def __init__(self, file: io.BytesIO, change: Callable[[Any], Any]) -> None:
+        super().__init__(file, protocol=2)
+        self._change = change
+
+    def save(self, value: Any, save_persistent_id: bool = True) -> None:
+        super().save(self._change(value), save_persistent_id)  # type: ignore[misc]
 
     def persistent_id(self, value: Any) -> Any:
         return value.identity if isinstance(value, Persistent) else None

@@ -14,7 +14,6 @@ import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from zerokit.checkpoint.formats.pickles import (
     Name,
     Persistent,
     Record,
-    mapped,
     parse_pickle,
 )
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
@@ -108,11 +106,13 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = None) -> Any:
+def read_torch_file(
+    path: Path, fd: int, offset: int = 0, size: int | None = None, *, blobs: set[Blob] | None = None
+) -> Any:
     """The value in the `torch.save` file that lies at bytes `offset` to `offset + size` of an open file.
 
-    Tensors come as `StoredTensor`, their bytes unread. Raises `CheckpointError` for what is no such file, has
-    compressed entries, or a tensor outside its storage.
+    Tensors come as `StoredTensor`, their bytes unread and added to `blobs`. Raises `CheckpointError` for what is no
+    such file, has compressed entries, or a tensor outside its storage.
     """
     whole = os.fstat(fd).st_size
     size = whole - offset if size is None else size
@@ -122,12 +122,28 @@ def read_torch_file(path: Path, fd: int, offset: int = 0, size: int | None = Non
     pickles = [name for name in entries if name.endswith("/data.pkl") or name == "data.pkl"]
     found = f"{len(pickles)} entries called data.pkl, expected 1"
     require(len(pickles) == 1, path, f"not a file of torch.save: {found}")
+    unverified = "saved without checksums, by torch.serialization.set_crc32_options(False): save it with them"
+    require(entries[pickles[0]].crc, path, unverified)
     prefix = pickles[0].removesuffix("data.pkl")
     content = content_of(path, fd, entries[pickles[0]])
     order = entries.get(f"{prefix}byteorder")
     little = order is None or content_of(path, fd, order) == b"little"
     require(little, path, "its numbers are big-endian: save it on a little-endian machine")
-    return _resolved(parse_pickle(content, f"{path}: data.pkl"), entries, prefix, path)
+
+    def tensor(record: Record) -> Any:
+        if record.name in _REBUILT:
+            made = _tensor(record.args, entries, prefix)
+            if blobs is not None:
+                blobs.add(made.blob)
+            return made
+        if record.name == "torch._utils._rebuild_parameter" and record.args:
+            return record.args[0]
+        if record.name == "torch._tensor._rebuild_from_type_v2" and len(record.args) > 2:
+            # A tensor subclass, such as DeepSpeed's parameters: function, type, arguments, state.
+            return tensor(Record(getattr(record.args[0], "text", ""), record.args[2]))
+        return record
+
+    return parse_pickle(content, f"{path}: data.pkl", tensor)
 
 
 def is_marked(path: Path) -> bool:
@@ -156,7 +172,6 @@ def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
         )
         stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
         require(stored, path, f"{name} is compressed, as torch.save never writes it")
-        require(not entry.flag_bits & 1, path, f"{name} is encrypted")
         require(0 <= start <= size - len(head), path, f"{name} lies outside the file")
         read_exactly(fd, [head], offset + start, path)
         require(head[:4] == b"PK\x03\x04", path, f"{name} has no header of its own")
@@ -164,9 +179,6 @@ def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
         require(start + entry.file_size <= size, path, f"{name} ends behind the file")
         require(entry.filename not in entries, path, f"{name} is there twice")
         entries[entry.filename] = Blob(offset + start, entry.file_size, entry.CRC)
-    placed = sorted(entries.values(), key=lambda blob: blob.offset)
-    apart = all(one.offset + one.size <= other.offset for one, other in pairwise(placed))
-    require(apart, path, "its entries overlap, as torch.save never writes them")
     return entries
 
 
@@ -179,25 +191,6 @@ def content_of(path: Path, fd: int, blob: Blob) -> bytes:
     crc = crc32(content)
     require(crc == blob.crc, path, damaged(crc, blob.crc))
     return bytes(content)
-
-
-def _resolved(root: Any, entries: Mapping[str, Blob], prefix: str, path: Path) -> Any:
-    def tensor(value: Any) -> Any:
-        if not isinstance(value, Record):
-            return value
-        if value.name in _REBUILT:
-            return _tensor(value.args, entries, prefix)
-        if value.name == "torch._utils._rebuild_parameter" and value.args:
-            return value.args[0]
-        if value.name == "torch._tensor._rebuild_from_type_v2" and len(value.args) > 2:
-            # A tensor subclass, such as DeepSpeed's parameters: function, type, arguments, state.
-            return Record(getattr(value.args[0], "text", ""), value.args[2])
-        return value
-
-    try:
-        return mapped(root, tensor)
-    except (ValueError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{path}: not in torch.save's format: {error}") from None
 
 
 def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str) -> StoredTensor:

@@ -16,9 +16,9 @@ from zerokit.checkpoint.checksum import Piece, combine, crc32, damaged
 from zerokit.checkpoint.copying import NOT_WRITTEN, Copier
 from zerokit.checkpoint.disk import write_exactly
 from zerokit.checkpoint.formats.checks import require
-from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, mapped, to_pickle
+from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, to_pickle
 from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor, row_major
-from zerokit.checkpoint.requests import OpenFile, Request, requests_for
+from zerokit.checkpoint.requests import Request, Target, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
 from zerokit.layout import Interval
@@ -90,7 +90,7 @@ class TorchFile:
     base: int
     size: int
 
-    def copy(self, source: Source, copier: Copier, target: OpenFile) -> None:
+    def copy(self, source: Source, copier: Copier, target: Target) -> None:
         requests: list[Request] = []
         for entry in self.entries:
             storage, at = entry.storage, entry.data_offset
@@ -107,7 +107,7 @@ class TorchFile:
                     )
         copier.copy(source, requests)
 
-    def finish(self, source: Source, target: OpenFile) -> None:
+    def finish(self, source: Source, target: Target) -> None:
         """Write the zip's headers and its directory, once everything is copied.
 
         Raises `CheckpointError` where a storage that was copied whole is not what its own checksum says.
@@ -134,16 +134,30 @@ def write_torch_files(source: Source, copier: Copier, path: Path, files: Sequenc
     copier.release(target)
 
 
-def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = False) -> TorchFile:
-    """Lay out a file that holds `value`, whose tensors are `NewTensor`s, from byte `base` of a file on.
+def plan_torch_file(
+    value: Any, name: str, base: int = 0, *, source_file: int = 0, marked: bool = False
+) -> TorchFile:
+    """Lay out a file that holds `value` from byte `base` of a file on.
 
-    `marked`: with an entry `PRODUCER`, by which zerokit knows it again; torch passes over it.
+    Tensors are `NewTensor`s, or `StoredTensor`s of the source's file `source_file`, which stay as they are. `marked`:
+    with an entry `PRODUCER`, by which zerokit knows it again; torch passes over it.
     """
     storages: dict[int, tuple[str, NewStorage]] = {}
+    copied: dict[Blob, NewStorage] = {}
+    written: dict[int, Record] = {}
 
     def stored(part: Any) -> Any:
-        if not isinstance(part, NewTensor):
+        if not isinstance(part, NewTensor | StoredTensor):
             return part
+        if id(part) not in written:
+            written[id(part)] = rebuilt(part)
+        return written[id(part)]
+
+    def rebuilt(part: NewTensor | StoredTensor) -> Record:
+        if isinstance(part, StoredTensor):  # tensors that share a storage still share it
+            blob = part.blob
+            storage = copied.setdefault(blob, NewStorage(part.dtype, blob.size, blob=(source_file, blob)))
+            part = NewTensor(storage, part.shape, part.stride, part.start)
         key, storage = storages.setdefault(id(part.storage), (str(len(storages)), part.storage))
         known = _STORAGE_OF.get(storage.dtype)
         kind = Name(f"torch.{known}" if known else "torch.storage.UntypedStorage")
@@ -154,7 +168,7 @@ def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = Fals
             return Record("torch._utils._rebuild_tensor_v2", args)
         return Record("torch._utils._rebuild_tensor_v3", (*args, Name(f"torch.{storage.dtype}")))
 
-    pickle = to_pickle(mapped(value, stored))
+    pickle = to_pickle(value, stored)
     entries = [
         _Entry(f"{name}/data.pkl", held("uint8", pickle)),
         _Entry(f"{name}/byteorder", held("uint8", b"little")),
@@ -177,14 +191,6 @@ def plan_torch_file(value: Any, name: str, base: int = 0, *, marked: bool = Fals
     )
 
 
-def copied(tensor: StoredTensor, file: int, storages: dict[tuple[int, Blob], NewStorage]) -> NewTensor:
-    """An unchanged tensor of a source's file; tensors that share a storage still share it."""
-    storage = storages.setdefault(
-        (file, tensor.blob), NewStorage(tensor.dtype, tensor.blob.size, blob=(file, tensor.blob))
-    )
-    return NewTensor(storage, tensor.shape, tensor.stride, tensor.start)
-
-
 def held(dtype: str, content: bytes) -> NewStorage:
     """A storage of bytes in memory."""
     return NewStorage(dtype, len(content), content=content)
@@ -204,7 +210,7 @@ def _key(number: int, blob: Blob) -> str:
     return f"{number}@{blob.offset}"
 
 
-def _pieces(storage: NewStorage, source: Source, target: OpenFile) -> Iterator[Piece]:
+def _pieces(storage: NewStorage, source: Source, target: Target) -> Iterator[Piece]:
     """What a storage consists of, in order, zeros between its parts included."""
     if storage.content is not None:
         yield Piece(crc32(storage.content), storage.size)
