@@ -185,6 +185,15 @@ def test_what_encode_never_writes_is_refused(plain: Any, message: str) -> None:
     assert len(str(caught.value)) < 500
 
 
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "Counter", "OrderedDict"])
+def test_keys_of_one_hash_are_refused(kind: str) -> None:
+    """A megabyte of them would take minutes."""
+    keys: list[Any] = [{"$": "int", "hex": hex(number * (2**61 - 1) << 1)} for number in range(1, 1200)]
+    items = keys if kind in ("set", "frozenset") else [[key, 1] for key in keys]
+    with pytest.raises(CheckpointError, match="1199 keys or members have one hash"):
+        decode({"$": kind, "items": items}, {})
+
+
 @settings(max_examples=200)
 @given(
     st.recursive(

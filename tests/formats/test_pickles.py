@@ -120,6 +120,7 @@ def test_nothing_runs(tmp_path: Any) -> None:
 
 LONG_TEXT = b"\x80\x02X" + struct.pack("<I", 100_000) + b"a" * 100_000 + b"q\x00"
 """Remembered as number 0."""
+ONE_HASH = (b"\x8a\x0a" + (number * (2**61 - 1)).to_bytes(10, "little") + b"N" for number in range(1, 9000))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,7 @@ LONG_TEXT = b"\x80\x02X" + struct.pack("<I", 100_000) + b"a" * 100_000 + b"q\x00
         pytest.param(b"\x80\x02r\xff\xff\xff\xff.", id="memo of nothing"),
         pytest.param(LONG_TEXT + b"c_codecs\nencode\nh\x00h\x00\x86R" * 2000 + b".", id="copies of one text"),
         pytest.param(b"\x80\x02(" + b"N" * 100 + b"tq\x00}h\x00Ns.", id="a key of a hundred parts"),
+        pytest.param(b"\x80\x02}(" + b"".join(ONE_HASH) + b"u.", id="keys with one hash"),
     ],
 )
 def test_damaged_pickles_and_bombs_are_errors(content: bytes) -> None:

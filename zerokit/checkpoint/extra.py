@@ -48,6 +48,9 @@ _DEEPEST = 3 * (MAX_DEPTH + 2)
 _EXACT = 1 << 53
 """Readers that keep numbers as doubles are exact below it."""
 
+_MOST_ALIKE = 1 << 10
+"""Keys of one hash. Integers that differ by a multiple of 2^61 - 1 share one; ordinary data has no such keys."""
+
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 _LEAVES = {
@@ -204,7 +207,11 @@ class _Decoder:
             decoded = self._items(items, where, depth)
             if kind in _MAPPINGS and not all(isinstance(item, list) and len(item) == 2 for item in decoded):
                 raise ValueError("expected [key, value] pairs")
-            result = _MAPPINGS[kind](dict(decoded)) if kind in _MAPPINGS else _SEQUENCES[kind](decoded)
+            hashed = [] if kind == "tuple" else [item[0] if kind in _MAPPINGS else item for item in decoded]
+            alike = max(Counter(map(hash, hashed)).values(), default=0)
+            if alike > _MOST_ALIKE:  # each would be compared with all others, for minutes
+                raise ValueError(f"{alike} keys or members have one hash, {_MOST_ALIKE} may")
+            result = _mapping(kind, decoded) if kind in _MAPPINGS else _SEQUENCES[kind](decoded)
             if len(result) != len(decoded):
                 raise ValueError("the same key or member twice")
             return result
@@ -235,6 +242,13 @@ class _Decoder:
         if kind != "torch" and type(value).__module__ == "torch":
             value = value.numpy()
         return value[()] if kind == "scalar" else value
+
+
+def _mapping(kind: str, items: list[list[Any]]) -> dict[Any, Any]:
+    result = _MAPPINGS[kind]()
+    for key, value in items:
+        result[key] = value
+    return result
 
 
 def _text(value: str, name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ _MAX_CONTAINERS = 1 << 25
 """The most in one pickle: a container takes one byte there and a hundred in memory."""
 
 _MAX_KEY_PARTS = 64
+_MAX_LARGE_KEYS = 1 << 13
 _MAX_COPIED = 8
 """What is copied out of arguments, in sizes of the pickle: shared ones could be copied without end."""
 
@@ -132,7 +134,7 @@ class _Machine(pickle._Unpickler):
         super().__init__(io.BytesIO(content))
         self._change = change
         self._most_copied = _MAX_COPIED * len(content)
-        self._containers = self._copied = 0
+        self._containers = self._copied = self._large_keys = 0
 
     def count(self) -> None:
         self._containers += 1
@@ -169,13 +171,16 @@ class _Machine(pickle._Unpickler):
         self.stack.append(made)
 
     def _key(self, key: Any) -> Any:
-        """A key of a mapping. Nested and long tuples would take for ever."""
+        """A key of a mapping. Nested and long tuples, and many numbers that may have one hash, would take for ever."""
         parts = key if isinstance(key, tuple) else (key,)
         if len(parts) > _MAX_KEY_PARTS:
             raise ValueError(f"a key of {len(parts)} parts")
         for part in parts:
             if not (part is None or isinstance(part, (str, int, float, bytes, Record, Name))):
                 raise ValueError(f"{type(part).__name__} is used as a key")
+            self._large_keys += isinstance(part, int) and abs(part) >= sys.hash_info.modulus
+        if self._large_keys > _MAX_LARGE_KEYS:
+            raise ValueError(f"more than {_MAX_LARGE_KEYS} numbers of over 60 bits are used as keys")
         return key
 
     def _set(self, values: list[Any]) -> None:
