@@ -40,7 +40,7 @@ def scaling() -> dict[str, Picture]:
     """Two engines on 1, 2 and 4 nodes."""
     return pictures_of(
         *(
-            make_cell(engine, 0, ms, nodes=nodes, jitter=0.0)
+            make_cell(engine, 0, ms, nodes=nodes, nproc_per_node=2, jitter=0.0)
             for engine in ("zerokit", "ddp")
             for nodes, ms in NODES.items()
         )
@@ -91,10 +91,15 @@ def test_parts_of_a_bar_add_up(sweep: dict[str, Picture]) -> None:
 def test_throughput_is_drawn_over_ranks_or_over_the_number_that_varies(scaling: dict[str, Picture]) -> None:
     rows = rows_of(scaling["throughput-tokens"].plot)
     assert list(dict.fromkeys(row["part"] for row in rows)) == ["zerokit 0", "DDP", "in proportion"]
-    cells = [make_cell("ddp", 0, ms, nodes=nodes, jitter=0.0) for nodes, ms in NODES.items()]
+    legend = scaling["throughput-tokens"].plot["encoding"]["strokeDash"]
+    assert "legend" not in legend  # that of the colours has the dashes as well
+    assert legend["scale"]["domain"] == ["zerokit 0", "DDP", "in proportion"]
+    cells = [
+        make_cell("ddp", 0, ms, nodes=nodes, nproc_per_node=2, jitter=0.0) for nodes, ms in NODES.items()
+    ]
     rates = [cell.results.throughput for cell in cells if cell.results]
     ddp = [(row["x"], row["y"]) for row in rows if row["part"] == "DDP"]
-    assert [x for x, _ in ddp] == [1.0, 2.0, 4.0]
+    assert [x for x, _ in ddp] == [2.0, 4.0, 8.0]  # ranks, although only nodes vary
     assert [y for _, y in ddp] == pytest.approx(rates)
     records = [make_cell("zerokit", stage, batch_size=batch) for stage in (0, 3) for batch in (1, 2, 8)]
     rows = rows_of(pictures_of(*records)["throughput-tokens"].plot)
