@@ -216,7 +216,9 @@ def _curved(
                 symbolStrokeWidth=3,
                 symbolSize=400,
             ),
-            strokeDash=alt.StrokeDash("part:N", scale=alt.Scale(domain=list(dashes), range=[*dashes.values()])),
+            strokeDash=alt.StrokeDash(
+                "part:N", scale=alt.Scale(domain=list(dashes), range=[*dashes.values()])
+            ),
             tooltip=_tooltip(part="", x=x_title, y=y_title),
         )
     )
