@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +83,17 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path: Path) -> None:
         write_record(unwritable, path)
     assert read_record(path) == make_record()
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("kept.json")
+    write_record(make_record(), tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert read_record(tmp_path / "kept.json") == make_record()
+    os.mkfifo(tmp_path / "pipe.json")
+    with os.fdopen(os.open(tmp_path / "pipe.json", os.O_RDONLY | os.O_NONBLOCK)) as pipe:
+        write_record(make_record(), tmp_path / "pipe.json")
+        assert Record.from_json(pipe.read()) == make_record()
 
 
 def test_the_schema_accepts_records_of_every_kind_and_fields_with_a_default_may_be_absent() -> None:

@@ -243,7 +243,8 @@ def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
         return None
     repeats = values.repeats_for(rule.percent)
     advice = f"bench both with --repeats {repeats}" if repeats else "no reasonable number of repeats would do"
-    if rule.metric == "step/p50_ms" and difference(cell, partner, PACED) is not None:
+    paced = difference(cell, partner, PACED) if rule.metric == "step/p50_ms" else None
+    if paced is not None and (paced.noise or math.inf) < change.noise:
         advice += f"; {PACED}, from which the machine's pace cancels, has less"
     return broken(
         f"{said} is not known within {rule.percent:g}% of that of {who}: the noise between runs is "
