@@ -57,7 +57,7 @@ def run(
 
 
 def pushed(tracking: Tracking, *paths: Path) -> Counter[str]:
-    done = push(find_records(paths), Mirror(Store.open(tracking)))
+    done = push(find_records(paths), Mirror(tracking))
     return Counter(one.outcome for one in done)
 
 
