@@ -75,7 +75,7 @@ def test_numbers_that_are_not_finite_become_null() -> None:
     assert Record.from_json(text).loss == [5.5, None, None, 3.5]
 
 
-def test_a_write_that_fails_leaves_the_old_record(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_record_and_links_and_pipes_stay(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_record(make_record(), path)
     unwritable = replace(make_record(), created=object())  # type: ignore[arg-type]  # JSON cannot hold it
@@ -83,17 +83,13 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path: Path) -> None:
         write_record(unwritable, path)
     assert read_record(path) == make_record()
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_link_and_a_pipe_stay_what_they_are(tmp_path: Path) -> None:
-    (tmp_path / "link.json").symlink_to("kept.json")
-    write_record(make_record(), tmp_path / "link.json")
-    assert (tmp_path / "link.json").is_symlink()
-    assert read_record(tmp_path / "kept.json") == make_record()
-    os.mkfifo(tmp_path / "pipe.json")
-    with os.fdopen(os.open(tmp_path / "pipe.json", os.O_RDONLY | os.O_NONBLOCK)) as pipe:
-        write_record(make_record(), tmp_path / "pipe.json")
-        assert Record.from_json(pipe.read()) == make_record()
+    (link := tmp_path / "link.json").symlink_to(path.name)
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        for place in (link, pipe):
+            write_record(replace(make_record(), id="new"), place)
+        assert Record.from_json(reader.read()) == read_record(path)
+    assert (link.is_symlink(), read_record(path).id) == (True, "new")
 
 
 def test_the_schema_accepts_records_of_every_kind_and_fields_with_a_default_may_be_absent() -> None:
