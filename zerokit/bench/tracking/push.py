@@ -128,11 +128,6 @@ class Mirror(Store):
         ended = max(map(moment_ms, records), default=None)
         self.client.set_terminated(run_id, sweep_status(sweep, records), ended)
 
-    def end_unknown_sweep(self, sweep: str) -> None:
-        """End the run of a sweep of which only some records are here, unless it has ended."""
-        if self.client.get_run(self.parent(sweep)).info.status == "RUNNING":
-            self.client.set_terminated(self.parent(sweep), "FINISHED")
-
     def push(self, record: Record) -> tuple[Pushed, str]:
         """Write a record to its run and end it; returns what was done, and the run's id."""
         if record.status == "unsupported" and record.sweep is not None:
@@ -194,7 +189,9 @@ def push(
     for sweep, folder in found.sweeps.values():
         mirror.end_sweep(sweep, folder)
     for identity in {record.sweep for _, record in found.records if record.sweep} - found.sweeps.keys():
-        mirror.end_unknown_sweep(identity)
+        parent = mirror.parent(identity)  # of which only some records are here
+        if mirror.client.get_run(parent).info.status == "RUNNING":
+            mirror.client.set_terminated(parent, "FINISHED")
     return results
 
 
