@@ -137,7 +137,7 @@ def test_a_sweep_file_gives_options_that_flags_overrule(tmp_path: Path, requests
     ("content", "message"),
     [
         ("stgae = 1", "'stgae' is not an option of zerokit bench: did you mean stage?"),
-        ("stage = [1, 4]", "Invalid value for '--stage': 4 is not in the range"),
+        ("stage = [1, 4]", "Invalid value for '--stage': '4' is not one of '0', '1', '2', '3'"),
         ("steps = 2.5", "'2.5' is not a valid integer"),
         ("steps = [2, 3]", "'2,3' is not a valid integer"),
         ('twin = "maybe"', "'maybe' is not a valid boolean"),

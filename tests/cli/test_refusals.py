@@ -22,7 +22,7 @@ REFUSED = {
     "bench --staeg 2": "No such option",
     "bench extra": "File 'extra' does not exist",
     # Sweeps.
-    "bench --stage 1,4": "4 is not in the range 0<=x<=3",
+    "bench --stage 1,4": "'4' is not one of '0', '1', '2', '3'",
     "bench --stage 1,,2": "'1,,2' has an empty value between its commas",
     "bench --engine zerokit,dpp": "'dpp' is not one of 'zerokit', 'ddp'",
     "bench --model gpt-5m,gtp-34m": "model 'gtp-34m' is unknown: did you mean gpt-34m",

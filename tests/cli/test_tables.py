@@ -25,11 +25,9 @@ WIDTHS = (80, 160)
 
 def table(records: Sequence[Record], width: int) -> str:
     """On a terminal."""
-    runs = [Run("", tuple(records))]
-    cells = make_cells(runs)
     console = Console(width=width, highlight=False, force_terminal=True, color_system=None)
     with console.capture() as capture:
-        show(console, cells)
+        show(console, make_cells([Run("", tuple(records))]))
     return capture.get()
 
 

@@ -22,7 +22,6 @@ from zerokit.cli.work import (
     PATH,
     CommaList,
     Name,
-    Range,
     experiment_option,
     json_option,
     options,
@@ -49,7 +48,7 @@ def _type_of(name: str, hint: Any, how: Option) -> click.ParamType[Any]:
     if name in _NAMES:
         return _NAMES[name]
     if how.choices:
-        return Range(how.choices[0], how.choices[-1]) if kind is int else click.Choice(how.choices)
+        return click.Choice(how.choices)
     if kind is float:
         low = how.above if how.minimum is None else how.minimum
         return click.FloatRange(min=low, min_open=how.above is not None)

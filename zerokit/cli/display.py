@@ -17,7 +17,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     Task,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -70,14 +69,11 @@ class Display:
             transient=True,
             refresh_per_second=2,  # drawing takes a core a millisecond or two, which the ranks may be using
         )
-        self._sweep: TaskID | None = None
-        self._task: TaskID | None = None
+        self._sweep = self._progress.add_task("sweep", total=cells, note="", visible=cells > 1)
+        self._task = self._progress.add_task("starting", total=None, note="")
 
     def __enter__(self) -> Display:
         self._progress.start()
-        if self._cells > 1:
-            self._sweep = self._progress.add_task("sweep", total=self._cells, note="")
-        self._task = self._progress.add_task("starting", total=None, note="")
         return self
 
     def __exit__(
@@ -87,35 +83,30 @@ class Display:
 
     def phase(self, text: str) -> None:
         """Show the current phase while no steps are running."""
-        if self._task is not None:
-            self._progress.update(self._task, description=text, note="")
+        self._progress.update(self._task, description=text, note="")
 
     def show(self, progress: BenchProgress) -> None:
         """Move the bar of the current cell."""
-        if self._task is not None:
-            known = progress.loss is not None and progress.step_ms is not None
-            self._progress.update(
-                self._task,
-                description=_part(progress),
-                completed=progress.done,
-                total=progress.total,
-                note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms" if known else "",
-            )
+        known = progress.loss is not None and progress.step_ms is not None
+        self._progress.update(
+            self._task,
+            description=_part(progress),
+            completed=progress.done,
+            total=progress.total,
+            note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms" if known else "",
+        )
 
     def began(self, number: int, label: str) -> None:
         """Show that a cell of the sweep starts."""
-        if self._sweep is not None:
-            self._progress.update(self._sweep, completed=number, note=label)
-        if self._task is not None:  # `reset` would keep the last cell's number of steps
-            self._progress.remove_task(self._task)
+        self._progress.update(self._sweep, completed=number, note=label)
+        self._progress.remove_task(self._task)  # `reset` would keep the last cell's number of steps
         self._task = self._progress.add_task("starting", total=None, note="")
 
     def ended(self, number: int, label: str, record: Record, *, before: bool) -> None:
         """Print a line about a finished cell of a sweep; a single bench has a table instead."""
         if self._cells == 1:
             return
-        if self._sweep is not None:
-            self._progress.update(self._sweep, completed=number + 1, note="")
+        self._progress.update(self._sweep, completed=number + 1, note="")
         digits = len(str(self._cells))
         line = Text(f"[{number + 1:>{digits}}/{self._cells}] {label}  ")
         if record.status == "ok" and record.results is not None and record.model is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from zerokit.cli.work import Finite
+from zerokit.cli.work import Finite, options
 
 LAUNCHERS = ("local", "ssh", "slurm", "kubernetes", "env")
 RUNTIMES = ("pyxis", "apptainer")
@@ -143,11 +143,8 @@ _option(
 _option(_SLURM, "--dry-run", is_flag=True, help="print the batch script without submitting it.")
 
 
-def launcher_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--launcher` and its options to a command."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+launcher_options: Callable[[Callable[..., Any]], Callable[..., Any]] = options(*_OPTIONS)
+"""Adds `--launcher` and its options to a command."""
 
 
 def take_options(options: dict[str, Any]) -> dict[str, Any]:

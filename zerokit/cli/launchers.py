@@ -112,8 +112,7 @@ class Chosen:
         *,
         nodes: int,
         nproc_per_node: int,
-        log_dir: Path,
-        poll: Callable[[], None],
+        **more: Any,
     ) -> None:
         from zerokit.launch.remote import launch_on
         from zerokit.launch.slurm import Container, node_address, srun_host
@@ -138,13 +137,12 @@ class Chosen:
             module,
             arguments,
             nproc_per_node=nproc_per_node,
-            log_dir=log_dir,
             interrupts=interrupts,
-            poll=poll,
             environment=read_variables(options["variables"]),
             master_addr=address,
             connect_seconds=options["connect_timeout"],
             follow=options["follow"],
+            **more,
         )
 
 

@@ -24,7 +24,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     it is pushed, and even if it was tracked while it ran.
     """
     from zerokit.bench.tracking.push import Done, Mirror, find_records, push
-    from zerokit.bench.tracking.store import Store, Tracking, resolve_uri
+    from zerokit.bench.tracking.store import Tracking, resolve_uri
     from zerokit.cli.display import open_lines
     from zerokit.launch.interrupts import Interrupts
 
@@ -39,8 +39,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
         say(f"{_WORDS[done.outcome]:<14}{done.path}{reason}", err=True)
 
     with Interrupts() as interrupts:
-        mirror = Mirror(Store.open(tracking))
-        push(records, mirror, interrupted=interrupts.check, show=show)
+        push(records, Mirror(tracking), interrupted=interrupts.check, show=show)
     counts = Counter(done.outcome for done in results)
     if as_json:
         content = [{**asdict(done), "path": str(done.path)} for done in results]

@@ -240,14 +240,3 @@ class Name(click.ParamType[Any]):
     ) -> list[CompletionItem]:
         """Complete the names."""
         return [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
-
-
-class Range(click.IntRange):
-    """A small range of integers, offered for completion."""
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Complete the numbers."""
-        numbers = range(int(self.min or 0), int(self.max or 0) + 1)
-        return [CompletionItem(str(number)) for number in numbers if str(number).startswith(incomplete)]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from click.testing import CliRunner
@@ -115,7 +114,8 @@ def quick() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(render, "svg", lambda picture, width: "")
         patch.setattr(render, "bundle", lambda: "")
-        patch.setattr(Store, "open", mock.Mock())
+        patch.setattr(Store, "__init__", lambda store, tracking: None)
+        patch.setattr(Store, "link", lambda store, run_id: "")
         patch.setattr(Mirror, "push", lambda mirror, record: ("new", "a run"))
         yield
 

@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.crashes import Recording, begin_journal, crashes
 from zerokit import files
-from zerokit.bench.record.journal import FINISHED, UNKNOWN, Journal, Part, PartWriter
+from zerokit.bench.record.journal import FINISHED, UNKNOWN, Journal, Part, note
 from zerokit.errors import UsageError
 
 
-def begin(journal: Journal, world: int, step: int, samples: int) -> PartWriter:
+def begin(journal: Journal, world: int, step: int, samples: int) -> Path:
     return journal.begin_part(Part(world, 1, step + 1, step, samples, 2 * world, ""))
 
 
@@ -63,7 +63,7 @@ def test_parts_are_joined(
         pen = begin(journal, world, step, samples)
         for first, last in noted:
             noted_losses = losses(first, last, part=number)
-            pen.seen(first, noted_losses, noted_losses)
+            note(pen, first=first, loss=noted_losses, gradient_norm=noted_losses)
     story = journal.story()
     assert story.loss == story.gradient_norm == joined
     assert [(part.first_step, part.last_step) for part in story.parts] == spans
@@ -72,14 +72,14 @@ def test_parts_are_joined(
 
 def test_a_writer_killed_within_a_line_or_before_its_first(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    begin(journal, 2, 0, 0).trained(1)
+    note(begin(journal, 2, 0, 0), trained=1)
     with (tmp_path / "elastic" / "part-0000.jsonl").open("a") as file:
         file.write('{"first": 1, "loss": [1.0, 2')
     for why in ("killed", "the first word about an end stays"):
         journal.end_part(0, why)
         journal.end_part(1, "nothing has begun")
     (tmp_path / "elastic" / "part-0001.jsonl").write_text('{"wor')
-    begin(journal, 1, 0, 0).trained(2)
+    note(begin(journal, 1, 0, 0), trained=2)
     assert journal.story().parts == [Part(2, 1, 1, 1, 0, 4, "killed"), Part(1, 1, 1, 2, 0, 2, FINISHED)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_numbers_that_are_not_finite_become_null() -> None:
     assert Record.from_json(text).loss == [5.5, None, None, 3.5]
 
 
-def test_a_write_that_fails_leaves_the_old_record(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_record_and_links_and_pipes_stay(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_record(make_record(), path)
     unwritable = replace(make_record(), created=object())  # type: ignore[arg-type]  # JSON cannot hold it
@@ -82,6 +83,13 @@ def test_a_write_that_fails_leaves_the_old_record(tmp_path: Path) -> None:
         write_record(unwritable, path)
     assert read_record(path) == make_record()
     assert list(tmp_path.iterdir()) == [path]
+    (link := tmp_path / "link.json").symlink_to(path.name)
+    os.mkfifo(pipe := tmp_path / "pipe.json")
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        for place in (link, pipe):
+            write_record(replace(make_record(), id="new"), place)
+        assert Record.from_json(reader.read()) == read_record(path)
+    assert (link.is_symlink(), read_record(path).id) == (True, "new")
 
 
 def test_the_schema_accepts_records_of_every_kind_and_fields_with_a_default_may_be_absent() -> None:

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def store(place: Path) -> Store:
-    return Store.open(Tracking("sqlite:///mlflow.db", "tests"))
+    return Store(Tracking("sqlite:///mlflow.db", "tests"))
 
 
 def test_writing_twice_is_writing_once(store: Store, client: MlflowClient) -> None:
@@ -83,14 +83,14 @@ def test_runs_are_found_by_all_of_their_tags(store: Store, client: MlflowClient)
     assert store.find({"zerokit.x": "1", "zerokit.y": "1"}) is None
     client.delete_experiment(client.create_experiment("gone"))
     with pytest.raises(TrackingError, match="experiment 'gone' is deleted: restore it"):
-        Store.open(Tracking(store.tracking.uri, "gone"))
+        Store(Tracking(store.tracking.uri, "gone"))
 
 
 def test_a_database_that_cannot_be_opened_is_noticed_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("mlflow.store.db.utils.time.sleep", waited.append)
     with pytest.raises(TrackingError, match="unable to open database file"):
-        Store.open(Tracking("sqlite:////proc/mlflow.db", "x"))
+        Store(Tracking("sqlite:////proc/mlflow.db", "x"))
     assert sum(waited) < 5
 
 
@@ -102,7 +102,7 @@ jobs = []
 for _ in range(4):
     jobs.append(os.fork())
     if jobs[-1] == 0:
-        Store.open(Tracking("sqlite:///" + sys.argv[1], "x")).create("a run", {})
+        Store(Tracking("sqlite:///" + sys.argv[1], "x")).create("a run", {})
         os._exit(0)
 sys.exit(any([os.waitpid(job, 0)[1] for job in jobs]))
 """

@@ -243,7 +243,8 @@ def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
         return None
     repeats = values.repeats_for(rule.percent)
     advice = f"bench both with --repeats {repeats}" if repeats else "no reasonable number of repeats would do"
-    if rule.metric == "step/p50_ms" and difference(cell, partner, PACED) is not None:
+    paced = difference(cell, partner, PACED) if rule.metric == "step/p50_ms" else None
+    if paced is not None and (paced.noise or math.inf) < change.noise:
         advice += f"; {PACED}, from which the machine's pace cancels, has less"
     return broken(
         f"{said} is not known within {rule.percent:g}% of that of {who}: the noise between runs is "
@@ -279,10 +280,11 @@ def disagreements(cells: Sequence[Cell], tolerance: float) -> list[str]:
     found = []
     for (first, known), *others in groups:
         for label, losses in others:
-            step, share = _largest([*zip(known, losses, strict=False)])
-            if share > tolerance:
+            shares = [_apart(pair) for pair in zip(known, losses, strict=False)]
+            if (share := max(shares, default=0.0)) > tolerance:
+                step = shares.index(share) + 1
                 found.append(
-                    f"{label}: the loss of step {step + 1} differs from that of {first} by {share:.2g} of it"
+                    f"{label}: the loss of step {step} differs from that of {first} by {share:.2g} of it"
                 )
     return list(dict.fromkeys(found))
 
@@ -298,13 +300,8 @@ def loss_note(cells: Sequence[Cell]) -> str:
         groups = [g for g in _alike(cells, lambda _: by_engine) if len({label for label, _ in g}) > 1]
         if not groups:
             return None
-        steps = [step for group in groups for step in zip(*(losses for _, losses in group), strict=False)]
-        ends: list[tuple[float | None, float | None]] = []  # of any two: the least and the greatest of a step
-        for step in steps:
-            known = [loss for loss in step if loss is not None]
-            whole = len(known) in (0, len(step))
-            ends.append((min(known, default=None), max(known, default=None)) if whole else (0.0, None))
-        share = _largest(ends)[1]
+        steps = (step for group in groups for step in zip(*(losses for _, losses in group), strict=False))
+        share = max((_apart(sorted(step, key=lambda loss: loss or 0.0)) for step in steps), default=0.0)
         return f"differ by at most {share:.1e} of them" if share else "are bitwise identical"
 
     among_all, of_one = say(False), say(True)
@@ -330,12 +327,9 @@ def _alike(cells: Sequence[Cell], apart: Callable[[Settings], bool]) -> list[lis
     return [group for group in groups.values() if len(group) > 1]
 
 
-def _largest(pairs: Sequence[tuple[float | None, float | None]]) -> tuple[int, float]:
-    """The step whose losses differ most, and by what share; a loss that was not finite agrees with another one."""
-    shares = [
-        (0.0 if one is other else math.inf)
-        if one is None or other is None
-        else abs(other - one) / max(abs(one), 1e-12)
-        for one, other in pairs
-    ]
-    return max(enumerate(shares), key=lambda item: item[1], default=(0, 0.0))
+def _apart(losses: Sequence[float | None]) -> float:
+    """By what share of the first the losses of a step differ from it; one that was not finite agrees with its like."""
+    known = [loss for loss in losses if loss is not None]
+    if 0 < len(known) < len(losses):
+        return math.inf
+    return max((abs(loss - known[0]) / max(abs(known[0]), 1e-12) for loss in known), default=0.0)

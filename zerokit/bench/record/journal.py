@@ -68,26 +68,16 @@ class Job:
     record: Path
 
 
-@dataclass(frozen=True, slots=True)
-class PartWriter:
-    """Writes one part of the journal, on rank 0."""
+def note(part: Path, **line: Any) -> None:
+    """Write a line into a part's file, on rank 0; what it says of losses is on disk when this returns.
 
-    _path: Path
-
-    def trained(self, step: int) -> None:
-        """Note that the run starts this part at this step."""
-        self._write({"trained": step})
-
-    def seen(self, first_step: int, loss: list[float], gradient_norm: list[float]) -> None:
-        """Write the figures of the steps from `first_step`; they are on disk when this returns."""
-        self._write({"first": first_step, "loss": loss, "gradient_norm": gradient_norm})
-
-    def _write(self, line: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            if "loss" in line:
-                file.flush()
-                os.fsync(file.fileno())
+    `trained` is the last step, `loss` and `gradient_norm` have the figures of the steps from `first` on.
+    """
+    with part.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+        if "loss" in line:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 class Journal:
@@ -122,8 +112,8 @@ class Journal:
         """The number of parts that have begun."""
         return len(self._files())
 
-    def begin_part(self, part: Part) -> PartWriter:
-        """Begin a part; its last step and end follow."""
+    def begin_part(self, part: Part) -> Path:
+        """Begin a part, whose last step and end follow; returns its file for `note`."""
         make_directories(self._folder)
         for number in itertools.count(self.count()):
             path = self._folder / f"part-{number:04d}.jsonl"
@@ -131,7 +121,7 @@ class Journal:
                 file.write(json.dumps(asdict(part)) + "\n")
                 break
         system().sync_directory(self._folder)  # losses that are synced need the file's name
-        return PartWriter(path)
+        return path
 
     def end_part(self, number: int, why: str) -> None:
         """Note why part `number` (from 0) ended; ignored if it never began or already has a reason."""

@@ -167,9 +167,12 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
-    """Write a file whole or not at all, and create its folder if it is missing."""
+    """Write a file whole or not at all, and create its folder if it is missing; links and devices stay such."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_aside(path, text.encode())
+    if path.exists() and not path.is_file():
+        path.write_bytes(text.encode())
+    else:
+        files.write_aside(path.resolve(), text.encode())
 
 
 def read_record(path: Path) -> Record:

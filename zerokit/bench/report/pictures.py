@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ _LETTER = 6.5  # pixels, of a letter in a legend
 _STATE = {"parameters": "first", "gradients": "third", "optimizer": "second", "buffers and buckets": "soft"}
 _COMMUNICATION = {"all else": "soft", "communication": "second"}
 _OWN = alt.Color("colour:N", scale=None)
+_DASHES = [[1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [4, 6]]
 
 Plot = dict[str, Any]
 """A specification, or a row of its data."""
@@ -161,7 +163,8 @@ def draw_bars(
 
 def _legend(roles: Mapping[str, str], width: float = NARROW, **look: Any) -> alt.Color:
     """Colours by name, and a legend of as many columns as fit `width` pixels."""
-    columns = max(1, int(width / (24 + _LETTER * max(map(len, roles), default=1))))
+    symbol = math.isqrt(look.get("symbolSize", 100))
+    columns = max(1, int(width / (14 + symbol + _LETTER * max(map(len, roles), default=1))))
     scale = alt.Scale(domain=list(roles), range=[colour(role) for role in roles.values()])
     return alt.Color(
         "part:N",
@@ -193,6 +196,11 @@ def _curved(
         for curve in curves
         for x, y in curve.points[:: math.ceil(len(curve.points) / DOTS)]
     ]
+    seen = Counter[str]()
+    dashes: dict[str, list[int]] = {}
+    for curve in curves:  # those of one colour differ in their dashes
+        dashes[curve.name] = _DASHES[seen[curve.role] % len(_DASHES)]
+        seen[curve.role] += 1
     every = {"values": sorted({row["x"] for row in data}), "format": ",~g"}
     axis = alt.Axis(**(every if marked else {"tickCount": 5}))
     y = alt.Y("y:Q", title=y_title, scale=alt.Scale(zero=marked), axis=alt.Axis(tickCount=5))
@@ -203,9 +211,14 @@ def _curved(
             x=alt.X("x:Q", title=x_title, scale=alt.Scale(nice=False, zero=False), axis=axis),
             y=y,
             color=_legend(
-                {curve.name: curve.role for curve in curves}, symbolType="stroke", symbolStrokeWidth=3
+                {curve.name: curve.role for curve in curves},
+                symbolType="stroke",
+                symbolStrokeWidth=3,
+                symbolSize=400,
             ),
-            strokeDash=alt.StrokeDash("part:N", sort=[curve.name for curve in curves], legend=None),
+            strokeDash=alt.StrokeDash(
+                "part:N", scale=alt.Scale(domain=list(dashes), range=[*dashes.values()])
+            ),
             tooltip=_tooltip(part="", x=x_title, y=y_title),
         )
     )
@@ -230,7 +243,7 @@ def _throughput(cells: Sequence[Cell], unit: str) -> Picture | None:
     for cell in shown if axis else ():
         label = f"{cell.run}: " if len({one.run for one in shown}) > 1 else ""
         label += " · ".join(label_of(cell.first.settings, others))
-        at = math.prod(float(cell.settings[one]) for one in axis)
+        at = float(cell.first.settings.world if worlds else cell.settings[axis[0]])
         value = (cell.value(metric) or 0.0) * scale.factor
         points.setdefault(label, (cell.role, []))[1].append((at, value))
     curves = [Curve(label, role, sorted(found)) for label, (role, found) in points.items()]

@@ -15,7 +15,7 @@ import itertools
 import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 from zerokit.bench.catalogue.engines import ENGINES, label_of, require_known, unsupported
 from zerokit.bench.catalogue.workloads import WORKLOADS
-from zerokit.bench.record.record import Record, read_record, require_writable, write_text
+from zerokit.bench.record.record import Record, RecordError, read_record, require_writable, write_text
 from zerokit.bench.record.schema import Count, SchemaError, from_plain, parse, to_plain
 from zerokit.bench.record.settings import DEFAULT_REPEATS, DIMENSIONS, STEPS_A_ROUND, Settings
 from zerokit.bench.record.status import Status
@@ -125,8 +125,12 @@ class SweepFolder:
             raise SweepError(f"cannot read the sweep {path}: {error}") from error
 
     def records(self, sweep: Sweep) -> list[Record]:
-        """The existing records, in the order of the cells; raises `RecordError` for a damaged one."""
-        return [record for cell in sweep.cells if (record := self.existing(cell)) is not None]
+        """The existing records, in the order of the cells, without those that cannot be read."""
+        found = []
+        for cell in sweep.cells:
+            with suppress(RecordError):
+                found.append(self.existing(cell))
+        return [record for record in found if record is not None]
 
     def existing(self, cell: Trial) -> Record | None:
         """The record of a cell, if it exists; raises `RecordError` if it cannot be read."""

@@ -86,11 +86,11 @@ def find_records(paths: Sequence[Path]) -> Found:
     return Found(list(records.values()), sweeps, damaged)
 
 
-class Mirror:
+class Mirror(Store):
     """Runs of benches in one experiment. Every method raises `TrackingError` and nothing else."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, tracking: Tracking) -> None:
+        super().__init__(tracking)
         self._parents: dict[str, str] = {}
         self._varying: dict[str, list[str]] = {}
         """By sweep, the settings of which it has several values."""
@@ -104,8 +104,8 @@ class Mirror:
             tags = {Tag.SWEEP: sweep, Tag.KIND: "sweep"}
             name = plan.title if plan else f"sweep {sweep[:8]}"
             started = moment_ms(plan) or None if plan else None
-            found = self.store.find(tags)
-            made = found.info.run_id if found else self.store.create(name, {**tags, **self._own}, started)
+            found = self.find(tags)
+            made = found.info.run_id if found else self.create(name, {**tags, **self._own}, started)
             self._parents[sweep] = made
         if plan is not None and plan.options:
             lists = {
@@ -113,7 +113,7 @@ class Mirror:
             }
             self._varying[sweep] = [key.replace("-", "_") for key, values in lists.items() if len(values) > 1]
             params = {key: ",".join(map(str, values)) for key, values in lists.items()}
-            self.store.write(self._parents[sweep], params=params)
+            self.write(self._parents[sweep], params=params)
         return self._parents[sweep]
 
     def end_sweep(self, sweep: Sweep, folder: SweepFolder) -> None:
@@ -124,14 +124,9 @@ class Mirror:
         files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
         if folder.report.exists():
             files[folder.report.name] = folder.report.read_bytes()
-        self.store.write(run_id, tags=tags, files=files)
+        self.write(run_id, tags=tags, files=files)
         ended = max(map(moment_ms, records), default=None)
-        self.store.client.set_terminated(run_id, sweep_status(sweep, records), ended)
-
-    def end_unknown_sweep(self, sweep: str) -> None:
-        """End the run of a sweep of which only some records are here, unless it has ended."""
-        if self.store.client.get_run(self.parent(sweep)).info.status == "RUNNING":
-            self.store.client.set_terminated(self.parent(sweep), "FINISHED")
+        self.client.set_terminated(run_id, sweep_status(sweep, records), ended)
 
     def push(self, record: Record) -> tuple[Pushed, str]:
         """Write a record to its run and end it; returns what was done, and the run's id."""
@@ -140,7 +135,7 @@ class Mirror:
             return "left out", ""
         text = record.to_json()
         digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        begun = self.store.find({Tag.RECORD: record.id})
+        begun = self.find({Tag.RECORD: record.id})
         if begun is not None:
             run_id, started = str(begun.info.run_id), int(begun.info.start_time)
             if begun.data.tags.get(Tag.COMPLETE) == digest:
@@ -150,15 +145,15 @@ class Mirror:
             name = content.run_name(record.settings, self._varying.get(record.sweep or "", ()))
             steps_ms = sum(record.ranks[0].warmup_ms + record.ranks[0].step_ms) if record.ranks else 0.0
             started = max(0, moment_ms(record) - round(steps_ms))
-            run_id = self.store.create(name, tags, started or None)
+            run_id = self.create(name, tags, started or None)
         tags = content.run_tags(record)
         if record.sweep is not None:
             tags[Tag.PARENT] = self.parent(record.sweep)
         params, points = content.run_params(record), content.run_points(record)
-        self.store.write(run_id, params=params, tags=tags, points=points, files={"record.json": text})
+        self.write(run_id, params=params, tags=tags, points=points, files={"record.json": text})
         ended = max(moment_ms(record), started)  # of a cell that was refused the record is older than the run
-        self.store.client.set_terminated(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
-        self.store.write(run_id, tags={Tag.COMPLETE: digest})
+        self.client.set_terminated(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
+        self.write(run_id, tags={Tag.COMPLETE: digest})
         return "new" if begun is None else "completed", run_id
 
 
@@ -187,14 +182,16 @@ def push(
         outcome, run_id = mirror.push(record)
         known = record.sweep is not None and record.sweep in found.sweeps
         shown = mirror.parent(str(record.sweep)) if known else run_id
-        results.append(Done(path, outcome, run_id or None, page=mirror.store.link(shown)))
+        results.append(Done(path, outcome, run_id or None, page=mirror.link(shown)))
         show(results[-1])
     if going_on:
         return results
     for sweep, folder in found.sweeps.values():
         mirror.end_sweep(sweep, folder)
     for identity in {record.sweep for _, record in found.records if record.sweep} - found.sweeps.keys():
-        mirror.end_unknown_sweep(identity)
+        parent = mirror.parent(identity)  # of which only some records are here
+        if mirror.client.get_run(parent).info.status == "RUNNING":
+            mirror.client.set_terminated(parent, "FINISHED")
     return results
 
 
@@ -218,7 +215,7 @@ class Tracker:
         if self.tracking is None or self.lost:
             return
         try:
-            self._mirror = self._mirror or Mirror(Store.open(self.tracking))
+            self._mirror = self._mirror or Mirror(self.tracking)
             for done in push(found, self._mirror, going_on=going_on):
                 self.run_id, self.page = done.run_id, done.page
             for sweep in found.sweeps:

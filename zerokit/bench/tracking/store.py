@@ -144,28 +144,21 @@ def _alone(uri: str) -> Iterator[None]:
             os.close(folder)
 
 
-@dataclass(frozen=True, slots=True)
 class Store:
-    """One experiment of an MLflow store. Use `open`; every method raises `TrackingError` and nothing else."""
+    """One experiment of an MLflow store, created if it does not exist. Only `TrackingError` is ever raised."""
 
-    client: Client
-    experiment_id: str
-    tracking: Tracking
-
-    @classmethod
-    def open(cls, tracking: Tracking) -> Store:
-        """Connect to the store, and create the experiment if it does not exist."""
-        name = tracking.experiment
+    def __init__(self, tracking: Tracking) -> None:
+        self.tracking, name = tracking, tracking.experiment
         with _alone(tracking.uri):
-            client = connect(tracking.uri)
-            known = client.get_experiment_by_name(name)
+            self.client = connect(tracking.uri)
+            known = self.client.get_experiment_by_name(name)
             if known is not None and known.lifecycle_stage == "deleted":
                 raise TrackingError(
                     f"MLflow at {without_secrets(tracking.uri)}: experiment {name!r} is deleted: restore it, or name "
                     "another"
                 )
-            found = known.experiment_id if known else client.create_experiment(name, tags=_TRAINING)
-        return cls(client, found, tracking)
+            made = known.experiment_id if known else self.client.create_experiment(name, tags=_TRAINING)
+        self.experiment_id: str = made
 
     def find(self, tags: Mapping[str, str]) -> MlflowRun | None:
         """The oldest run of the experiment that has all of these tags; deleted runs are ignored."""

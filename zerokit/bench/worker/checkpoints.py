@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from zerokit.bench.machine.accelerator import gather
-from zerokit.bench.record.journal import Journal, Part, PartWriter
+from zerokit.bench.record.journal import Journal, Part, note
 from zerokit.bench.record.measured import Checkpoints, Save
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
@@ -52,7 +52,7 @@ class Keeper:
         self._target = (Path(settings.save), optimizer) if settings.save and optimizer is not None else None
         self.done = Checkpoints()
         self._last: int | None = None
-        self._journal: PartWriter | None = None
+        self._journal: Path | None = None
         self._writing: tuple[Saving, int, float] | None = None
         """A background save, its step, and the milliseconds that training was held for it."""
         self._in_journal = 0
@@ -140,7 +140,7 @@ class Keeper:
     def after_step(self, done: Measured, *, last: bool) -> None:
         """Save if `due`; with `last`, wait until everything is on disk."""
         if self._journal is not None:
-            self._journal.trained(done.trained)
+            note(self._journal, trained=done.trained)
         if last:
             self._settle()
         if self._target is None or not self.due(done.trained, last=last):
@@ -180,7 +180,8 @@ class Keeper:
         by_rank = gather(new)
         if self._journal is not None:
             norms = done.gradient_norm[self._in_journal :]
-            self._journal.seen(done.trained - len(new) + 1, mean_over_ranks(by_rank), norms)
+            first, losses = done.trained - len(new) + 1, mean_over_ranks(by_rank)
+            note(self._journal, first=first, loss=losses, gradient_norm=norms)
         self._in_journal = len(done.loss)
 
 
