@@ -189,7 +189,8 @@ class ModelWalk:
                 if self._in_forward:
                     self._gathering.enter(unit)
                 else:
-                    self._passes.unwatched.add(unit.index)
+                    if torch.is_grad_enabled():
+                        self._passes.unwatched.add(unit.index)
                     self._gathering.enter_aside(unit)
                 if nested and self._is_freed(unit):
                     self._gathering.hold(unit)
