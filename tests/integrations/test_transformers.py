@@ -6,7 +6,9 @@ import copy
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,16 @@ def _save_models(directory: Path) -> None:
             state = made.accelerator.get_state_dict(made.model)
             head, embedding = state["lm_head.weight"], state["model.embed_tokens.weight"]
             assert (head.data_ptr() == embedding.data_ptr()) == tied
+    if find_spec("peft") is not None:  # which makes a prompt of its encoder's weights when it is saved
+        warnings.simplefilter("ignore", FutureWarning)  # of names in PEFT that transformers has renamed
+        from peft import PromptEncoderConfig, get_peft_model
+
+        model = get_peft_model(build(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        made = trainer(3, arguments(directory, max_steps=1), model=model)
+        made.train()
+        made.save_model(str(directory / "prompt"))
+        dist.barrier()
+        assert (directory / "prompt/adapter_model.safetensors").is_file()
 
 
 class _Worse(TrainerCallback):
