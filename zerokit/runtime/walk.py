@@ -161,7 +161,9 @@ class ModelWalk:
             gathering.end_forward(training=torch.is_grad_enabled())
             if not gathering.order.recorded or gathering.deviated:
                 lazy = {index for index, modules in self._announcers.items() if modules <= self._called}
-                gathering.order.record_forward(self._passes.current, lazy)
+                missing = gathering.order.record_forward(self._passes.current, lazy)
+                if torch.is_grad_enabled():
+                    gathering.gather_kept(missing)
         self._in_forward = False
 
     def _before_unit(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> Any:
