@@ -356,6 +356,8 @@ def test_what_does_not_go_together_is_refused_with_the_line_to_write(tmp_path: P
         module=configured(lambda module: zerokit.ZeroOptimizer(module, torch.optim.SGD, lr=0.1)),
     )
     refused("calls its update", callbacks=[pl.callbacks.StochasticWeightAveraging(1e-2)])
+    thaw = type("Thaw", (pl.callbacks.BaseFinetuning,), {"freeze_before_training": lambda *given: None})
+    refused("adds parameter groups", callbacks=[thaw()])
     refused("are in no group", module=configured(lambda module: torch.optim.SGD(module.head.parameters())))
     refused(
         "fp16 scale",

@@ -392,3 +392,9 @@ def _refuse_conflicts(module: Any, trainer: Any) -> None:
                 "callback that makes zerokit.Ema(trainer.strategy.zero_optimizer, decay) in on_fit_start and calls its "
                 "update() in on_train_batch_end"
             )
+        if "BaseFinetuning" in names:
+            raise UsageError(
+                f"{type(callback).__name__} adds parameter groups while the module trains, but its layout is fixed: "
+                "pass all parameters in configure_optimizers, and freeze and release them by requires_grad_() in "
+                "on_train_epoch_start"
+            )

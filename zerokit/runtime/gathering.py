@@ -127,6 +127,12 @@ class Gathering:
             unit.guard()  # reads of its weights from here on are noticed, though they may still be there
         return unit.comes_and_goes and not unit.active
 
+    def gather_kept(self, units: Iterable[int]) -> None:
+        """Gather `units` that backward finds in memory, on every rank: a gather is everybody's."""
+        for index in units:
+            self.units[index].gather()
+            self._use(self.units[index])
+
     def leave_aside(self) -> None:
         """Note the end of a call outside the model's forward, after which the model may be deleted."""
         self._collectives.wait_for_readers()

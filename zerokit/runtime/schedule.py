@@ -175,14 +175,24 @@ class Order:
         """The unit that backward comes to last."""
         return next((operation for operation in reversed(self.backward) if operation >= 0), None)
 
-    def record_forward(self, done: ForwardPass, lazy: Collection[int]) -> None:
-        """Adopt what rank 0 has `done` in a forward pass, and in the first one which of its units are `lazy`."""
-        kept, lazy = self.kept | done.read_early, frozenset(self.lazy if self.recorded else lazy)
-        mine = self._in_order(done.trace, kept, lazy), lazy, kept
-        self.forward, self.lazy, self.kept = self._collectives.all_gather_objects(mine)[0]
+    def record_forward(self, done: ForwardPass, lazy: Collection[int]) -> list[int]:
+        """Adopt what rank 0 has `done` in a forward pass, and in the first one which of its units are `lazy`.
+
+        Returns the units that some ranks alone have read early: all keep them from now on, and others have freed them.
+        """
+        mine = done.trace, done.read_early, frozenset(self.lazy if self.recorded else lazy)
+        everyone = self._collectives.all_gather_objects(mine)
+        trace, _, self.lazy = everyone[0]
+        read = [early for _, early, _ in everyone]
+        missing = sorted(
+            index for index in set().union(*read) - self.kept if not all(index in early for early in read)
+        )
+        self.kept = self.kept.union(*read)
+        self.forward = self._in_order(trace, self.kept, self.lazy)
         self.recorded = True
         if self._gathers:
             self.backward = self._plan()
+        return missing
 
     def _in_order(self, trace: Sequence[int], kept: Set[int], lazy: Collection[int]) -> list[int]:
         """The order of a forward pass on this rank, every unit at least once.

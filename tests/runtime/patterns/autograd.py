@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, func, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import CLIPPED, Subject, always, updates, usage
+from tests.runtime.patterns.harness import CLIPPED, Refused, Subject, always, updates, usage
 from tests.runtime.patterns.models import WIDTH, Mlp, square
 
 pattern = Subject(__name__)
@@ -59,7 +60,7 @@ def backward_create_graph(engine: Engine) -> None:
     engine.finish()
 
 
-@pattern("a Hessian-vector product")
+@pattern("a Hessian-vector product: `autograd.grad` with respect to parameters, beside the update")
 def hessian_vector(engine: Engine) -> None:
     parameters = list(engine.model.parameters())
     for _ in range(STEPS):
@@ -70,15 +71,6 @@ def hessian_vector(engine: Engine) -> None:
         for part in grad(product, parameters, retain_graph=True):
             engine.record(part.norm())
         engine.update(loss)
-
-
-@pattern.each_step("`autograd.grad` with respect to parameters, beside the update")
-def gradients_of_parameters(engine: Engine) -> None:
-    loss = engine.loss()
-    weights = [engine.model.head.weight, engine.model.blocks[0].inner.weight]
-    for slope in grad(loss, weights, retain_graph=True):
-        engine.record(slope.norm())
-    engine.update(loss)
 
 
 @pattern.each_step("adversarial training: `x.grad` (FGSM), at times dropping its gradients")
@@ -117,53 +109,63 @@ def unrolled_loop(engine: Engine) -> None:
     engine.update(square(engine.model(x)))
 
 
-class SavesWeight(torch.autograd.Function):
-    """The usual way."""
+class ReadsWeight(torch.autograd.Function):
+    """Saves its weight in the usual way, or keeps it as it is, and reads the parameter again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, saves: bool) -> Tensor:
+        ctx.kept = None if saves else weight
+        ctx.save_for_backward(x, *((weight,) if saves else ()))
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x
+        x, *saved = ctx.saved_tensors
+        return gradient @ (saved[0] if saved else ctx.kept), gradient.t() @ x, None
 
 
-class KeepsWeight(torch.autograd.Function):
-    """Reads the parameter again in backward."""
+class Adjoint(torch.autograd.Function):
+    """Runs a block again in backward, with its weights as arguments of the function."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.t()
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x, *weights)
+        return block(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return gradient @ ctx.weight, gradient.t() @ x
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.block(x), (x, *weights), gradient)
+
+
+@pattern.features(
+    "a custom function that saves the weights of a unit (adjoint method of torchdiffeq)",
+    refused={3: Refused("ScheduleError", ("units=", "stage 2"), or_right=True)},
+)
+def adjoint(model: Any, x: Tensor) -> Tensor:
+    x, function = model.first(x), cast(Any, Adjoint)
+    for block in model.blocks:
+        x = function.apply(block, x, *block.parameters())
+    return x
 
 
 class Custom(nn.Module):
     """A layer around a custom function."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, saves: bool) -> None:
         super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.saves, self.weight = saves, nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.function.apply(x, self.weight))
+        return torch.tanh(cast(Any, ReadsWeight).apply(x, self.weight, self.saves))
 
 
-pattern("a custom function that saves its weight", lambda: Mlp(block=lambda: Custom(SavesWeight)))(
-    CLIPPED, "saves_weight"
-)
-pattern("a custom function that keeps its weight on `ctx`", lambda: Mlp(block=lambda: Custom(KeepsWeight)))(
-    CLIPPED, "keeps_weight"
-)
+for saves, name in ((True, "saves its weight"), (False, "keeps its weight on `ctx`")):
+    build = partial(Mlp, block=partial(Custom, saves))
+    pattern(f"a custom function that {name}", build)(CLIPPED, "saves_weight" if saves else "keeps_weight")
 
 
 @pattern.features("a forward with parts under `no_grad` and a detached middle")
@@ -288,13 +290,6 @@ for key, (name, beside) in BESIDE.items():
         engine.update(square(engine.model(x)))
 
     pattern.each_step(name, refused=OUTSIDE)(step, key)
-
-
-@pattern.each_step("gradients of each example inside `gathered()`")
-def per_example_gathered(engine: Engine) -> None:
-    with engine.gathered():
-        _per_example(engine, engine.data())
-    engine.train()
 
 
 def _slope_of_input(engine: Engine) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
@@ -54,11 +55,17 @@ skips("repeated", "blocks used repeatedly, a number of times that differs by ran
 def _layer_drop(engine: Engine, blocks: int, depth: int) -> None:
     places = [place % blocks for place in range(depth) if torch.rand(()) > 0.4]
     engine.update(square(engine.model(engine.data(), places)))
+    with torch.no_grad():
+        for block in engine.model.blocks:
+            engine.record(square(block(torch.ones(2, WIDTH))))
 
 
-pattern.each_step("layer drop, its seed differing by rank", lambda: Skips(4), world=3, steps=VARIED_STEPS)(
-    lambda engine: _layer_drop(engine, 4, 4), "layer_drop"
-)
+pattern.each_step(
+    "layer drop, its seed differing by rank; blocks evaluated by themselves",
+    lambda: Skips(8),
+    world=3,
+    steps=VARIED_STEPS,
+)(lambda engine: _layer_drop(engine, 8, 8), "layer_drop")
 pattern.each_step(
     "layer drop by rank over layers that are shared (ALBERT)", Skips, steps=VARIED_STEPS, **OR_RIGHT
 )(lambda engine: _layer_drop(engine, 2, 6), "shared_layer_drop")
@@ -78,19 +85,34 @@ class Experts(nn.Module):
         for place, expert in enumerate(self.experts):
             (rows,) = torch.where(chosen == place)
             if len(rows):
-                y = y.index_add(0, rows, expert(x[rows]) * weights[rows, None])
+                y = y.index_add(0, rows, self.run(expert, x[rows]) * weights[rows, None])
         return y
+
+    def run(self, expert: nn.Module, x: Tensor) -> Any:
+        return expert(x)
+
+
+class ReadExperts(Experts):
+    """Reads the weights of experts, which are never called."""
+
+    def run(self, expert: Any, x: Tensor) -> Any:
+        return torch.tanh(F.linear(x, expert.inner.weight))
 
 
 @pattern.model("a mixture of experts, some not chosen, each expert a unit", usual(3, 8))
 class Routed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, experts: type[Experts] = Experts) -> None:
         super().__init__()
         self.first = nn.Linear(8, WIDTH)
-        self.moe = Experts(6)
+        self.moe = experts(6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.moe(self.first(x))
+
+
+pattern("a mixture of experts, the weights of the chosen read by the layer", lambda: Routed(ReadExperts))(
+    usual(3, 8), "read_experts"
+)
 
 
 def _layers() -> nn.Module:
