@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -60,7 +59,7 @@ def backward_create_graph(engine: Engine) -> None:
     engine.finish()
 
 
-@pattern("a Hessian-vector product: `autograd.grad` with respect to parameters, beside the update")
+@pattern("a Hessian-vector product")
 def hessian_vector(engine: Engine) -> None:
     parameters = list(engine.model.parameters())
     for _ in range(STEPS):
@@ -71,6 +70,15 @@ def hessian_vector(engine: Engine) -> None:
         for part in grad(product, parameters, retain_graph=True):
             engine.record(part.norm())
         engine.update(loss)
+
+
+@pattern.each_step("`autograd.grad` with respect to parameters, beside the update")
+def gradients_of_parameters(engine: Engine) -> None:
+    loss = engine.loss()
+    weights = [engine.model.head.weight, engine.model.blocks[0].inner.weight]
+    for slope in grad(loss, weights, retain_graph=True):
+        engine.record(slope.norm())
+    engine.update(loss)
 
 
 @pattern.each_step("adversarial training: `x.grad` (FGSM), at times dropping its gradients")
@@ -109,19 +117,33 @@ def unrolled_loop(engine: Engine) -> None:
     engine.update(square(engine.model(x)))
 
 
-class ReadsWeight(torch.autograd.Function):
-    """Saves its weight in the usual way, or keeps it as it is, and reads the parameter again in backward."""
+class SavesWeight(torch.autograd.Function):
+    """The usual way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, saves: bool) -> Tensor:
-        ctx.kept = None if saves else weight
-        ctx.save_for_backward(x, *((weight,) if saves else ()))
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, *saved = ctx.saved_tensors
-        return gradient @ (saved[0] if saved else ctx.kept), gradient.t() @ x, None
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class KeepsWeight(torch.autograd.Function):
+    """Reads the parameter again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.weight, gradient.t() @ x
 
 
 class Adjoint(torch.autograd.Function):
@@ -155,17 +177,21 @@ def adjoint(model: Any, x: Tensor) -> Tensor:
 class Custom(nn.Module):
     """A layer around a custom function."""
 
-    def __init__(self, saves: bool) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.saves, self.weight = saves, nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(cast(Any, ReadsWeight).apply(x, self.weight, self.saves))
+        return torch.tanh(self.function.apply(x, self.weight))
 
 
-for saves, name in ((True, "saves its weight"), (False, "keeps its weight on `ctx`")):
-    build = partial(Mlp, block=partial(Custom, saves))
-    pattern(f"a custom function that {name}", build)(CLIPPED, "saves_weight" if saves else "keeps_weight")
+pattern("a custom function that saves its weight", lambda: Mlp(block=lambda: Custom(SavesWeight)))(
+    CLIPPED, "saves_weight"
+)
+pattern("a custom function that keeps its weight on `ctx`", lambda: Mlp(block=lambda: Custom(KeepsWeight)))(
+    CLIPPED, "keeps_weight"
+)
 
 
 @pattern.features("a forward with parts under `no_grad` and a detached middle")
@@ -290,6 +316,13 @@ for key, (name, beside) in BESIDE.items():
         engine.update(square(engine.model(x)))
 
     pattern.each_step(name, refused=OUTSIDE)(step, key)
+
+
+@pattern.each_step("gradients of each example inside `gathered()`")
+def per_example_gathered(engine: Engine) -> None:
+    with engine.gathered():
+        _per_example(engine, engine.data())
+    engine.train()
 
 
 def _slope_of_input(engine: Engine) -> Tensor:
