@@ -7,6 +7,7 @@ parameters that plain torch trains. Two ranks take three steps with clipping, an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import inspect
 import multiprocessing
@@ -34,6 +35,20 @@ from zerokit.placement import StageArgument
 WORLD, STEPS, SECONDS = 2, 3, 300
 STAGES: tuple[StageArgument, ...] = (0, 1, 2, 3)
 MOST_PARAMETERS = 3_000_000
+HEADS = (
+    "FOR_CAUSAL_LM_",
+    "FOR_MASKED_LM_",
+    "FOR_SEQ_TO_SEQ_CAUSAL_LM_",
+    "FOR_SEQUENCE_CLASSIFICATION_",
+    "FOR_IMAGE_CLASSIFICATION_",
+    "FOR_OBJECT_DETECTION_",
+    "FOR_SEMANTIC_SEGMENTATION_",
+    "FOR_IMAGE_TEXT_TO_TEXT_",
+    "FOR_CTC_",
+    "FOR_AUDIO_CLASSIFICATION_",
+    "FOR_PRETRAINING_",
+    "",
+)
 SMALL: dict[str, object] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
@@ -87,13 +102,11 @@ def main() -> None:
 
 
 def _classes() -> dict[str, str]:
-    """Every class with a head or without, and the type of its configuration."""
-    tables = [value for name, value in vars(modeling_auto).items() if name.endswith("MAPPING_NAMES")]
+    """Bare models and those with the most usual heads, and the types of their configurations."""
     found: dict[str, str] = {}
-    for table in tables:
-        for kind, names in table.items():
-            for name in [names] if isinstance(names, str) else names:
-                found.setdefault(name, kind)
+    for head in HEADS:
+        for kind, names in getattr(modeling_auto, f"MODEL_{head}MAPPING_NAMES", {}).items():
+            found.setdefault(names if isinstance(names, str) else names[0], kind)
     return found
 
 
@@ -161,12 +174,13 @@ def _factory(name: str, kind: str, *, checkpointing: bool) -> Callable[[], nn.Mo
         configuration = known()
     _shrink(configuration)
     model_class = getattr(transformers, name)
+    with torch.device("meta"):
+        if sum(parameter.numel() for parameter in model_class(configuration).parameters()) > MOST_PARAMETERS:
+            raise ValueError("too large")
 
     def make() -> nn.Module:
         torch.manual_seed(0)
         model: Any = model_class(copy.deepcopy(configuration)).train()
-        if sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS:
-            raise ValueError("too large")
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         made: nn.Module = model
@@ -180,7 +194,8 @@ def _shrink(configuration: Any) -> None:
         if isinstance(value, transformers.PretrainedConfig):
             _shrink(value)
         elif key in SMALL and value is not None and not isinstance(value, bool):
-            setattr(configuration, key, SMALL[key])
+            with contextlib.suppress(Exception):  # some are checked, and may not change by themselves
+                setattr(configuration, key, SMALL[key])
         elif isinstance(value, float) and ("drop" in key or key in ("mask_time_prob", "mask_feature_prob")):
             setattr(configuration, key, 0.0)
         elif key.endswith("_token_id"):
