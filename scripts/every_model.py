@@ -34,6 +34,7 @@ from zerokit.placement import StageArgument
 
 WORLD, STEPS, SECONDS = 2, 3, 300
 STAGES: tuple[StageArgument, ...] = (0, 1, 2, 3)
+KINDS = ("refused", "failed", "differs", "left out", "equal")
 MOST_PARAMETERS = 3_000_000
 HEADS = (
     "FOR_CAUSAL_LM_",
@@ -125,9 +126,10 @@ def _in_processes(name: str, kind: str, options: argparse.Namespace) -> str:
             rank.join(SECONDS)
             rank.kill()
         results = [said.get() for _ in ranks if not said.empty()]
+    if len(results) < WORLD:
+        results.append("failed: a rank gave no answer")
     # A refusal on one rank may leave the other one waiting.
-    results.sort(key=lambda said: not said.startswith("refused"))
-    return results[0] if results else f"failed: no answer within {SECONDS} s"
+    return min(results, key=lambda result: [result.startswith(kind) for kind in KINDS].index(True))
 
 
 def _compare(rank: int, folder: str, name: str, kind: str, options: argparse.Namespace, said: Any) -> None:
