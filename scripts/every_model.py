@@ -125,7 +125,7 @@ def _in_processes(name: str, kind: str, options: argparse.Namespace) -> str:
         for rank in ranks:
             rank.join(SECONDS)
             rank.kill()
-        results = [said.get() for _ in ranks if not said.empty()]
+        results: list[str] = [said.get() for _ in ranks if not said.empty()]
     if len(results) < WORLD:
         results.append("failed: a rank gave no answer")
     # A refusal on one rank may leave the other one waiting.
