@@ -6,7 +6,9 @@ import copy
 import json
 import math
 import shutil
+import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, EvalPrediction, TrainerCallback
+from transformers.integrations import is_fsdp_managed_module
 
 import zerokit
 from tests.integrations.launched import as_launched
@@ -199,6 +202,8 @@ def _save_models(directory: Path) -> None:
             loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
             zero = made.zero_optimizer
             assert zero is not None
+            # With the mark, encoders of speech would run layers that LayerDrop leaves out.
+            assert not any(is_fsdp_managed_module(part) for part in made.model.model.modules())
             with zero.gathered():
                 live = {name: value.detach().clone() for name, value in made.model.named_parameters()}
             assert live
@@ -206,6 +211,16 @@ def _save_models(directory: Path) -> None:
             state = made.accelerator.get_state_dict(made.model)
             head, embedding = state["lm_head.weight"], state["model.embed_tokens.weight"]
             assert (head.data_ptr() == embedding.data_ptr()) == tied
+    if find_spec("peft") is not None:  # which makes a prompt of its encoder's weights when it is saved
+        warnings.simplefilter("ignore", FutureWarning)  # of names in PEFT that transformers has renamed
+        from peft import PromptEncoderConfig, get_peft_model
+
+        model = get_peft_model(build(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+        made = trainer(3, arguments(directory, max_steps=1), model=model)
+        made.train()
+        made.save_model(str(directory / "prompt"))
+        dist.barrier()
+        assert (directory / "prompt/adapter_model.safetensors").is_file()
 
 
 class _Worse(TrainerCallback):

@@ -40,7 +40,10 @@ CHECKPOINT_NAME = "zerokit"
 
 _SHARDED = "_zerokit_sharded"
 _GENERATES_TOGETHER = "_is_fsdp_managed_module"
-"""By this mark transformers' `generate` calls the model until all ranks' texts have ended (`synced_gpus`)."""
+"""By this mark transformers' `generate` calls the model until all ranks' texts have ended (`synced_gpus`).
+
+Modules without `generate` are not marked: encoders of speech would run the layers that LayerDrop leaves out.
+"""
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -175,7 +178,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         _share_statistics(model, zero)
         model.__dict__ |= {"_is_accelerate_prepared": True, _SHARDED: True, "no_sync": _refuse_no_sync}
         for module in model.modules() if zero.runtime.placement.cuts_parameters else ():
-            module.__dict__[_GENERATES_TOGETHER] = True
+            if hasattr(module, "generate"):
+                module.__dict__[_GENERATES_TOGETHER] = True
         return zero
 
     def prepare_model(

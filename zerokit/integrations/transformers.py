@@ -140,6 +140,13 @@ class ZeroTrainer(Trainer):
             self._together().on_first(lambda: self._save_description(directory))
             return
         if self.zero_optimizer is not None and state_dict is None:
+            if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+                with (
+                    self.zero_optimizer.gathered()
+                ):  # PEFT computes prompts anew, from the weights of their encoder
+                    if self.args.should_save:
+                        super()._save(output_dir)
+                return
             if not self.args.should_save:
                 attend_state_dict(self.zero_optimizer.runtime.model)
                 return

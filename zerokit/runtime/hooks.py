@@ -152,6 +152,18 @@ def _search(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
                 yield from _search(inner, seen, depth - 1)
 
 
+def tensors_kept(attribute: Any) -> list[Tensor]:
+    """The tensors of an attribute that is one, or holds some in a plain container."""
+    if not isinstance(attribute, Tensor | list | tuple | dict):
+        return []
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(attribute) if isinstance(leaf, Tensor)]
+
+
+def announced(tensor: Tensor) -> bool:
+    """Whether a hook announces the gradient of `tensor` already."""
+    return any(isinstance(hook, Hook) for hook in (tensor._backward_hooks or {}).values())
+
+
 def origin(tensor: Tensor) -> tuple[object, int]:
     """The autograd node that made `tensor`: equal for all tensors that autograd treats as the same."""
     return (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)

@@ -17,7 +17,7 @@ from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerokit.errors import UsageError
+from zerokit.errors import ScheduleError, UsageError
 from zerokit.formulas import MemoryReport, TrafficReport, predict_traffic
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
@@ -142,6 +142,14 @@ class ZeroOptimizer(ForwardingOptimizer):
             (loss if self.scaler is None else loss * self.scaler.value).backward(
                 retain_graph=retain_graph, create_graph=create_graph
             )
+        except RuntimeError as error:
+            if self.runtime.placement.cuts_parameters and "modified by an inplace operation" in str(error):
+                raise ScheduleError(
+                    f"{error} At stage 3 this is also the error for a weight that backward reads where no output or "
+                    "attribute of its unit leads to it: name the module that reads it in units=, run forward and "
+                    "backward inside `with optimizer.gathered():`, or train at stage 2"
+                ) from error
+            raise
         finally:
             LossScale.current = before
 

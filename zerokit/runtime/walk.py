@@ -28,6 +28,7 @@ from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.hooks import (
     Hook,
     TracedHook,
+    announced,
     excluded_from_graphs,
     in_backward,
     origin,
@@ -36,6 +37,7 @@ from zerokit.runtime.hooks import (
     require_no_graphs,
     share_memory,
     tensors_in,
+    tensors_kept,
     transforming,
 )
 from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known
@@ -74,6 +76,8 @@ class ModelWalk:
         self._accumulates = self._makes_graph = self._had_gradients = False
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
+        self._attributes: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}
+        """Where modules and those inside have left tensors with a graph, such as a loss of their own."""
         self._known, self._registrations = parameter_ids(model), registrations()[0]
         # In fp32 nothing is cast: inputs of another dtype are refused by PyTorch as they are without zerokit.
         casts = precision.cast_inputs and precision.compute != torch.float32
@@ -189,7 +193,8 @@ class ModelWalk:
                 if self._in_forward:
                     self._gathering.enter(unit)
                 else:
-                    self._passes.unwatched.add(unit.index)
+                    if torch.is_grad_enabled():
+                        self._passes.unwatched.add(unit.index)
                     self._gathering.enter_aside(unit)
                 if nested and self._is_freed(unit):
                     self._gathering.hold(unit)
@@ -214,6 +219,7 @@ class ModelWalk:
             self._gathering.leave_aside()
         tensors = list(tensors_in(output)) if outermost else []
         unseen = torch.is_grad_enabled() and (not tensors or transforming())
+        tensors += self._left_in(module) if outermost else ()
         for unit in outermost:
             # No hook shows when backward, or whoever has a view of a weight, reads this unit for the last time.
             if unseen or any(share_memory(tensor, unit.whole) for tensor in tensors):
@@ -228,6 +234,19 @@ class ModelWalk:
             if tensor.requires_grad and origin(tensor) not in given:
                 tensor.register_hook(hook)
                 current.watched.update(unit.index for unit in outermost)
+
+    def _left_in(self, module: nn.Module) -> list[Tensor]:
+        """What this forward of `module` has left in attributes, where its first one with gradients did so."""
+        if module not in self._attributes and torch.is_grad_enabled():
+            self._attributes[module] = [
+                (vars(each), name)
+                for each in module.modules()
+                for name, value in vars(each).items()
+                if any(tensor.grad_fn is not None for tensor in tensors_kept(value))
+            ]
+        places = self._attributes.get(module, ())
+        left = (tensor for held, name in places for tensor in tensors_kept(held.get(name)))
+        return [tensor for tensor in left if not announced(tensor)]
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if module not in self._casting:

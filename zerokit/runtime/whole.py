@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -80,13 +81,14 @@ def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
                     unit.free()
         return state
 
-    plain_save_pretrained = _method(model, "save_pretrained")
+    plain_save_pretrained, reference = _method(model, "save_pretrained"), weakref.ref(model)
 
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
         # One rank saves what all have gathered, as trainers do.
-        given = kwargs.get("state_dict") is not None
-        with contextlib.nullcontext() if given else gathering.opened():
+        whole, self = kwargs.get("state_dict"), reference()
+        assert self is not None
+        with gathering.opened() if whole is None else _parts_taken_from(whole, self):
             return plain_save_pretrained(*args, **kwargs)
 
     def before_load(
@@ -115,6 +117,29 @@ def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
         model.__dict__["save_pretrained"] = save_pretrained
     model.register_load_state_dict_pre_hook(before_load)
     model.register_load_state_dict_post_hook(after_load)
+
+
+@contextlib.contextmanager
+def _parts_taken_from(whole: Mapping[str, Any], model: nn.Module) -> Iterator[None]:
+    """A context in which `state_dict()` of the model's parts, which one rank alone may call, is of the `whole`."""
+    parts = [
+        (f"{path}.", vars(part))
+        for path, part in model.named_modules()
+        if path and "state_dict" not in vars(part)
+    ]
+
+    def state_dict(path: str, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        state = {} if destination is None else destination
+        state.update({prefix + name[len(path) :]: whole[name] for name in whole if name.startswith(path)})
+        return state
+
+    for path, members in parts:
+        members["state_dict"] = functools.partial(state_dict, path)
+    try:
+        yield
+    finally:
+        for _, members in parts:
+            del members["state_dict"]
 
 
 def _keep_copies(state: dict[str, Any], unit: UnitState) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, func, nn
 
 from tests.runtime.patterns.engines import STEPS, Engine
-from tests.runtime.patterns.harness import CLIPPED, Subject, always, updates, usage
+from tests.runtime.patterns.harness import CLIPPED, Refused, Subject, always, updates, usage
 from tests.runtime.patterns.models import WIDTH, Mlp, square
 
 pattern = Subject(__name__)
@@ -144,6 +144,34 @@ class KeepsWeight(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         return gradient @ ctx.weight, gradient.t() @ x
+
+
+class Adjoint(torch.autograd.Function):
+    """Runs a block again in backward, with its weights as arguments of the function."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x, *weights)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.block(x), (x, *weights), gradient)
+
+
+@pattern.features(
+    "a custom function that saves the weights of a unit (adjoint method of torchdiffeq)",
+    refused={3: Refused("ScheduleError", ("units=", "stage 2"), or_right=True)},
+)
+def adjoint(model: Any, x: Tensor) -> Tensor:
+    x, function = model.first(x), cast(Any, Adjoint)
+    for block in model.blocks:
+        x = function.apply(block, x, *block.parameters())
+    return x
 
 
 class Custom(nn.Module):

@@ -318,11 +318,15 @@ def with_parameters(engine: Engine) -> None:
 class Pretrained(Mlp):
     """Has the method that transformers, PEFT and diffusers save by, and asks a part for its state."""
 
-    def save_pretrained(self) -> float:
-        return _sum(self.head.state_dict()) + _sum(self.state_dict())
+    def save_pretrained(self, state_dict: Any = None) -> float:
+        return _sum(self.head.state_dict()) + _sum(state_dict or self.state_dict())
 
 
-@pattern.each_step("`save_pretrained()` that asks parts of the model for their states", Pretrained)
+@pattern.each_step(
+    "`save_pretrained()` that asks parts for their states, also on one rank with a `state_dict=`", Pretrained
+)
 def pretrained(engine: Engine) -> None:
     engine.train()
     engine.record(engine.model.save_pretrained())
+    state = engine.model.state_dict()
+    engine.record(engine.model.save_pretrained(state_dict=state) if engine.rank else 0.0)

@@ -186,6 +186,24 @@ def features(engine: Engine) -> None:
         engine.update(square(taken.pop()) + (0.5 * loss if step // 2 else 0.0))
 
 
+class OwnLoss(Block):
+    """Computes a loss of its own after its output, as Bayesian layers do with their divergence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.own = [square(self.inner(y))]
+        return y
+
+
+@pattern.each_step(
+    "units that keep a loss as an attribute, computed after their output", lambda: Mlp(block=OwnLoss)
+)
+def own_losses(engine: Engine) -> None:
+    engine.update(
+        engine.loss() + sum(block.own[0] for block in engine.model.blocks[engine.number :]), max_norm=0.1
+    )
+
+
 def _watched(engine: Engine) -> None:
     for parameter in engine.model.blocks[1].parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: engine.record(p.grad is not None))

@@ -54,11 +54,17 @@ skips("repeated", "blocks used repeatedly, a number of times that differs by ran
 def _layer_drop(engine: Engine, blocks: int, depth: int) -> None:
     places = [place % blocks for place in range(depth) if torch.rand(()) > 0.4]
     engine.update(square(engine.model(engine.data(), places)))
+    with torch.no_grad():
+        for block in engine.model.blocks:
+            engine.record(square(block(torch.ones(2, WIDTH))))
 
 
-pattern.each_step("layer drop, its seed differing by rank", lambda: Skips(4), world=3, steps=VARIED_STEPS)(
-    lambda engine: _layer_drop(engine, 4, 4), "layer_drop"
-)
+pattern.each_step(
+    "layer drop, its seed differing by rank; blocks evaluated by themselves",
+    lambda: Skips(8),
+    world=3,
+    steps=VARIED_STEPS,
+)(lambda engine: _layer_drop(engine, 8, 8), "layer_drop")
 pattern.each_step(
     "layer drop by rank over layers that are shared (ALBERT)", Skips, steps=VARIED_STEPS, **OR_RIGHT
 )(lambda engine: _layer_drop(engine, 2, 6), "shared_layer_drop")
