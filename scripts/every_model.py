@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers.models.auto import modeling_auto
@@ -92,12 +94,12 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     results: Counter[str] = Counter()
-    for name, kind in sorted(_classes().items()):
-        if re.search(options.only, name):
-            result = _in_processes(name, kind, options)
-            results[result.split(":")[0]] += 1
-            if result != "equal" and not result.startswith("left out"):
-                print(f"{name}: {result}", flush=True)
+    chosen = [(name, kind) for name, kind in sorted(_classes().items()) if re.search(options.only, name)]
+    for name, kind in track(chosen, "training", console=Console(stderr=True)):
+        result = _in_processes(name, kind, options)
+        results[result.split(":")[0]] += 1
+        if result != "equal" and not result.startswith("left out"):
+            print(f"{name}: {result}", flush=True)
     print(", ".join(f"{count} {result}" for result, count in results.most_common()))
     sys.exit(any(not key.startswith(("equal", "left out", "refused")) for key in results))
 
