@@ -1,4 +1,4 @@
-"""Small models of all classes in transformers, trained at stages 0 to 3 and by plain torch (see scripts/every-model).
+"""Small models of transformers trained at stages 0 to 3 and by plain torch (see scripts/every-model).
 
 A class takes part if its configuration, with usual names set to small numbers, gives a model of at most 3 million
 parameters that plain torch trains. Two ranks take three steps with clipping, and evaluate amid them.

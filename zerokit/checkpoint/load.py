@@ -280,9 +280,8 @@ def _apply_buffers(checkpoint: Source, runtime: Runtime, match: Match, *, strict
             faults.append(f"buffer {name} is {list(value.shape)} there and {list(buffer.shape)} here")
             continue
         for dim, stride in enumerate(buffer.stride()):
-            if (
-                stride == 0 and buffer.shape[dim]
-            ):  # repeats its elements (`expand`), and can be written to only once
+            # It repeats its elements (`expand`), and can be written to only once.
+            if stride == 0 and buffer.shape[dim]:
                 buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
         with torch.no_grad():
             buffer.copy_(value)

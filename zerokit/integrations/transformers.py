@@ -141,9 +141,8 @@ class ZeroTrainer(Trainer):
             return
         if self.zero_optimizer is not None and state_dict is None:
             if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
-                with (
-                    self.zero_optimizer.gathered()
-                ):  # PEFT computes prompts anew, from the weights of their encoder
+                # PEFT computes prompts anew, from the weights of their encoder.
+                with self.zero_optimizer.gathered():
                     if self.args.should_save:
                         super()._save(output_dir)
                 return
