@@ -3,8 +3,8 @@
     python -m tests.runtime.recorded            compare all of it with recorded.json
     python -m tests.runtime.recorded --write    record anew
 
-Bits belong to a machine and a version of PyTorch: `MACHINE` tells both, by what plain PyTorch computes there. On another
-one only what does not depend on arithmetic is compared in bits: memory and traffic.
+Bits belong to a machine and a version of PyTorch: `MACHINE` tells both, by what plain PyTorch computes there. On
+another one only what does not depend on arithmetic is compared: memory and traffic.
 """
 
 from __future__ import annotations
@@ -124,8 +124,7 @@ def train(scene: Scene, folder: str) -> dict[str, Any]:
     dist.barrier()
     files = {
         str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(path.rglob("*") if dist.get_rank() == 0 else ())
-        if file.is_file()
+        for file in sorted(path.rglob("rank-*.safetensors") if dist.get_rank() == 0 else ())
     }
     return {"bits": trajectory.bits(), "memory": memory, "traffic": traffic, "files": files}
 

@@ -1,4 +1,4 @@
-"""Losses, weights, memory, traffic and files are those of recorded.json; `python -m tests.runtime.recorded` has more."""
+"""Bits, memory, traffic and files are those of recorded.json; `python -m tests.runtime.recorded` compares more."""
 
 from __future__ import annotations
 
