@@ -70,9 +70,15 @@ class TrafficReport:
     control_bytes: int = 0
     control_calls: int = 0
 
-    def count(self, name: str, moved: Operation) -> None:
-        """Add to the operation of this name."""
+    def count(self, name: str, moved: Operation, received_bytes: int = 0) -> None:
+        """Add to the operation of this name; so many bytes of it arrived at this rank."""
         self.by_operation[name] = self.by_operation.get(name, Operation()) + moved
+        self.received_bytes += received_bytes
+
+    def count_control(self, nbytes: int) -> None:
+        """Add a control message."""
+        self.control_calls += 1
+        self.control_bytes += nbytes
 
     @property
     def elements(self) -> int:

@@ -98,7 +98,7 @@ def scenes(world: str) -> Iterator[Scene]:
 
 def hash_of(value: Any) -> str:
     """Sixteen digits for what is long."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def train(scene: Scene, folder: str) -> dict[str, Any]:
@@ -184,7 +184,8 @@ def differences(found: dict[str, Any], recorded: dict[str, Any], *, same_machine
 
 def main() -> int:
     """Compare everything, or write it. Returns 1 where something differs."""
-    machine, found = fingerprint(), {}
+    machine = fingerprint()
+    found: dict[str, Any] = {}
     for world in WORLDS:
         found |= record(world, list(scenes(world)))
         print(f"world {world}: {len(found)} results so far", file=sys.stderr)

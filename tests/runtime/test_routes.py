@@ -98,13 +98,13 @@ def _sums(name: str, dtype: torch.dtype) -> list[str]:
                 )
                 before = collectives.traffic.received_bytes
                 wire = wires[rank] if name else None
-                collectives.reduce_scatter(unit, bucket, out, add=way == "add", wire=wire).wait()
+                collectives.reduction(unit, bucket, out, add=way == "add", wire=wire).start().wait()
                 assert torch.equal(out, expected + 0.5 if way == "add" else expected), (numel, way)
                 received = (world - 1) * wires[rank].packed_numel(numel) * wires[rank].dtype.itemsize
                 assert collectives.traffic.received_bytes - before == received
             whole = torch.zeros(numel * world, dtype=dtype)
             whole.view(world, -1)[rank] = buckets[0].view(world, -1)[rank]
-            collectives.all_gather(unit, whole).wait()
+            collectives.gather(unit, whole).start().wait()
             assert torch.equal(whole, buckets[0])
             collectives.wait_for_readers()
     if world > 2 and dtype == torch.float32 and name != "int4":  # whose numbers have too few bits
@@ -203,7 +203,8 @@ def test_one_rank_rounds_nothing() -> None:
     assert group is not None
     collectives = make_collectives(group, torch.device("cpu"), None, units=1)
     bucket, out = torch.randn(100), torch.zeros(100)
-    collectives.reduce_scatter(plain_unit(0, 100, 1), bucket.clone(), out, add=False, wire=BF16).wait()
+    unit = plain_unit(0, 100, 1)
+    collectives.reduction(unit, bucket.clone(), out, add=False, wire=BF16).start().wait()
     assert torch.equal(out, bucket)
 
 

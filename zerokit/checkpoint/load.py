@@ -264,8 +264,7 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
         shared.apply(runtime, unit, master)
     saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
-        optimizer.scaler.value = float.fromhex(saved_scale["value"])
-        optimizer.scaler.good_steps = int(saved_scale["good_steps"])
+        optimizer.scaler.restore(float.fromhex(saved_scale["value"]), int(saved_scale["good_steps"]))
 
 
 def _apply_buffers(checkpoint: Source, runtime: Runtime, match: Match, *, strict: bool) -> None:

@@ -100,7 +100,7 @@ class Gathering:
         self._forward = Schedule(self.order.forward if self._placement.cuts_parameters else ())
         self.deviated = self._last_stays = False
         for unit in self.units:
-            unit.active = 0
+            unit.rest()
             if self._stays(unit):
                 if unit.in_flight is None or unit.index not in self.order.lazy:
                     unit.ready()
@@ -120,12 +120,18 @@ class Gathering:
             self._free_idle({unit.index, self.order.last if self._last_stays else None})
         self._use(unit)
 
+    def at_work(self) -> list[UnitState]:
+        """The units whose modules are at work."""
+        if self._placement.cuts_parameters and not self.is_open:
+            return [unit for index in self._present if (unit := self.units[index]).active]
+        return [unit for unit in self.units if unit.active]
+
     def leave(self, unit: UnitState) -> bool:
         """Note a return from a module of `unit`. True if it was the outermost one, and backward may need the unit."""
-        unit.active = max(unit.active - 1, 0)
-        if unit.comes_and_goes and not unit.active:
-            unit.guard()  # reads of its weights from here on are noticed, though they may still be there
-        return unit.comes_and_goes and not unit.active
+        if not unit.leave() or not unit.comes_and_goes:
+            return False
+        unit.guard()  # reads of its weights from here on are noticed, though they may still be there
+        return True
 
     def gather_kept(self, units: Iterable[int]) -> None:
         """Gather `units` that backward finds in memory, on every rank: a gather is everybody's."""
@@ -141,7 +147,11 @@ class Gathering:
         """Keep `unit` gathered until backward ends, because no hook will show when it is read."""
         self.passes.unwatched.add(unit.index)
         if unit.comes_and_goes:
-            unit.state = State.HELD
+            unit.hold()
+
+    def keep_graph(self) -> None:
+        """Note that backward makes a graph of its own."""
+        self.graph_kept = True
 
     def drop(self) -> None:
         """Free all that is present: no graph reads it again, or it is about to be updated."""
@@ -207,7 +217,7 @@ class Gathering:
 
     def end_backward(self) -> None:
         """Issue the collectives that only other ranks needed, and wait for all sums."""
-        self.reductions.ending = True
+        self.reductions.note_last_gradient()
         if self._placement.cuts_parameters and not self.is_open:
             if self._round is None and self.passes.latest is not None:
                 self._begin_round(self.passes.latest)
@@ -227,7 +237,7 @@ class Gathering:
     def _rest(self) -> None:
         """The model does not run: what stays whole is complete and guarded, and others have read this rank's pieces."""
         for unit in self.units:
-            unit.active = 0
+            unit.rest()
             if self._stays(unit):
                 unit.complete()
                 unit.guard()
@@ -283,8 +293,7 @@ class Gathering:
     def _begin_pass(self, *, accumulates: bool = False) -> None:
         self.reductions.begin(accumulates=accumulates)
         for index in self._present:
-            if self.units[index].state is State.READY:
-                self.units[index].state = State.GATHERING  # there, and not used yet
+            self.units[index].begin_pass()
 
     def _go_to(self, unit: UnitState) -> None:
         if self._stays(unit):
@@ -307,7 +316,7 @@ class Gathering:
         """Issue all up to the gather of `unit` at `position`, and the next; where the pass `moves`, free others."""
         if moves:
             self._leave_out(schedule, position)
-            schedule.cursor = position
+            schedule.move_to(position)
             self._release(schedule, also)
         self._perform(schedule.issue(position + 1))
         self._use(unit)  # freed again, where forward itself has run a backward
@@ -334,7 +343,7 @@ class Gathering:
     def _leave_out(self, schedule: Schedule, stop: int, *, ending: bool = False) -> None:
         """Issue the operations up to `stop`, which this rank does not use, and hold one unit at a time."""
         while schedule.issued < stop:
-            schedule.cursor = max(schedule.cursor, schedule.issued)
+            schedule.move_to(max(schedule.cursor, schedule.issued))
             self._release(schedule, ending=ending)
             self._perform(schedule.issue(schedule.issued + 1))
 
@@ -352,9 +361,9 @@ class Gathering:
         """Free what the pass has left behind it, but not `also`; all of it, where the pass is `ending`."""
         for index in self._present - self.order.kept:
             unit = self.units[index]
-            unused = unit.state is State.GATHERING
-            if index in also or unit.state is State.HELD or unit.active or schedule.needs(index):
+            if unit.active or index in also or unit.state is State.HELD or schedule.needs(index):
                 continue
+            unused = unit.state is State.GATHERING
             if schedule is self._backward:
                 if self._round is not None and index in self._round.watched and unused and not ending:
                     continue  # this rank used it earlier than others did: its turn will come

@@ -4,10 +4,10 @@
                  stage 0, is gathered to all pieces)
     stage 2, 3   one shard a unit, kept; buckets are lent by a small pool while a unit's gradients arrive
 
-On hosts a gradient is multiplied by 1/N while it is copied into its bucket (the gradient of a unit of one unpadded
-parameter is the bucket), and N ranks' buckets are summed in rank order. Where the host runs ahead of a device, a unit's
-gradients wait until all have arrived, are copied by one operation, and the reduction divides. For a bf16 `wire` the
-bucket is rounded as it is sent, and the pieces of all ranks are added in fp32.
+A unit's gradients wait until all have arrived, and are moved into a bucket together. On hosts they are multiplied by
+1/N meanwhile (the gradient of a unit of one unpadded parameter is the bucket), and N ranks' buckets are summed in rank
+order. Where the host runs ahead of a device, the reduction divides. For a bf16 `wire` the bucket is rounded as it is
+sent, and the pieces of all ranks are added in fp32.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Layout, pooled_units
-from zerokit.runtime.buckets import BucketPool, UnitGradients
+from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.collectives import Collectives, Wire, Work
 from zerokit.runtime.guard import hooked
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.rounding import Rounding
+from zerokit.runtime.torch_internals import take_gradient
 from zerokit.runtime.unit import UnitState
 
 MOST_IN_FLIGHT = 3
@@ -119,13 +120,12 @@ class Gradients:
                 "backward's gradient alone, and not the sum of those since zero_grad(): run one backward a step, or "
                 "read whole sums inside `with optimizer.gathered_gradients():`"
             )
-        gradient, parameter.grad = parameter.grad, None
+        gradient = take_gradient(parameter)
         if gradient is None:
             return False  # a hook of the user's has taken it, or the parameter was frozen after its forward
-        unit.received.add(position)
         if gradient.requires_grad:
             gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
-        if unit.complete or unit.reduced:
+        if unit.phase >= Phase.COMPLETE and not self.accumulating:
             raise ScheduleError(
                 f"a gradient for {name} came after its unit had been reduced in this backward pass. Reentrant "
                 "activation checkpointing does that: use torch.utils.checkpoint with use_reentrant=False. So does a "
@@ -137,27 +137,16 @@ class Gradients:
             )
         self.received = True
         self._cleared.clear()
-        if self.accumulating and unit.cut:
-            unit.take_own_bucket()
-        if unit.batches:
-            if position in unit.waiting:  # reentrant checkpointing brings one for each use
-                self._fill(unit)
-            unit.waiting[position] = gradient
-            if self.accumulating and len(unit.waiting) == len(unit.state.parameters):
-                self._fill(unit)
-        elif unit.can_adopt(gradient) and not self.accumulating:
-            unit.adopt(gradient, self._fill_factor)
-        else:
-            self._take_bucket(unit)
-            unit.fill(position, gradient, self._fill_factor)
-        if self.accumulating:
-            return False
-        unit.arrived.add(position)
-        unit.complete = len(unit.arrived) == len(unit.state.parameters)
-        unit.collects = unit.batches and not unit.complete
-        return unit.complete
+        if position in unit.waiting:  # reentrant checkpointing brings one for each use
+            self._fill(unit)
+        unit.note(position, gradient)
+        if self.accumulating and unit.phase is Phase.COMPLETE:
+            self._fill(unit)
+        return unit.phase is Phase.COMPLETE and not self.accumulating
 
     def _take_bucket(self, unit: UnitGradients) -> None:
+        if unit.cut and self.accumulating:
+            unit.take_own_bucket()
         if unit.cut and unit.unit.numel > self.pool.numel and unit.bucket is None:
             self._make_room()  # its memory is not the pool's, which would otherwise say when there is no more
         while not unit.take_bucket():
@@ -168,12 +157,18 @@ class Gradients:
                 unit.take_own_bucket()
 
     def _fill(self, unit: UnitGradients) -> None:
-        self._take_bucket(unit)
-        unit.fill_waiting(self._fill_factor)
+        if self.accumulating or not unit.adopt(self._fill_factor):
+            self._take_bucket(unit)
+            unit.fill(self._fill_factor)
 
     def _make_room(self) -> None:
         while len(self._reductions) >= self._most_in_flight:
             self._finish_oldest()
+
+    def note_untrained(self) -> None:
+        """Note, in a forward pass with gradients, the parameters that are frozen now."""
+        for unit in self.units.values():
+            unit.note_untrained()
 
     # ---- over ranks
 
@@ -189,7 +184,7 @@ class Gradients:
         self._reductions.append((unit, work))
         if unit.cut and unit.unit.numel > self.pool.numel:
             buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
-            self.transient = max(self.transient, sum(one.nbytes for one in buckets if one is not None))
+            self.transient = max(self.transient, sum(one.flat.nbytes for one in buckets if one is not None))
 
     def _finish_oldest(self) -> None:
         unit, work = self._reductions.popleft()
@@ -205,9 +200,8 @@ class Gradients:
         return bool(self._placement.sums) and self._collectives.runs_ahead and unit.earlier_sum is None
 
     def _gather(self, unit: UnitGradients, after: Work | None = None) -> None:
-        self._gathers.append(
-            self._collectives.all_gather(unit.unit, unit.memory, axes=self._placement.sums, after=after)
-        )
+        gather = self._collectives.gather(unit.unit, unit.memory, axes=self._placement.sums)
+        self._gathers.append(gather.start(after))
 
     def end_backward(self) -> None:
         """Wait for all reductions of the pass; unreduced gradients go into their buckets."""
@@ -218,6 +212,7 @@ class Gradients:
                 gather.wait()
             self._gathers.clear()
             self._collectives.wait_for_readers()
+        self.pool.release()
         for unit in self.units.values():
             if unit.waiting:
                 self._fill(unit)

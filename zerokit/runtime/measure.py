@@ -74,7 +74,7 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
             if own.cut or own.bucket is not None:
                 add("gradients", own.memory, unit.payload_within(own.kept))
             if own.cut and own.bucket is not None:
-                add("buckets", own.bucket)
+                add("buckets", own.bucket.memory)
             if own.rounding is not None and own.rounding.residual is not None:
                 add("residual", own.rounding.residual, unit.payload_within(own.rounding.sent))
         if state.last_sent is not None:

@@ -118,7 +118,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
         clear: Any = weakref.WeakMethod(self.zero_grad)
         install_model_methods(self.runtime.model, self._gathering, clear)
-        self._collectives.traffic = TrafficReport()
+        self._collectives.take_traffic()
 
     # ---- the training loop
 
@@ -137,11 +137,12 @@ class ZeroOptimizer(ForwardingOptimizer):
                 "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
                 "torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (with their backward)"
             )
-        before, LossScale.current = LossScale.current, None if self.scaler is None else self.scaler.value
+        scale = None if self.scaler is None else self.scaler.value
         try:
-            (loss if self.scaler is None else loss * self.scaler.value).backward(
-                retain_graph=retain_graph, create_graph=create_graph
-            )
+            with LossScale.applied(scale):
+                (loss if scale is None else loss * scale).backward(
+                    retain_graph=retain_graph, create_graph=create_graph
+                )
         except RuntimeError as error:
             if self.runtime.placement.cuts_parameters and "modified by an inplace operation" in str(error):
                 raise ScheduleError(
@@ -150,8 +151,6 @@ class ZeroOptimizer(ForwardingOptimizer):
                     "backward inside `with optimizer.gathered():`, or train at stage 2"
                 ) from error
             raise
-        finally:
-            LossScale.current = before
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A context in which backward passes add up gradients on this rank; the first one outside reduces them all.
@@ -228,7 +227,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             self.skipped_steps += 1
         else:
             self._update()
-        self._last_traffic, self._collectives.traffic = self._collectives.traffic, TrafficReport()
+        self._last_traffic = self._collectives.take_traffic()
         if not overflow:
             self._gathering.gather_updated(written=False)
         if self.local_steps is not None:
@@ -251,10 +250,9 @@ class ZeroOptimizer(ForwardingOptimizer):
 
         On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
         """
-        before, self._collectives.traffic = self._collectives.traffic, TrafficReport()
-        for _, rounding in self._gradients.roundings():
-            rounding.settle(epoch)
-        self._collectives.traffic = before  # that traffic belongs to no step
+        with self._collectives.counting(TrafficReport()):  # that traffic belongs to no step
+            for _, rounding in self._gradients.roundings():
+                rounding.settle(epoch)
         if any(unit.sends_differences for unit in self.runtime.units):
             self._gathering.make_current()
             write_back(self.runtime.units)
@@ -377,7 +375,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._require_plain("load_state_dict()")
         load_state(self.runtime, state_dict)
         if self.scaler is not None:
-            self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
+            self.scaler.restore(*state_dict["loss_scale"])
 
     def _require_plain(self, call: str) -> None:
         self.require_own_weights(call)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -164,6 +166,20 @@ class LossScale:
                 f"{self}: growth must exceed 1, backoff lie between 0 and 1, interval be "
                 "positive, and the value at least the floor"
             )
+
+    @classmethod
+    @contextmanager
+    def applied(cls, scale: float | None) -> Iterator[None]:
+        """A context in which losses are differentiated times `scale`, or plainly."""
+        before, cls.current = cls.current, scale
+        try:
+            yield
+        finally:
+            cls.current = before
+
+    def restore(self, value: float, good_steps: int) -> None:
+        """Go on from a scale and a number of steps without overflow that were saved."""
+        self.value, self.good_steps = value, good_steps
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step. Raises `LossScaleError` for an overflow at the floor."""

@@ -69,7 +69,7 @@ class Rounding:
         mine = wire.pack(own, 1)
         packed = mine.new_empty(route.size, mine.numel())
         packed[route.rank].copy_(mine[0])
-        work = self._collectives.all_gather(self._unit, packed.view(-1), axes=(self._axis,), wire=wire)
+        work = self._collectives.gather(self._unit, packed.view(-1), axes=(self._axis,), wire=wire).start()
         return _Differences(work, wire, packed, memory.view(route.size, -1))
 
     def settle(self, epoch: object) -> None:
@@ -78,7 +78,8 @@ class Rounding:
         if self.residual is None or self._collectives.world == 1:
             return
         own = self._own(self._state.own)
-        self._collectives.reduce_scatter(self._unit, self.residual, own, add=False, axes=(self._axis,)).wait()
+        axes = (self._axis,)
+        self._collectives.reduction(self._unit, self.residual, own, add=False, axes=axes).start().wait()
         sums = own * self._collectives.mesh.size(self._axis) if self._collectives.averages else own.clone()
         self.residual.zero_()
         own.copy_(sums)

@@ -5,9 +5,9 @@ stage 3         `shard` always exists; `whole` has memory while the unit is gath
 
 [Note: freed weights] Autograd saves weights for backward, as themselves or as views. While a unit is freed (stage 3),
 its parameters' version counters stand one higher, so that autograd refuses to read what it saved, as it does after an
-in-place change; gathering sets them back. The parameters themselves show nan in their own shape, in no memory, and
-are guarded (see `guard`); on Linux hosts the freed memory reads as nan, too. So the memory of a freed weight never
-reads as valid values, however it is reached.
+in-place change; gathering sets them back. The parameters are guarded (see `guard`). On Linux hosts the freed memory
+reads as nan, all but this rank's shard; elsewhere the parameters show nan in their own shape, in no memory. So a freed
+weight never reads as another step's or another parameter's values, however it is reached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from zerokit.errors import UsageError
 from zerokit.layout import Unit
 from zerokit.placement import Axis, Placement
-from zerokit.runtime.collectives import Collectives, Work
-from zerokit.runtime.guard import TICKET, Guarded, Ticket, guarded_class, refuse_moving
+from zerokit.runtime.collectives import Collectives, Exchange, Work
+from zerokit.runtime.guard import TICKET, Guarded, Owner, Ticket, guarded_class, refuse_moving
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import set_versions, unit_memory
+from zerokit.runtime.torch_internals import become, change_class, point_at
 
 if TYPE_CHECKING:
     from zerokit.runtime.rounding import Rounding
-    from zerokit.runtime.walk import ModelWalk
 
 
 class State(Enum):
@@ -77,10 +77,14 @@ class UnitState(OwnedUnit):
         self.whole, self.shard = self._memory.whole, self._memory.shard
         self._views = unit_views(unit, self.whole)
         self._base, self._addresses = -1, [0]
+        self._gather: Exchange | None = None  # prepared by the first one
         nothing = torch.full(
             (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
         )
-        self._placeholders = [nothing.expand(part.parameter.shape) for part in unit.slices]
+        self._placeholders = [
+            nothing.expand(part.parameter.shape) for part in unit.slices if not self._memory.reads_nan
+        ]
+        """What freed parameters show instead, if the freed memory itself does not read as nan."""
         self._guarded: list[type[Guarded]] = []
         self._versions: list[int] = []
         self._aliases: list[tuple[int, Tensor, int]] = []
@@ -109,13 +113,8 @@ class UnitState(OwnedUnit):
                     real = nn.Parameter(
                         torch.empty(0, dtype=self.dtype, device=self.device), parameter.requires_grad
                     )
-                    real.__dict__.update(parameter.__dict__)
-                    torch.utils.swap_tensors(parameter, real)
-                    # Hooks stay with the object, but autograd calls those of its new tensor: they are set again.
-                    parameter._backward_hooks = parameter._backward_hooks
-                    hooks: Any = parameter._post_accumulate_grad_hooks
-                    parameter._post_accumulate_grad_hooks = hooks
-                parameter.data = view
+                    become(parameter, real)
+                point_at(parameter, view)
         self._guarded = [guarded_class(type(parameter)) for parameter in self.parameters]
         self._versions = [parameter._version for parameter in self.parameters]
         self.collectives.broadcast(exact)
@@ -130,6 +129,30 @@ class UnitState(OwnedUnit):
                 if self.separate:
                     values = exact[stretch.start : stretch.stop].clone()
                 self.masters.append(MasterSlice(group, stretch, nn.Parameter(values)))
+
+    # ---- use
+
+    def enter(self) -> None:
+        """Note that one of the unit's modules is at work."""
+        self.active += 1
+
+    def leave(self) -> bool:
+        """Note the return from a module. Returns whether it was the outermost one at work."""
+        self.active = max(self.active - 1, 0)
+        return not self.active
+
+    def rest(self) -> None:
+        """Note that none of the unit's modules is at work."""
+        self.active = 0
+
+    def hold(self) -> None:
+        """Keep the gathered unit until backward ends."""
+        self.state = State.HELD
+
+    def begin_pass(self) -> None:
+        """Note that the pass that begins has not used the gathered unit."""
+        if self.state is State.READY:
+            self.state = State.GATHERING
 
     # ---- changes by the user
 
@@ -162,7 +185,7 @@ class UnitState(OwnedUnit):
                 own = master.part(master.tensor.detach(), part.memory)
                 own.copy_(values.detach().reshape(-1)[both.start : both.stop])
 
-    def suspect(self, position: int, alias: Tensor) -> None:
+    def note_alias(self, position: int, alias: Tensor) -> None:
         """Note that a tensor over a parameter's memory was handed out; it may change elements while it lives."""
         self._aliases.append((position, alias, alias._version))
 
@@ -191,9 +214,12 @@ class UnitState(OwnedUnit):
         self.complete()
         self._memory.grow()
         self._note_addresses()
-        gather, axes = self.collectives.all_gather, self.placement.use
+        if self._gather is None:
+            self._gather = self.collectives.gather(
+                self.unit, self.whole, axes=self.placement.use, own=self.shard
+            )
         with profiled("gather", self.unit):
-            self.in_flight = gather(self.unit, self.whole, axes=axes, own=self.shard)
+            self.in_flight = self._gather.start()
         if self.state is State.FREED:
             self.state = State.GATHERING
 
@@ -216,7 +242,7 @@ class UnitState(OwnedUnit):
         if axes is None:
             axes = [axis for axis in self.collectives.mesh.axes if axis not in self.placement.use]
         with profiled("gather", self.unit):
-            self.in_flight = self.collectives.all_gather(self.unit, self.shard, axes=axes)
+            self.in_flight = self.collectives.gather(self.unit, self.shard, axes=axes).start()
 
     def ready(self) -> None:
         """Wait for a gather in flight, so that the parameters hold their values, and let the model use them."""
@@ -226,18 +252,23 @@ class UnitState(OwnedUnit):
             self.state = State.READY
         if not self._viewed:
             self._viewed = True
-            for parameter, view in zip(self.parameters, self._views, strict=True):
-                parameter.data = view
+            self._show(self._views if self._placeholders else ())
             set_versions(self.parameters, self._versions)
 
     def complete(self) -> None:
         """Wait for a gather in flight, and leave the parameters guarded."""
-        work, self.in_flight = self.in_flight, None
+        work = self.in_flight
         if work is not None:
+            self.in_flight = None
             with profiled("wait for the gather of", self.unit):
                 work.wait()
             if self.last_sent is not None:
                 self.last_sent.copy_(self.kept_part(self.updated))
+
+    def _show(self, data: Sequence[Tensor]) -> None:
+        """Point the parameters at these tensors, if there are any."""
+        for parameter, shown in zip(self.parameters, data, strict=False):
+            point_at(parameter, shown)
 
     def free(self) -> None:
         """Free the gathered unit's memory (stage 3); see [Note: freed weights]."""
@@ -251,8 +282,7 @@ class UnitState(OwnedUnit):
                 self.take_changes()
             self._viewed = False
             with torch._C.DisableTorchFunctionSubclass():
-                for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
-                    parameter.data = placeholder
+                self._show(self._placeholders)
             set_versions(self.parameters, [version + 1 for version in versions])
         if len(self.placement.use) > 1:
             self.collectives.wait_to_free(self.unit)
@@ -262,10 +292,10 @@ class UnitState(OwnedUnit):
 
     # ---- guarding
 
-    def watch(self, walk: weakref.ref[ModelWalk]) -> None:
-        """Guard the parameters from now on, and ask `walk` what may be done with them."""
+    def watch(self, owner: weakref.ref[Owner]) -> None:
+        """Guard the parameters from now on, and let them ask `owner` what may be done with them."""
         for position, known in enumerate(self.unit.parameters):
-            self.parameters[position].__dict__[TICKET] = Ticket(walk, self.index, (position,), known.name)
+            self.parameters[position].__dict__[TICKET] = Ticket(owner, self.index, (position,), known.name)
         self.guard_masters()
         self.guard()
 
@@ -275,13 +305,13 @@ class UnitState(OwnedUnit):
             self._take_replaced()
             self.guarded = True
             for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
-                parameter.__class__ = guarded
+                change_class(parameter, guarded)
 
     def unguard(self) -> None:
         if self.guarded:
             self.guarded = False
             for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
-                parameter.__class__ = guarded.plain
+                change_class(parameter, guarded.plain)
 
     def note_requires_grad(self) -> None:
         """Record frozen and unfrozen parameters; a parameter frozen at construction cannot become trainable."""
@@ -311,7 +341,7 @@ class UnitState(OwnedUnit):
             if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, self.dtype, self.device):
                 raise refuse_moving(layout.name, parameter, view)
             view.copy_(parameter.detach())
-            parameter.data = view
+            point_at(parameter, view)
         if self.comes_and_goes:
             self._refuse_change(self.unit.name)
         self.take_changes(certain=True)

@@ -61,11 +61,11 @@ def measure_bandwidth(trainer: Trainer) -> list[Bandwidth]:
         wire = Wire(zero.precision.wire)
 
     def gather() -> None:
-        collectives.all_gather(unit, whole).wait()
+        collectives.gather(unit, whole).start().wait()
         collectives.wait_for_readers()
 
     def reduce() -> None:
-        collectives.reduce_scatter(unit, bucket, own, add=False, wire=wire).wait()
+        collectives.reduction(unit, bucket, own, add=False, wire=wire).start().wait()
 
     calls = {
         "all_gather": (whole.dtype.itemsize, gather),
