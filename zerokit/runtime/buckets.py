@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zerokit.layout import Interval
 from zerokit.runtime.collectives import Wire, Work
-from zerokit.runtime.guard import hooked, show_gradient, shown_gradient
+from zerokit.runtime.guard import drop_gradients, hooked, show_gradient, shown_gradient
 from zerokit.runtime.hooks import excluded_from_graphs
 from zerokit.runtime.unit import UnitState, unit_views
 
@@ -39,6 +39,10 @@ class BucketPool:
         whole = self.owned.get(bucket.data_ptr())
         if whole is not None:
             self.free.append(whole)
+
+    def reclaim(self) -> None:
+        """Take all buckets back, because no unit uses its own any more."""
+        self.free = list(self.owned.values())
 
 
 class UnitGradients:
@@ -255,6 +259,7 @@ class UnitGradients:
         self.untrained.clear()
         if self.cut or self._lone:
             self._drop()
+        drop_gradients(self.state.parameters)  # which an exception of a user's hook kept from being taken
 
     # ---- for the user
 
@@ -282,11 +287,24 @@ class UnitGradients:
             show_gradient(parameter, piece.to(state.dtype, copy=True))
         return whole
 
+    def shown(self) -> list[Tensor | None]:
+        """The gradients that the parameters show."""
+        return [shown_gradient(parameter) for parameter in self.state.parameters]
+
+    def show_those_of(self, source: int, there: Sequence[bool]) -> None:
+        """Show those of rank `source`, which has some `there`, by position. Collective."""
+        for parameter, gradient, shows in zip(self.state.parameters, self.shown(), there, strict=True):
+            if shows and gradient is None:
+                gradient = torch.empty(parameter.shape, dtype=self.state.dtype, device=self.state.device)
+            if shows and gradient is not None:
+                gradient = gradient.detach()
+                self.state.collectives.broadcast(gradient, source)
+            show_gradient(parameter, gradient if shows else None)
+
     def take_back(self, before: Tensor) -> None:
         """Store this rank's part of the shown gradients; values equal to `before` keep their precision."""
         for parameter, piece in zip(self.state.parameters, unit_views(self.unit, before), strict=True):
             gradient = shown_gradient(parameter)
-            show_gradient(parameter, None)
             if gradient is None:
                 piece.zero_()
             else:
