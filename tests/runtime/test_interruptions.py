@@ -52,7 +52,9 @@ def _data(number: int, rank: int) -> Tensor:
 class Training:
     """Steps of zerokit at a stage, or of plain torch on all ranks' data."""
 
-    def __init__(self, stage: int | None, *, again: bool = False, passes: int = 1, adds: bool = False) -> None:
+    def __init__(
+        self, stage: int | None, *, again: bool = False, passes: int = 1, adds: bool = False
+    ) -> None:
         self.model, self.stage, self.passes, self.adds = Net(again), stage, passes, adds
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.05)
@@ -127,7 +129,9 @@ def test_backward_may_be_interrupted_at_any_line(given: tuple[int, tuple[int, di
             break
         if interruption.where:
             training.train(6, 7)
-            torch.testing.assert_close(training.weights(), expected, rtol=0, atol=2e-5, msg=interruption.where)
+            torch.testing.assert_close(
+                training.weights(), expected, rtol=0, atol=2e-5, msg=interruption.where
+            )
             tried += 1
     assert tried > 20
 
@@ -144,7 +148,8 @@ def test_step_may_be_interrupted_at_any_line(stage: int) -> None:
         try:
             training.train(6)
         except zerokit.UsageError as error:
-            assert "an exception ended the last step amid its update" in str(error)
+            if "an exception ended the last step amid its update" not in str(error):
+                raise
             with pytest.raises(zerokit.UsageError, match="amid its update"):
                 training.optimizer.state_dict()
             outcomes["refused"] += 1
@@ -255,9 +260,10 @@ def test_a_users_error_on_all_ranks_leaves_nothing_behind(given: tuple[int, str,
     if passes == 2:
         training.backward(4)  # whole passes before the one that fails are dropped, too
     undo = FAULTS[fault](training)
-    with pytest.raises(Fault):
+    with contextlib.suppress(Fault):
         training.backward(5)
         training.step()
+        pytest.fail("no error came")
     undo()
     training.optimizer.zero_grad()
     training.train(6, 7)
