@@ -57,10 +57,11 @@ class Training:
     ) -> None:
         self.model, self.stage, self.passes, self.adds = Net(again), stage, passes, adds
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        where: Any = stage
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         if stage is not None:
             self.optimizer = zerokit.ZeroOptimizer(
-                self.model, torch.optim.AdamW, stage=stage, precision="fp32", bucket_mb=1e-4, lr=0.05
+                self.model, torch.optim.AdamW, stage=where, precision="fp32", bucket_mb=1e-4, lr=0.05
             )
 
     def backward(self, number: int, armed: Any = None) -> None:
@@ -208,12 +209,19 @@ def _raise(*_: Any) -> Any:
     raise Fault
 
 
+def _undoing(handle: Any) -> Callable[[], None]:
+    remove: Callable[[], None] = handle.remove
+    return remove
+
+
 def _by_tensor(training: Training) -> Callable[[], None]:
-    return training.model.blocks[0][0].weight.register_hook(_raise).remove  # type: ignore[index]
+    return _undoing(training.model.get_parameter("blocks.0.0.weight").register_hook(_raise))
 
 
 def _by_accumulation(training: Training) -> Callable[[], None]:
-    return training.model.blocks[1][0].weight.register_post_accumulate_grad_hook(_raise).remove  # type: ignore[index]
+    return _undoing(
+        training.model.get_parameter("blocks.1.0.weight").register_post_accumulate_grad_hook(_raise)
+    )
 
 
 def _by_module(training: Training) -> Callable[[], None]:
@@ -236,9 +244,7 @@ def _by_function(training: Training) -> Callable[[], None]:
 
 
 def _by_pre_hook(training: Training) -> Callable[[], None]:
-    handle: Any = training.optimizer.register_step_pre_hook(_raise)
-    remove: Callable[[], None] = handle.remove
-    return remove
+    return _undoing(training.optimizer.register_step_pre_hook(_raise))
 
 
 FAULTS: dict[str, Callable[[Training], Callable[[], None]]] = {
@@ -254,7 +260,7 @@ FAULTS: dict[str, Callable[[Training], Callable[[], None]]] = {
 @on_ranks(2, list(itertools.product(STAGES, FAULTS, (1, 2))))
 def test_a_users_error_on_all_ranks_leaves_nothing_behind(given: tuple[int, str, int]) -> None:
     stage, fault, passes = given
-    ways = {"again": fault == "the second forward of a checkpoint", "passes": passes}
+    ways: dict[str, Any] = {"again": fault == "the second forward of a checkpoint", "passes": passes}
     training = Training(stage, **ways)
     training.train(0)
     if passes == 2:
@@ -292,7 +298,7 @@ def _load_after_half_a_step(directory: str) -> bool:
     return True
 
 
-def _fail_and_load(stage: int, directory: str) -> None:
+def _fail_and_load(stage: Any, directory: str) -> None:
     model = Net()
     optimizer = zerokit.ZeroOptimizer(model, _HalfSGD, stage=stage, precision="bf16", lr=0.1)
 
