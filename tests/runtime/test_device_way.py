@@ -126,7 +126,7 @@ def _mutated(device: str, name: str, stages: tuple[int, ...]) -> dict[int, tuple
                 with lagging(device), pytest.MonkeyPatch.context() as patch:
                     mutation.apply(patch)
                     seen = "the same" if _bits_of(mutation.loop, scene, place) == expected else "other bits"
-            except AssertionError as error:
+            except (AssertionError, zerokit.UsageError) as error:
                 seen = str(error).splitlines()[0]
             found[stage] = right, seen
     return found

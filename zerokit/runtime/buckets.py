@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zerokit.layout import Interval, Unit
 from zerokit.runtime.collectives import Exchange, Wire, Work
-from zerokit.runtime.guard import hooked, show_gradient, shown_gradient
+from zerokit.runtime.guard import drop_gradients, hooked, show_gradient, shown_gradient
 from zerokit.runtime.hooks import excluded_from_graphs
 from zerokit.runtime.torch_internals import take_gradient
 from zerokit.runtime.unit import UnitState, unit_views
@@ -39,6 +39,7 @@ class BucketPool:
             torch.empty(self.numel, dtype=dtype, device=device) for _ in range(min(count, len(fitting)))
         ]
         """The buckets that are not lent: all of them between backward passes."""
+        self._owned = list(self.free)
         self._large: list[Tensor] = []  # larger ones that are not lent, those used last behind
 
     def take(self, numel: int) -> Tensor | None:
@@ -57,6 +58,10 @@ class BucketPool:
 
     def give(self, bucket: Tensor) -> None:
         (self.free if bucket.numel() <= self.numel else self._large).append(bucket)
+
+    def reclaim(self) -> None:
+        """Take all buckets back, because no unit uses its own any more."""
+        self.free = list(self._owned)
 
     def release(self) -> None:
         """Free the memory of larger buckets that are not lent; their storages, and views of these, stay."""
@@ -300,6 +305,7 @@ class UnitGradients:
         self.untrained.clear()
         if self.cut or self._lone:
             self._drop()
+        drop_gradients(self.state.parameters)  # which an exception of a user's hook kept from being taken
 
     # ---- for the user
 
@@ -327,11 +333,24 @@ class UnitGradients:
             show_gradient(parameter, piece.to(state.dtype, copy=True))
         return whole
 
+    def shown(self) -> list[Tensor | None]:
+        """The gradients that the parameters show."""
+        return [shown_gradient(parameter) for parameter in self.state.parameters]
+
+    def show_those_of(self, source: int, there: Sequence[bool]) -> None:
+        """Show those of rank `source`, which has some `there`, by position. Collective."""
+        for parameter, gradient, shows in zip(self.state.parameters, self.shown(), there, strict=True):
+            if shows and gradient is None:
+                gradient = torch.empty(parameter.shape, dtype=self.state.dtype, device=self.state.device)
+            if shows and gradient is not None:
+                gradient = gradient.detach()
+                self.state.collectives.broadcast(gradient, source)
+            show_gradient(parameter, gradient if shows else None)
+
     def take_back(self, before: Tensor) -> None:
         """Store this rank's part of the shown gradients; values equal to `before` keep their precision."""
         for parameter, piece in zip(self.state.parameters, unit_views(self.unit, before), strict=True):
             gradient = shown_gradient(parameter)
-            show_gradient(parameter, None)
             if gradient is None:
                 piece.zero_()
             else:

@@ -22,13 +22,20 @@ from zerokit.errors import UsageError
 from zerokit.layout import build_layout, default_bucket_bytes
 from zerokit.placement import Mesh, Placement
 from zerokit.runtime.admission import choose_kernel, probe, require_agreement
-from zerokit.runtime.collectives import make_collectives
+from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import TICKET
 from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.memory import Heap
-from zerokit.runtime.model import InitRule, Materializer, UnitRule, require_own_memory, take_apart
+from zerokit.runtime.model import (
+    InitRule,
+    Materializer,
+    UnitRule,
+    named_tensors,
+    require_own_memory,
+    take_apart,
+)
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
 from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.step import StepControl
@@ -99,9 +106,8 @@ class Runtime:
         require_agreement(layout, settings, collectives)
         collectives.reporter.distinguish(collectives.all_gather_objects(secrets.randbits(40))[0])
 
-        meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-        seed = collectives.all_gather_objects(torch.initial_seed() % 2**62)[0] if meta else 0
-        materializer = Materializer(model, parts, init, device, seed)
+        seed, absent = _start_of_rank_0(model, collectives)
+        materializer = Materializer(model, parts, init, device, seed, absent)
         heap = Heap(device, settles=True)
         self.units = units = list[UnitState]()
         for unit in layout.units:
@@ -177,6 +183,23 @@ class Runtime:
                     unit.gather_from_owners()
                     unit.complete()
         self.gathering.gather_updated()
+
+
+def _start_of_rank_0(model: nn.Module, collectives: Collectives) -> tuple[int, frozenset[str]]:
+    """Rank 0's seed, and the names of its parameters and buffers on `meta`: of all others every rank gets its values.
+
+    Raises `UsageError`, on every rank, where another one has values that rank 0 has not.
+    """
+    absent = frozenset(name for name, tensor in named_tensors(model) if tensor.is_meta)
+    everyone = collectives.all_gather_objects((torch.initial_seed() % 2**62, absent))
+    seed, first = everyone[0]
+    for rank, (_, theirs) in enumerate(everyone):
+        if not first <= theirs:
+            raise UsageError(
+                f"rank {rank} has values of {min(first - theirs)}, which rank 0 has on meta, and every rank takes rank "
+                "0's: load them on rank 0, or build the model on meta on all ranks"
+            )
+    return seed, first
 
 
 def group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from zerokit.errors import ScheduleError
+from zerokit.runtime.changes import Changes
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import refuse_reading
@@ -46,6 +47,7 @@ class Gathering:
         self.graph_kept = False
         """Whether backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
         self.is_open = 0  # how often, one context inside the other
+        self.changes = Changes(units, collectives)
         self._heap = Heap(collectives.device, settles=not self._placement.cuts_parameters)
 
     def gather_updated(self, *, written: bool = True) -> None:
@@ -253,31 +255,48 @@ class Gathering:
 
     # ---- whole parameters, for their user
 
-    def open(self) -> None:
-        """Gather every parameter and keep it gathered until `close`."""
+    def open(self, source: int | None = None) -> None:
+        """Gather every parameter and keep it gathered until `close`; with a `source` changes are that rank's."""
+        self.take_changes()
         self.is_open += 1
         if self.is_open == 1:
             for unit in self.units:
                 self._use(unit)
                 unit.guard()
             self._collectives.wait_for_readers()
+            self.changes.begin()
+        if source is not None:
+            self.changes.wait_for(source)
 
-    def close(self) -> None:
-        """Copy in-place changes to shards and masters."""
-        self.take_changes()
-        self.is_open -= 1
-        self.free_all()
+    def close(self, source: int | None = None, *, agree: bool = False) -> None:
+        """Copy in-place changes to shards and masters, once all ranks `agree` on them.
+
+        They do so at the end of the outermost context and of one with a `source`; inside, a rank may have its own.
+        """
+        try:
+            if source is not None or self.is_open == 1:
+                self.changes.agree() if agree else self.changes.end_alone()
+            self.take_changes()
+        finally:
+            self.is_open -= 1
+            self.free_all()
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        self.open()
+    def opened(self, source: int | None = None, *, agree: bool = False) -> Iterator[None]:
+        self.open(source)
         try:
             yield
-        finally:
-            self.close()
+        except BaseException:  # which other ranks may not have met
+            self.close(source)
+            raise
+        self.close(source, agree=agree)
 
     def take_changes(self) -> None:
         """Take over the user's in-place changes since the last pass, or since `gathered()` was entered."""
+        if self.changes.source is not None:
+            return
+        if self.is_open:
+            self.changes.note()
         for unit in self.units:
             # Units that come and go can be changed while they are shown, and nowhere else.
             if unit.state is not State.FREED and (self.is_open if unit.comes_and_goes else unit.separate):
@@ -335,8 +354,8 @@ class Gathering:
             # have freed it, and a gather is everybody's.
             stays = operation in self.order.kept or self.graph_kept
             if not is_there and (unit.state is State.FREED or not stays):
+                self._present.add(operation)  # before: what an exception leaves gathered is to be freed
                 unit.gather()
-                self._present.add(operation)
             self._last_stays = False
         self.reductions.issue(due=False)
 
@@ -351,10 +370,10 @@ class Gathering:
 
     def _use(self, unit: UnitState) -> None:
         """Gather `unit` for use, whatever the order."""
-        if unit.state is State.FREED:
-            unit.gather()
         if unit.comes_and_goes:
             self._present.add(unit.index)
+        if unit.state is State.FREED:
+            unit.gather()
         unit.ready()
 
     def _release(self, schedule: Schedule, also: Collection[int] = (), *, ending: bool = False) -> None:

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Layout, pooled_units
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
+from zerokit.runtime.changes import checksums, differing, exchange
 from zerokit.runtime.collectives import Collectives, Wire, Work
-from zerokit.runtime.guard import hooked
+from zerokit.runtime.guard import drop_gradients, hooked
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.rounding import Rounding
@@ -178,22 +179,22 @@ class Gradients:
         self._fill(unit)
         self._make_room()
         with profiled("reduce", unit.unit):
-            work = unit.reduce(self._reduce_factor)
+            self._reductions.append((unit, unit.reduce(self._reduce_factor)))
             if self._chains(unit):
-                self._gather(unit, after=work)
-        self._reductions.append((unit, work))
+                self._gather(unit, after=self._reductions[-1][1])
         if unit.cut and unit.unit.numel > self.pool.numel:
             buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
             self.transient = max(self.transient, sum(one.flat.nbytes for one in buckets if one is not None))
 
     def _finish_oldest(self) -> None:
-        unit, work = self._reductions.popleft()
+        unit, work = self._reductions[0]
         chained = self._chains(unit)
         with profiled("wait for the reduction of", unit.unit):
             work.wait()
         unit.finish()
         if self._placement.sums and not chained:
             self._gather(unit)
+        self._reductions.popleft()  # at the end: an exception leaves it to be waited for
 
     def _chains(self, unit: UnitGradients) -> bool:
         """Whether the sum of `unit` is gathered right behind its reduction, and nothing waits in between."""
@@ -226,15 +227,20 @@ class Gradients:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """A context in which gradients add up on this rank and are not reduced."""
-        before, self.accumulating = self.accumulating, True
+        before = self.accumulating
         try:
+            self.accumulating = True
             yield
         finally:
             self.accumulating = before
 
     @contextmanager
-    def show(self) -> Iterator[None]:
-        """A context in which every trainable `.grad` is whole and summed; this rank's part of changes is kept."""
+    def show(self, source: int | None) -> Iterator[None]:
+        """A context in which every trainable `.grad` is whole and summed; this rank's part of changes is kept.
+
+        They are those of rank `source`, if it is one, or made alike on all ranks: others raise `UsageError` on all, and
+        none is kept. Nor is any after an exception.
+        """
         if not self._collectives.any(self.received):
             yield  # as in torch, there are no gradients to see
             return
@@ -243,10 +249,26 @@ class Gradients:
         self.shown = True
         try:
             yield
-        finally:
-            self.shown = False
+            records = exchange(
+                self._collectives, source, {unit.unit.index: checksums(unit.shown()) for unit, _ in shown}
+            )
+            apart = differing(records)
+            if apart and source is None:
+                raise UsageError(
+                    "ranks left gathered_gradients() with different gradients in "
+                    f"{', '.join(self.units[index].unit.name for index in apart[:4])}{' …' if len(apart) > 4 else ''}, "
+                    "and no change was kept: change them alike on all ranks, or let one rank say, "
+                    "`with optimizer.gathered_gradients(source=0):`"
+                )
+            for index in apart:
+                there = [total is not None for total in records[source or 0][index]]
+                self.units[index].show_those_of(source or 0, there)
             for unit, before in shown:
                 unit.take_back(before)
+        finally:
+            self.shown = False
+            for unit, _ in shown:
+                drop_gradients(unit.state.parameters)
 
     def forget(self, *, mixed: bool = False) -> None:
         """Wait for collectives in flight and drop all gradients; `mixed` if the user must repeat the step."""
@@ -261,6 +283,7 @@ class Gradients:
             self._collectives.wait_for_readers()
         for unit in self.units.values():
             unit.forget()
+        self.pool.reclaim()
         self.transient, self.received, self.mixed = 0, False, mixed
         self._cleared.clear()
 
@@ -288,6 +311,22 @@ class Gradients:
     def shards(self) -> list[Tensor]:
         """This rank's piece of every unit's gradient, in line order."""
         return [unit.shard for unit in self.units.values()]
+
+    def require_reduced(self, call: str, *, scaled: bool) -> None:
+        """Raise `UsageError` where `call` would not find sums over ranks; `scaled` if this optimizer scales losses."""
+        if not scaled and self.loss_scale != 1.0 and self.received:
+            raise UsageError(
+                f"{call}: another optimizer's backward() has brought gradients of a loss scaled by {self.loss_scale:g} "
+                "for fp16: call zero_grad() before this optimizer's own backward(), or give both precision='fp16'"
+            )
+        if self.shown:
+            raise UsageError(
+                f"{call} inside gathered_gradients(): its changes take effect at its end, so leave the context first"
+            )
+        if self.accumulating:
+            raise UsageError(
+                f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
+            )
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -249,6 +249,13 @@ def show_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Set `parameter.grad` to a real tensor or to None, whatever class the parameter has."""
     with torch._C.DisableTorchFunctionSubclass():
         _GRAD.__set__(parameter, gradient)
+
+
+def drop_gradients(parameters: Sequence[Tensor]) -> None:
+    """Set the real `grad` of all of them to None, whatever class they have."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            _GRAD.__set__(parameter, None)
 
 
 def shown_gradient(parameter: Tensor) -> Tensor | None:

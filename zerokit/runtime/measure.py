@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerokit.formulas import ElementBytes, MemoryReport, predict_memory
+from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.precision import Precision
@@ -42,6 +42,21 @@ def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
         sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
         buffers=sum(buffer.untyped_storage().nbytes() for buffer in runtime.model.buffers()),
         reductions=runtime.gathering.order.reductions,
+    )
+
+
+def predicted_traffic(
+    runtime: Runtime, *, averaged: bool, micro_batches: int, reductions: int
+) -> TrafficReport:
+    """The traffic of a step that the layout predicts."""
+    return predict_traffic(
+        runtime.layout,
+        placement=runtime.placement,
+        sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
+        order=runtime.gathering.order.forward,
+        kept=runtime.gathering.order.kept,
+        micro_batches=micro_batches,
+        reductions=reductions,
     )
 
 

@@ -228,13 +228,13 @@ class Order:
 
         Where gathers give the order, agree on what is a head: whose gradients were complete `early` on all ranks.
         """
-        self.reductions_recorded = True
         if not self._gathers:
             order = dict.fromkeys([*completed, *self.reductions])
             self.backward = tuple(map(reduction, self._collectives.all_gather_objects(list(order))[0]))
         elif self.last is not None:
             everyones = self._collectives.all_gather_objects(early & self.kept & self.lazy)
             self.backward = self._plan(frozenset.intersection(*map(frozenset, everyones)))
+        self.reductions_recorded = True
 
     def _plan(self, early: Set[int] = frozenset()) -> tuple[Operation, ...]:
         """The operations of backward; every trainable unit is reduced once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.changes import checksums
 from zerokit.runtime.guard import SCALES_ITSELF, ticket_of
 from zerokit.runtime.rounding import RESIDUAL
 
@@ -96,13 +98,18 @@ class ForwardingOptimizer(Optimizer):
     state: Any = _forwarded("state")
 
     @contextmanager
-    def with_averages(self) -> Iterator[None]:
-        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
-        before, self.refusal = self.refusal, _AVERAGED
+    def refusing(self, reason: str) -> Iterator[None]:
+        """A context in which `step` and saves are refused."""
+        before = self.refusal
+        self.refusal = before or reason
         try:
             yield
         finally:
             self.refusal = before
+
+    def with_averages(self) -> AbstractContextManager[None]:
+        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
+        return self.refusing(_AVERAGED)
 
     def require_own_weights(self, call: str) -> None:
         """Raise `UsageError` while the model has its averaged weights."""
@@ -164,6 +171,11 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
             "this state was saved by another rank, stage, precision or layout, and fits only the same rank of an "
             "equal run: use a zerokit checkpoint to change world size or stage"
         )
+    # Replicas must be alike, and on all ranks or on none: the next step's agreement shows it.
+    whole = all(unit.updated.numel == unit.unit.numel for unit in runtime.units)
+    runtime.collectives.note_path(
+        zlib.crc32(repr(checksums(state["masters"]) if whole else "loaded").encode())
+    )
     runtime.gathering.make_current()  # what the last step has updated may still be on its way
     for unit, divided in zip(runtime.units, state["divided"], strict=True):
         if divided and not unit.divided:

@@ -90,7 +90,9 @@ class UnitState(OwnedUnit):
         self._aliases: list[tuple[int, Tensor, int]] = []
         """Tensors over a parameter's memory that were handed out: its position, the tensor, its version then."""
         self._viewed = True  # whether the parameters are views of the storage, and not placeholders
-        self._renormed = frozenset(renormed)
+        self.renormed = frozenset(renormed)
+        self.exact: dict[int, Tensor] | None = None
+        """Wider values that parameters were given, by position, where they wait for the end of a context."""
 
     def take_over(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> None:
         """Turn the parameters into views of this storage with rank 0's values, and create the masters in their dtype.
@@ -179,11 +181,53 @@ class UnitState(OwnedUnit):
         part = self.unit.slices[position]
         if values.dtype == self.dtype or values.numel() != part.parameter.numel or not self.separate:
             return
+        if self.exact is not None:
+            self.exact[position] = values.detach().clone()
+            return
         with torch.no_grad():
             for master in self.masters:
                 both = part.memory.intersection(master.interval).shifted(-part.offset)
                 own = master.part(master.tensor.detach(), part.memory)
                 own.copy_(values.detach().reshape(-1)[both.start : both.stop])
+
+    def keep_exact(self, *, kept: bool) -> None:
+        """Keep wider values that parameters are given from now on, if it is to be so, and leave the masters."""
+        self.exact = {} if kept else None
+
+    def take_shown(self, source: int | None, given: Sequence[tuple[int, torch.dtype, object]] | None) -> None:
+        """Take over what whole parameters show, on every rank.
+
+        Where ranks differ these are rank `source`'s, or rank 0's without one, with the exact values that it was `given`
+        (positions and dtypes); collective then. Else `given` is None.
+        """
+        exact, self.exact = self.exact or {}, None
+        if given is not None:
+            self.collectives.broadcast(self.whole, source or 0)
+            torch.autograd.graph.increment_version(self.parameters)
+            if source is None:
+                self._memory.store()
+                # Their precision may differ by rank, too.
+                for master in self.masters if self.separate else ():
+                    master.tensor.detach().copy_(self.kept_part(master.interval))
+            elif self.collectives.rank != source:
+                exact = {at: torch.empty_like(self._views[at], dtype=dtype) for at, dtype, _ in given}
+            for values in exact.values():
+                self.collectives.broadcast(values, source or 0)
+        for position, values in exact.items():
+            self.take_exact(position, values)
+        self.take_changes(certain=True)
+
+    def views(self) -> list[Tensor]:
+        """The whole parameters, as plain tensors over their memory."""
+        return self._views
+
+    def written(self) -> set[int]:
+        """Positions of the parameters that were changed in place since `note_versions`; none of a freed unit."""
+        if not self._viewed:
+            return set()
+        pairs = enumerate(zip(self._current_versions(), self._versions, strict=True))
+        changed = {position for position, (version, known) in pairs if version != known}
+        return changed | {position for position, alias, version in self._aliases if alias._version != version}
 
     def note_alias(self, position: int, alias: Tensor) -> None:
         """Note that a tensor over a parameter's memory was handed out; it may change elements while it lives."""
@@ -251,17 +295,16 @@ class UnitState(OwnedUnit):
         if self.state is State.GATHERING:
             self.state = State.READY
         if not self._viewed:
-            self._viewed = True
             self._show(self._views if self._placeholders else ())
             set_versions(self.parameters, self._versions)
+            self._viewed = True
 
     def complete(self) -> None:
         """Wait for a gather in flight, and leave the parameters guarded."""
-        work = self.in_flight
-        if work is not None:
-            self.in_flight = None
+        if self.in_flight is not None:
             with profiled("wait for the gather of", self.unit):
-                work.wait()
+                self.in_flight.wait()
+            self.in_flight = None  # after the wait: an exception there leaves it to be waited for
             if self.last_sent is not None:
                 self.last_sent.copy_(self.kept_part(self.updated))
 
@@ -278,7 +321,7 @@ class UnitState(OwnedUnit):
         if self._viewed:
             versions = self._current_versions()
             if self._aliases or versions != self._versions:
-                self._require_renorm(versions)
+                self._require_renorm()
                 self.take_changes()
             self._viewed = False
             with torch._C.DisableTorchFunctionSubclass():
@@ -309,9 +352,9 @@ class UnitState(OwnedUnit):
 
     def unguard(self) -> None:
         if self.guarded:
-            self.guarded = False
             for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
                 change_class(parameter, guarded.plain)
+            self.guarded = False
 
     def note_requires_grad(self) -> None:
         """Record frozen and unfrozen parameters; a parameter frozen at construction cannot become trainable."""
@@ -346,12 +389,9 @@ class UnitState(OwnedUnit):
             self._refuse_change(self.unit.name)
         self.take_changes(certain=True)
 
-    def _require_renorm(self, versions: Sequence[int]) -> None:
+    def _require_renorm(self) -> None:
         """Weights may change in forward only by an idempotent operation: Embedding's max_norm."""
-        pairs = enumerate(zip(versions, self._versions, strict=True))
-        changed = {position for position, (version, known) in pairs if version != known}
-        changed |= {position for position, alias, version in self._aliases if alias._version != version}
-        for position in sorted(changed - self._renormed):
+        for position in sorted(self.written() - self.renormed):
             self._refuse_change(self.unit.parameters[position].name)
 
     def _refuse_change(self, name: str) -> NoReturn:

@@ -75,7 +75,7 @@ class ModelWalk(Owner):
         self._passes = gathering.passes
         self._precision, self._device = precision, self.units[0].device.type
         self._in_forward = False
-        self._task: int | None = None  # autograd's number of the backward pass under way
+        self._under_way = False  # whether a backward pass has begun, and not ended or been abandoned
         self._accumulates = self._makes_graph = self._had_gradients = False
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
@@ -135,7 +135,7 @@ class ModelWalk(Owner):
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if in_backward():
             return self._cast(module, args, kwargs)
-        if self._task is not None:
+        if self._under_way:
             self.abandon()
         if self._in_forward:
             self._gathering.free_all()  # the last forward ended in an exception
@@ -289,29 +289,28 @@ class ModelWalk(Owner):
         self._gathering.enter_backward(units, current, uses)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
-        if self._task is None:
+        if not self._under_way:
             self._begin_backward()
         if self._gradients.accept(index, position, parameter):
             self._gathering.reductions.note_complete(index)
 
     def _begin_backward(self) -> None:
-        if self._task is not None:
+        if self._under_way:
             return
+        # First of all: whatever fails from here on, the gradients that it leaves are to be dropped.
+        self._under_way, self._had_gradients = True, self._gradients.received
         accumulates = any(True for _ in self._gradients.reached())
         self._passes.begin_backward(self._gradients.reached())
         if accumulates:
             self._gradients.note_loss_scale(required=self._precision.scaled)
-        self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(Hook(self._me, ModelWalk._end_backward))
         self._start_backward(accumulates=accumulates)
 
     def _start_backward(self, *, accumulates: bool) -> None:
-        self._had_gradients = self._gradients.received
         self._accumulates, self._makes_graph = accumulates, False
         self._gathering.begin_backward(accumulates=accumulates)
 
     def _end_backward(self) -> None:
-        self._task = None
         if self._accumulates:
             self._gathering.end_backward()
             if not self._makes_graph:
@@ -321,6 +320,7 @@ class ModelWalk(Owner):
         elif not self._in_forward:
             self._gathering.end_backward()
             self._gathering.free_all()
+        self._under_way = False
 
     # ---- between passes
 
@@ -329,7 +329,7 @@ class ModelWalk(Owner):
 
         Raises `ScheduleError` when a backward pass ended in an exception and its gradients are mixed with earlier ones.
         """
-        if self._task is not None or self._gradients.mixed:
+        if self._under_way or self._gradients.mixed:
             raise ScheduleError(
                 "a backward pass of this step did not finish, so gradients are incomplete: call zero_grad(), then run "
                 "forward and backward of all its micro-batches again"
@@ -337,6 +337,7 @@ class ModelWalk(Owner):
         for unit in self.units:
             unit.note_requires_grad()
         if self._passes.unanswered or self._gradients.unreduced:
+            self._under_way, self._had_gradients = True, self._gradients.received
             self._start_backward(accumulates=True)
             self._end_backward()
         self._passes.clear()
@@ -344,7 +345,7 @@ class ModelWalk(Owner):
 
     def forget(self) -> None:
         """Drop all gradients, including those of an unfinished backward pass."""
-        if self._task is not None and not in_backward():
+        if self._under_way and not in_backward():
             self.abandon()
         self._gradients.forget()
 
@@ -353,5 +354,8 @@ class ModelWalk(Owner):
         self._gradients.forget(mixed=self._had_gradients)
         self._gathering.drop()
         self._gathering.free_all()
-        self._task, self._in_forward = None, False
         self._passes.clear()
+        for unit in self.units:  # whose parameters an exception may have left guarded in part
+            unit.unguard()
+            unit.guard()
+        self._under_way = self._in_forward = False

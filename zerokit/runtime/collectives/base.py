@@ -235,6 +235,10 @@ class Collectives:
             _ = self.traffic
             self._traffic = before
 
+    def note_path(self, number: int) -> None:
+        """Let ranks' agreement before the next step show whether all have noted the same."""
+        self._schedule[0] = (self._schedule[0] * _HASH_FACTOR + number) % _HASH_MODULUS
+
     def wait_at_most(self, seconds: float) -> None:
         """Use a shorter time-out from now on where the host waits."""
 
@@ -341,10 +345,10 @@ class Collectives:
         """Sum a few control values over ranks, in place."""
         self._on_group(values, "all_reduce of control values", lambda v: dist.all_reduce(v, op, self.group))
 
-    def broadcast(self, values: Tensor) -> None:
-        """Broadcast rank 0's `values` in place; only at construction, loading and recording."""
+    def broadcast(self, values: Tensor, source: int = 0) -> None:
+        """Broadcast rank `source`'s `values` in place; never in a step."""
         with as_bytes(values) as sent:
-            self._on_group(sent, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=0))
+            self._on_group(sent, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=source))
 
     def _on_group(self, values: Tensor, what: str, call: Callable[[Tensor], object]) -> None:
         self._traffic.count_control(values.numel() * values.element_size() * (self.world - 1))
