@@ -113,8 +113,8 @@ class ElementBytes:
 
     `master` is 0 where the parameters' own storage serves as master; `states` counts all element states of the
     optimizer together (8 for Adam in fp32), `scalars` bytes of other state for each flat parameter. `wire` is that of
-    gradients on their way to be summed, None where it is `reduce`; `updates` that of updated parameters, None where it
-    is `compute`. `residual` is what rounding gradients takes away, kept of what a rank sends over the outermost axis.
+    gradients on their way to be summed, None where it is `reduce`.
+    `residual` is what rounding gradients takes away, kept of what a rank sends over the outermost axis.
     """
 
     compute: int
@@ -123,7 +123,6 @@ class ElementBytes:
     states: int
     scalars: int = 0
     wire: int | BlockFormat | None = None
-    updates: BlockFormat | None = None
     residual: int = 0
 
 
@@ -271,7 +270,7 @@ def predict_traffic(
         across = wire if narrows else sizes.reduce
         hop("reduce_scatter", [axis], trainable, reductions, across)
     hop("all_gather", placement.sums, trainable, reductions, sizes.reduce)
-    hop("all_gather", placement.update, trainable, 1, sizes.updates or sizes.compute)
+    hop("all_gather", placement.update, trainable, 1, sizes.compute)
     if placement.use:
         forward = list(order) if order is not None else [unit.index for unit in layout.units]
         stay = {unit.index for unit in layout.units if not unit.scopes} if kept is None else kept

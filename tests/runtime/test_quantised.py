@@ -1,8 +1,7 @@
-"""The int8 and int4 wires: packing, updates as differences, and residuals on their way through checkpoints."""
+"""The int8 and int4 wires: packing, and residuals on their way through checkpoints."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
-from tests.support.distributed import run_each, run_ranks
+from tests.support.distributed import run_ranks
 from tests.support.on_ranks import on_ranks
 from tests.support.training import Run, Trajectory, one_step, trained
 from zerokit.formulas import BLOCK_FORMATS
@@ -136,41 +135,11 @@ def _precision(name: Any, **options: Any) -> zerokit.Precision:
     return zerokit.Precision(wire=name, **options)
 
 
-UPDATES = {"compute": "bf16", "wire_updates": True}
-
-
 def _train(optimizer: Any, model: Any, case: Any, run: Run, steps: range) -> list[float]:
     found = Trajectory()
     for step in steps:
         one_step(model, optimizer, case, run, step, found)
     return found.losses
-
-
-def _replicas(given: tuple[Run, bool]) -> tuple[list[float], list[Tensor]]:
-    run, clamped = given
-    case, model, optimizer = trained("gpt", run)
-    losses = []
-    for step in range(run.steps):
-        if clamped:  # by hand, without effect
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.clamp_(-100, 100)
-        losses += _train(optimizer, model, case, run, range(step, step + 1))
-    with torch.no_grad():
-        float(case.loss(model, case.batch(0, 1, 0)))
-    return losses, [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_parameters_that_travel_as_differences_are_equal_on_every_rank(name: str) -> None:
-    run = Run(stage=1, steps=4, precision=_precision(name, **UPDATES))
-    # What was rounded away stays known where weights were changed by hand.
-    cases = [(run, False), (replace(run, stage=2), False), (replace(run, stage=1 + (name == "int4")), True)]
-    found = run_each(3, _replicas, cases)
-    for (_, ours), *others in found:
-        for _, theirs in others:
-            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert len({tuple(ranks[0][0]) for ranks in found}) == 1
 
 
 @on_ranks(2, NAMES)
@@ -189,38 +158,6 @@ def test_a_step_that_overflows_is_the_only_one(name: str) -> None:
             one_step(model, optimizer, case, run, step, found[-1])
         assert optimizer.skipped_steps == 1
         assert_equal_bits(found[-1], found[0], f"stage {stage}")
-
-
-@on_ranks(2)
-def test_rounded_parameters_return_to_the_bit() -> None:
-    """Parameters that are not what masters round to come back in a state, and after an average was shown."""
-    run = Run(stage=2, precision=_precision("int4", **UPDATES))
-    case, model, optimizer = trained("gpt", run)
-    average = zerokit.Ema(optimizer)
-    _train(optimizer, model, case, run, range(3))
-    average.update()
-    state = copy.deepcopy(optimizer.state_dict())
-    _, other, again = trained("gpt", run, 1)
-    average = zerokit.Ema(again)
-    again.load_state_dict(state)
-    with average.applied():
-        pass
-    steps = range(3, 6)
-    assert _train(again, other, case, run, steps) == _train(optimizer, model, case, run, steps)
-
-
-@on_ranks(2)
-def test_loaded_values_stay_exact_in_masters_where_rounded_updates_travel() -> None:
-    run = Run(stage=2, precision=_precision("int8", **UPDATES))
-    case, model, optimizer = trained("gpt", run)
-    generator = torch.Generator().manual_seed(0)
-    values = {name: torch.randn(one.shape, generator=generator) for name, one in model.state_dict().items()}
-    found = []
-    for step in range(2):
-        model.load_state_dict(values)
-        found.append([master.clone() for master in optimizer.state_dict()["masters"]])
-        one_step(model, optimizer, case, run, step, Trajectory())
-    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
 def _residual_sum(optimizer: zerokit.ZeroOptimizer) -> list[Tensor]:
@@ -259,7 +196,6 @@ def _resume(path: str, run: Run) -> tuple[list[float], list[Tensor]]:
     [
         (2, _precision("int8"), 3),
         (0, _precision("int4"), 1),
-        (2, _precision("int4", **UPDATES), 3),
         (3, _precision("int8", feedback=False), 3),
     ],
 )
@@ -276,7 +212,7 @@ def test_a_run_resumes_to_the_bit_and_loses_no_residual(
         assert any(part.any() for part in sums) == precision.feedback
         for one, other in zip(sums, found, strict=True):
             assert torch.equal(one, other)
-    other_stage = replace(run, stage=3 if not precision.wire_updates else 1)
+    other_stage = replace(run, stage=3)
     for _, found in run_ranks(world, _resume, str(tmp_path), other_stage):
         for one, other in zip(went_on[0][1], found, strict=True):
             assert torch.equal(one, other)

@@ -29,7 +29,6 @@ from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
 from zerokit.runtime.step import all_finite, clip_coefficient, global_norm, update_masters
-from zerokit.runtime.unit import write_back
 from zerokit.runtime.whole import install_model_methods
 
 
@@ -230,7 +229,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             self._update()
         self._last_traffic, self._collectives.traffic = self._collectives.traffic, TrafficReport()
         if not overflow:
-            self._gathering.gather_updated(written=False)
+            self._gathering.gather_updated()
         if self.local_steps is not None:
             self.local_steps.after_step()  # also where the step was skipped: islands must count alike
         for hook in () if overflow else self._optimizer_step_post_hooks.values():
@@ -247,7 +246,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             update_masters(self.runtime.units, self._gradients, self._inner)
 
     def settle(self, epoch: object) -> None:
-        """Move to the state of a run that resumes from here: sums of residuals at their owners, exact parameters.
+        """Move to the state of a run that resumes from here: sums of residuals at their owners.
 
         On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
         """
@@ -255,10 +254,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         for _, rounding in self._gradients.roundings():
             rounding.settle(epoch)
         self._collectives.traffic = before  # that traffic belongs to no step
-        if any(unit.sends_differences for unit in self.runtime.units):
-            self._gathering.make_current()
-            write_back(self.runtime.units)
-            self._gathering.gather_updated()
 
     def _unscale(self) -> None:
         if self.scaler is not None and not self._unscaled:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -41,8 +41,6 @@ class Precision:
             `reduce` in fp32.
         feedback: whether an int8 or int4 wire rounds to nearest and what it rounds away is kept, 4 bytes an element
             that a rank sends, and added to the same rank's next gradients. Otherwise it rounds at random.
-        wire_updates: whether updated parameters travel on an int8 or int4 wire too, as differences from what every rank
-            has. For half-precision compute and outer stages 1 and 2.
         cast_inputs: whether floating-point inputs take the compute dtype where they meet weights, at modules that hold
             parameters and have none inside, and at PyTorch's own; otherwise a model casts by itself.
 
@@ -50,8 +48,8 @@ class Precision:
     `Precision(compute=torch.float16, reduce=torch.float16)`. docs/precision.md says how each wire rounds: bits are the
     same at every stage and route.
 
-    Raises `UsageError` for a dtype other than float32, bfloat16 or float16, for a wire that is neither `reduce` nor one
-    of these beside float32, and for `wire_updates` without such a wire or with fp32 compute.
+    Raises `UsageError` for a dtype other than float32, bfloat16 or float16, and for a wire that is neither `reduce` nor
+    one of these beside float32.
     """
 
     compute: torch.dtype = torch.float32
@@ -61,7 +59,7 @@ class Precision:
     wire: torch.dtype | BlockName | None = None
     """None where gradients travel in `reduce`, given so or by default."""
     feedback: bool = True
-    wire_updates: bool = False
+    wire_updates: InitVar[object] = None
 
     if TYPE_CHECKING:  # names are taken as well, and are dtypes from then on
 
@@ -73,10 +71,13 @@ class Precision:
             cast_inputs: bool = True,
             wire: torch.dtype | DtypeName | BlockName | None = None,
             feedback: bool = True,
-            wire_updates: bool = False,
         ) -> None: ...
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, wire_updates: object) -> None:
+        if wire_updates is not None:
+            raise UsageError(
+                "precision: wire_updates= is gone, because updated parameters travel in the compute dtype: leave it out"
+            )
         roles = _ROLES if self.wire is None or self.blocks else (*_ROLES, "wire")
         for role in roles:
             dtype = getattr(self, role)
@@ -97,12 +98,6 @@ class Precision:
             raise UsageError(
                 f"precision: gradients cannot travel in {self.wire} (wire) and be summed in {self.reduce} (reduce): "
                 "choose wire=torch.bfloat16 with reduce=torch.float32, or leave wire out"
-            )
-        if self.wire_updates and (self.blocks is None or self.compute == self.master):
-            raise UsageError(
-                f"precision: wire_updates=True sends updated parameters as the differences between masters and what "
-                f"every rank has, on an int8 or int4 wire; with wire={self.wire}, compute={self.compute} and "
-                f"master={self.master} there are none: add wire='int8' and compute='bf16', or omit it"
             )
 
     @classmethod
@@ -129,7 +124,7 @@ class Precision:
     def as_dict(self) -> dict[str, str]:
         roles = _ROLES if self.wire is None else (*_ROLES, "wire")
         if self.blocks is not None:
-            roles = (*roles, "feedback", "wire_updates")
+            roles = (*roles, "feedback")
         return {role: str(getattr(self, role)).removeprefix("torch.") for role in roles}
 
 

@@ -1,19 +1,17 @@
-"""One unit's gradients and updates on an int8 or int4 wire: how they are rounded, and what rounding has taken away.
+"""One unit's gradients on an int8 or int4 wire: how they are rounded, and what rounding has taken away.
 
-With feedback, and for updates, rounding is to nearest. Without, it is random, by keys from (epoch, turn, unit,
+With feedback, rounding is to nearest. Without, it is random, by keys from (epoch, turn, unit,
 rank): the saved step names an epoch, so a run that goes on and one that resumes round alike.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokit.layout import Interval
-from zerokit.runtime.collectives import Work
 from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
 from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.precision import Precision
@@ -34,8 +32,6 @@ class Rounding:
         self.sent = state.placement.sent_outward(self._unit, self._collectives.position)
         self.residual: Tensor | None = None
         """What this rank's terms have lost, of the elements `sent` over the outermost axis."""
-        self.updates = precision.wire_updates and self._collectives.world > 1
-        """Whether updated parameters travel so, too."""
         self._feedback = precision.feedback
         if self._feedback and self._collectives.world > 1:
             self.residual = torch.zeros(self.sent.numel, dtype=torch.float32, device=state.device)
@@ -55,22 +51,6 @@ class Rounding:
             bucket.add_(self.residual)
             self.residual = None
         return wire
-
-    def send_update(self, memory: Tensor) -> Work:
-        """Start to gather how this rank's masters differ from their shard of `memory`, for all to add the same."""
-        route = self._collectives.routes[self._axis]
-        own = torch.zeros(self._state.own.numel, dtype=torch.float32, device=memory.device)
-        for master in self._state.masters:
-            start = master.interval.start - self._state.own.start
-            own[start : start + master.interval.numel].copy_(master.tensor.detach()).sub_(
-                self._state.kept_part(master.interval)
-            )
-        wire = QuantisedWire(self._form)
-        mine = wire.pack(own, 1)
-        packed = mine.new_empty(route.size, mine.numel())
-        packed[route.rank].copy_(mine[0])
-        work = self._collectives.all_gather(self._unit, packed.view(-1), axes=(self._axis,), wire=wire)
-        return _Differences(work, wire, packed, memory.view(route.size, -1))
 
     def settle(self, epoch: object) -> None:
         """Let the owner of each element hold the sum of residuals. All ranks call it; `epoch` names what follows."""
@@ -114,21 +94,3 @@ class Rounding:
     def load_state(self, state: Any) -> None:
         self._epoch, self._turn, residual = state
         self.residual = None if residual is None else residual.clone()
-
-
-@dataclass(slots=True)
-class _Differences:
-    """Updates on their way: rounded differences, which every rank adds to what it has."""
-
-    work: Work
-    wire: QuantisedWire
-    packed: Tensor
-    pieces: Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        with torch.no_grad():
-            for packed, piece in zip(self.packed, self.pieces, strict=True):
-                exact = piece.float()
-                self.wire.unpack(packed, exact, add=True)
-                piece.copy_(exact)

@@ -151,7 +151,6 @@ def take_state(runtime: Runtime) -> RankState:
             "divided": [unit.divided for unit in runtime.units],
             "masters": [master.tensor.detach() for _, master, _ in runtime.masters()],
             "rounding": [rounding.state() for _, rounding in runtime.gradients.roundings()],
-            "sent": runtime.sent(),
             "place": _origin(runtime),
         }
     )
@@ -180,7 +179,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
             master.tensor.detach().copy_(values)
         for (_, rounding), saved in zip(runtime.gradients.roundings(), state["rounding"], strict=True):
             rounding.load_state(saved)
-        runtime.publish(sent=state.get("sent", ()))
+        runtime.publish()
 
 
 @contextmanager

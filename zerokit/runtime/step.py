@@ -148,7 +148,7 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
 
 
 def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Optimizer) -> None:
-    """Run `inner` over all masters with the reduced gradients, and write back what does not travel as differences."""
+    """Run `inner` over all masters with the reduced gradients, and write them back."""
     trainable = [unit for unit in units if unit.unit.trainable]
     for unit in trainable:
         own = gradients.units[unit.index]
@@ -168,7 +168,7 @@ def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Opti
     if isinstance(inner, SGD):
         _level_momentum(inner)
     inner.step()
-    write_back(units, exact=False)
+    write_back(units)
     for unit in trainable:
         for master in unit.masters:
             master.tensor.grad = None

@@ -68,9 +68,6 @@ class UnitState(OwnedUnit):
         """The gather of the unit, or of what other ranks have updated."""
         self.rounding: Rounding | None = None
         """How the unit travels on an int8 or int4 wire, if it does."""
-        self.last_sent: Tensor | None = None
-        """[updated] This rank's parameters after the last update, once the user has changed some: on a wire that rounds
-        updates they are not what masters round to."""
         self._memory = unit_memory(
             unit.numel, self.kept, dtype, self.device, comes_and_goes=self.comes_and_goes
         )
@@ -143,12 +140,7 @@ class UnitState(OwnedUnit):
                 kept = self.kept_part(master.interval)
                 values = master.tensor.detach()
                 changed = values.to(self.dtype) != kept
-                if self.last_sent is not None:
-                    start = master.interval.start - self.updated.start
-                    changed &= self.last_sent[start : start + kept.numel()] != kept
                 values.copy_(torch.where(changed, kept.to(values.dtype), values))
-        if self.sends_differences:
-            self.last_sent = self.kept_part(self.updated).clone()
         self.note_versions()
 
     def take_exact(self, position: int, values: Tensor) -> None:
@@ -197,19 +189,6 @@ class UnitState(OwnedUnit):
         if self.state is State.FREED:
             self.state = State.GATHERING
 
-    @property
-    def sends_differences(self) -> bool:
-        """Whether updates travel as rounded differences between masters and what every rank has."""
-        return self.rounding is not None and self.rounding.updates
-
-    def gather_update(self, *, written: bool) -> None:
-        """Start gathering updates from the other owners of this rank's parameters, or differences not yet `written`."""
-        if self.rounding is not None and self.rounding.updates and not written:
-            self.complete()
-            self.in_flight = self.rounding.send_update(self.shard)
-        else:
-            self.gather_from_owners(self.placement.update)
-
     def gather_from_owners(self, axes: Sequence[Axis] | None = None) -> None:
         """Start gathering this rank's kept memory over `axes`, by default from all ranks that keep the same."""
         self.complete()
@@ -236,8 +215,6 @@ class UnitState(OwnedUnit):
         if work is not None:
             with profiled("wait for the gather of", self.unit):
                 work.wait()
-            if self.last_sent is not None:
-                self.last_sent.copy_(self.kept_part(self.updated))
 
     def free(self) -> None:
         """Free the gathered unit's memory (stage 3); see [Note: freed weights]."""
@@ -336,14 +313,11 @@ def unit_views(unit: Unit, flat: Tensor) -> list[Tensor]:
     return [flat[s.offset : s.offset + s.parameter.numel].view(s.parameter.shape) for s in unit.slices]
 
 
-def write_back(units: Sequence[UnitState], *, exact: bool = True) -> None:
-    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end.
-
-    Unless it is to be `exact`, differences are left to the next gather of updates, which brings all ranks the same.
-    """
+def write_back(units: Sequence[UnitState]) -> None:
+    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end."""
     kept, masters = [], []
     for unit in units:
-        for master in unit.masters if unit.separate and (exact or not unit.sends_differences) else ():
+        for master in unit.masters if unit.separate else ():
             kept.append(unit.kept_part(master.interval))
             masters.append(master.tensor.detach())
     if kept:

@@ -145,12 +145,6 @@ class Settings:
         choices=("own", "bf16", *LOSSY_WIRES),
         words="{} wire",
     )
-    wire_updates: bool = _fixed(
-        False,
-        "Also send updated parameters as differences on an int8 or int4 wire. For zerokit at stages 1 and 2, not "
-        "in fp32.",
-        title="updates on the wire",
-    )
     nodes: Integer = _outer(
         1,
         "Number of nodes, simulated on this machine unless --launcher is given.",

@@ -179,18 +179,17 @@ class Collectives:
         axes: Sequence[Axis] = BOTH,
         own: Tensor | None = None,
         after: Work | None = None,
-        wire: Wire | None = None,
     ) -> Work:
         """Gather the other ranks' pieces over `axes` into `memory`, the whole unit or this rank's inner piece.
 
         This rank's piece is `own`, or there already. The gather begins `after` a collective that nothing else waits
-        for. On a `wire` memory holds packed pieces.
+        for.
         """
         self._note(Kind.ALL_GATHER, unit)
         hops: list[Hop] = []
         for axis in (axis for axis in self.mesh.axes if axis in axes):
             region = self._region(memory, axis, unit)
-            self._count(Kind.ALL_GATHER, axis, region, unit, wire or Wire(memory.dtype))
+            self._count(Kind.ALL_GATHER, axis, region, unit, Wire(memory.dtype))
             if region.numel():
                 source = own if not hops else None
                 hops.append(partial(self.routes[axis].all_gather, region, unit.index, source))
