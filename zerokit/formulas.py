@@ -32,8 +32,6 @@ class MemoryReport:
     gathered: int = 0
     host_copy: int = 0
     """Host memory of background saves."""
-    residual: int = 0
-    """What an int8 or int4 wire has rounded away of gradients, to be added to the next."""
     transient: int = 0
     """In backward alone, and so not in `total`: the most that gradients of units above the bucket size took at once on
     their way between ranks."""
@@ -114,7 +112,6 @@ class ElementBytes:
     `master` is 0 where the parameters' own storage serves as master; `states` counts all element states of the
     optimizer together (8 for Adam in fp32), `scalars` bytes of other state for each flat parameter. `wire` is that of
     gradients on their way to be summed, None where it is `reduce`.
-    `residual` is what rounding gradients takes away, kept of what a rank sends over the outermost axis.
     """
 
     compute: int
@@ -123,7 +120,6 @@ class ElementBytes:
     states: int
     scalars: int = 0
     wire: int | BlockFormat | None = None
-    residual: int = 0
 
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
@@ -148,7 +144,6 @@ KIND_OF_LINE = {
     "scalars": "optimizer",
     "buffers": "buffers and buckets",
     "buckets": "buffers and buckets",
-    "residual": "buffers and buckets",
 }
 """The kind of memory that each line of a `MemoryReport` is, padding included."""
 
@@ -176,9 +171,6 @@ def list_held(layout: Layout, *, rank: int, placement: Placement, sizes: Element
         yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, sizes.compute)
         summed = placement.gradients(unit, position)
         yield Held("gradients", unit.index, unit.payload_within(summed), summed.numel, sizes.reduce)
-        if placement.mesh.world > 1:
-            sent = placement.sent_outward(unit, position)
-            yield Held("residual", unit.index, unit.payload_within(sent), sent.numel, sizes.residual)
         for _, stretch in unit.groups_within(placement.updated(unit, position)):
             payload = unit.payload_within(stretch)
             yield Held("optimizer", unit.index, payload, stretch.numel, sizes.master + sizes.states)

@@ -46,7 +46,7 @@ class UnitGradients:
 
     def __init__(self, state: UnitState, dtype: torch.dtype, wire: Wire | None, pool: BucketPool) -> None:
         self.state, self.unit, self.dtype = state, state.unit, dtype
-        self._wire, self._pool, self.rounding = wire, pool, state.rounding
+        self._wire, self._pool = wire, pool
         self.kept = state.placement.gradients(self.unit, state.collectives.position)
         """What this rank keeps of the unit's gradients after backward."""
         self.cut = state.placement.cuts_gradients
@@ -148,7 +148,7 @@ class UnitGradients:
         if self.bucket is None:
             self.bucket = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.state.device)
             self._pieces = unit_views(self.unit, self.bucket)
-            if self.rounding is not None:
+            if self._wire is not None and self._wire.block > 1:
                 self._gaps = [self.bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
 
     def _take_views(self, bucket: Tensor) -> None:
@@ -223,7 +223,7 @@ class UnitGradients:
             self.shard,
             between=None if self._adds else self._sum,
             add=self.summed and self._adds,
-            wire=self._wire if self.rounding is None else self.rounding.gradient_wire(self.bucket),
+            wire=self._wire,
         )
 
     def finish(self) -> None:

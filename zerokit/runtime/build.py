@@ -30,7 +30,6 @@ from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.memory import Heap
 from zerokit.runtime.model import InitRule, Materializer, UnitRule, require_own_memory, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
-from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.walk import ModelWalk
@@ -119,9 +118,6 @@ class Runtime:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
 
-        for state in units if precision.blocks is not None else ():
-            if state.unit.trainable:
-                state.rounding = Rounding(state, precision)
         self.gradients = gradients = Gradients(units, collectives, precision, layout)
         self.gathering = gathering = Gathering(units, gradients, collectives, prefetch)
         keep_statistics(model, precision.compute)

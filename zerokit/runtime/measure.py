@@ -75,8 +75,6 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
                 add("gradients", own.memory, unit.payload_within(own.kept))
             if own.cut and own.bucket is not None:
                 add("buckets", own.bucket)
-            if own.rounding is not None and own.rounding.residual is not None:
-                add("residual", own.rounding.residual, unit.payload_within(own.rounding.sent))
         for master in state.masters:
             payload = unit.payload_within(master.interval)
             add("optimizer", master.tensor, payload)
@@ -100,5 +98,4 @@ def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bo
         states=states.element_bytes + (precision.master.itemsize if averaged else 0),
         scalars=states.scalar_bytes,
         wire=precision.wire.itemsize if isinstance(precision.wire, torch.dtype) else precision.blocks,
-        residual=torch.float32.itemsize if precision.blocks is not None and precision.feedback else 0,
     )

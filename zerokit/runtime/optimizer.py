@@ -219,10 +219,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
         overflow = not self._control.agree(None if self.scaler is None else self._finite)
         if self.scaler is not None:
-            scale = self._gradients.loss_scale
             self.scaler.update(overflow)
-            # What gradients that are left out were rounded by would be noise in the next ones.
-            self._gradients.scale_residuals(0.0 if overflow else self.scaler.value / scale)
         if overflow:
             self.skipped_steps += 1
         else:
@@ -244,16 +241,6 @@ class ZeroOptimizer(ForwardingOptimizer):
             hook(self, (), {})
         with profiled("update"):
             update_masters(self.runtime.units, self._gradients, self._inner)
-
-    def settle(self, epoch: object) -> None:
-        """Move to the state of a run that resumes from here: sums of residuals at their owners.
-
-        On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
-        """
-        before, self._collectives.traffic = self._collectives.traffic, TrafficReport()
-        for _, rounding in self._gradients.roundings():
-            rounding.settle(epoch)
-        self._collectives.traffic = before  # that traffic belongs to no step
 
     def _unscale(self) -> None:
         if self.scaler is not None and not self._unscaled:

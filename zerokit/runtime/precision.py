@@ -39,8 +39,6 @@ class Precision:
         master: of the weights that the optimizer updates, and of its states.
         wire: of gradients on their way between ranks: as `reduce` by default, or bfloat16, "int8" or "int4" beside
             `reduce` in fp32.
-        feedback: whether an int8 or int4 wire rounds to nearest and what it rounds away is kept, 4 bytes an element
-            that a rank sends, and added to the same rank's next gradients. Otherwise it rounds at random.
         cast_inputs: whether floating-point inputs take the compute dtype where they meet weights, at modules that hold
             parameters and have none inside, and at PyTorch's own; otherwise a model casts by itself.
 
@@ -58,7 +56,7 @@ class Precision:
     cast_inputs: bool = True
     wire: torch.dtype | BlockName | None = None
     """None where gradients travel in `reduce`, given so or by default."""
-    feedback: bool = True
+    feedback: InitVar[object] = None
     wire_updates: InitVar[object] = None
 
     if TYPE_CHECKING:  # names are taken as well, and are dtypes from then on
@@ -70,13 +68,13 @@ class Precision:
             master: torch.dtype | DtypeName = torch.float32,
             cast_inputs: bool = True,
             wire: torch.dtype | DtypeName | BlockName | None = None,
-            feedback: bool = True,
         ) -> None: ...
 
-    def __post_init__(self, wire_updates: object) -> None:
-        if wire_updates is not None:
+    def __post_init__(self, feedback: object, wire_updates: object) -> None:
+        if feedback is not None or wire_updates is not None:
             raise UsageError(
-                "precision: wire_updates= is gone, because updated parameters travel in the compute dtype: leave it out"
+                "precision: feedback= and wire_updates= are gone, because an int8 or int4 wire rounds gradients at "
+                "random and keeps nothing, and updated parameters travel in the compute dtype: leave both out"
             )
         roles = _ROLES if self.wire is None or self.blocks else (*_ROLES, "wire")
         for role in roles:
@@ -123,8 +121,6 @@ class Precision:
 
     def as_dict(self) -> dict[str, str]:
         roles = _ROLES if self.wire is None else (*_ROLES, "wire")
-        if self.blocks is not None:
-            roles = (*roles, "feedback")
         return {role: str(getattr(self, role)).removeprefix("torch.") for role in roles}
 
 

@@ -30,7 +30,6 @@ from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import set_versions, unit_memory
 
 if TYPE_CHECKING:
-    from zerokit.runtime.rounding import Rounding
     from zerokit.runtime.walk import ModelWalk
 
 
@@ -66,8 +65,6 @@ class UnitState(OwnedUnit):
         """Positions of trainable parameters that require no gradient any more: they are not updated."""
         self.in_flight: Work | None = None
         """The gather of the unit, or of what other ranks have updated."""
-        self.rounding: Rounding | None = None
-        """How the unit travels on an int8 or int4 wire, if it does."""
         self._memory = unit_memory(
             unit.numel, self.kept, dtype, self.device, comes_and_goes=self.comes_and_goes
         )

@@ -139,7 +139,7 @@ class Settings:
     wire: str = _inner(
         "own",
         "Dtype of gradients between ranks: own is the engine's; bf16 (ddp with torch's hook; zerokit sums in "
-        "fp32); int8 and int4 with error feedback (zerokit) and powersgd (ddp with torch's hook) change the "
+        "fp32); int8 and int4, rounded at random (zerokit), and powersgd (ddp with torch's hook) change the "
         "mathematics. With "
         "--every, int8 and int4 are the wire of the weights between islands.",
         choices=("own", "bf16", *LOSSY_WIRES),

@@ -61,7 +61,6 @@ class Wire:
     """
 
     every_hop = True  # whether sums over the inner axis travel so too, on a mesh of two
-    changes: Sequence[Tensor] = ()  # what `pack` writes to besides
     block = 1
     """Terms are packed in blocks of so many elements, the last of a piece may be shorter."""
 
