@@ -31,7 +31,6 @@ from zerokit.checkpoint.together import Together, finish_saving
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.states import take_residuals
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
@@ -147,7 +146,7 @@ def _load(
         checkpoint.require_right(together.exchange(pieces))
     if not weights_only:
         together.each(lambda: _apply(checkpoint, optimizer, match, extra))
-        take_residuals(runtime, extra["step"])
+        runtime.gradients.draws.begin(extra["step"])
     together.each(lambda: _apply_buffers(checkpoint, runtime, match, strict=strict))
     runtime.publish(frozen=True)
     if local is not None:

@@ -87,7 +87,8 @@ class UnitGradients:
 
     def __init__(self, state: UnitState, dtype: torch.dtype, wire: Wire | None, pool: BucketPool) -> None:
         self.state, self.unit, self.dtype = state, state.unit, dtype
-        self._wire, self._pool, self.rounding = wire, pool, state.rounding
+        self._wire, self._pool = wire, pool
+        self._blocks = wire is not None and wire.block > 1
         self.kept = state.placement.gradients(self.unit, state.collectives.position)
         """What this rank keeps of the unit's gradients after backward."""
         self.cut = state.placement.cuts_gradients
@@ -262,14 +263,12 @@ class UnitGradients:
                 if position not in self.filled:
                     piece.zero_()
         # A lent bucket's padding is another unit's, and a block of small integers may overflow in it.
-        if bucket.gaps and (self.cut or self.rounding is not None):
+        if bucket.gaps and (self.cut or self._blocks):
             torch._foreach_zero_(bucket.gaps)
         if factor != 1.0:
             bucket.flat.mul_(factor)
         self.phase = Phase.REDUCING
         add = self.summed and self._adds
-        if self.rounding is not None:
-            return self._reduction(bucket, self.rounding.gradient_wire(bucket.flat), add=add).start()
         if add not in bucket.reductions:
             bucket.reductions[add] = self._reduction(bucket, self._wire, add=add)
         return bucket.reductions[add].start()

@@ -10,12 +10,12 @@ import functools
 import math
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
@@ -37,7 +37,6 @@ from zerokit.runtime.model import (
     take_apart,
 )
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
-from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.walk import ModelWalk
@@ -89,12 +88,6 @@ class Runtime:
             group, device, timeout, units=len(layout.units), mesh=shape
         )
         self.placement = placement = Placement.of(stage, collectives.mesh)
-        if precision.wire_updates and collectives.world > 1 and placement.update != collectives.mesh.axes[:1]:
-            raise UsageError(
-                f"wire_updates at stage {placement} on a mesh of {collectives.mesh.outer}x{collectives.mesh.inner}: "
-                "updated parameters travel as differences over one axis only: choose stage 1 or 2, or on two axes "
-                "(1, 3) or (2, 3)"
-            )
         settings = {
             "stage": str(placement),
             "mesh": f"{collectives.mesh.outer}x{collectives.mesh.inner}",
@@ -131,9 +124,6 @@ class Runtime:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
 
-        for state in units if precision.blocks is not None else ():
-            if state.unit.trainable:
-                state.rounding = Rounding(state, precision)
         self.gradients = gradients = Gradients(units, collectives, precision, layout)
         self.gathering = gathering = Gathering(units, gradients, collectives, prefetch)
         keep_statistics(model, precision.compute)
@@ -159,24 +149,9 @@ class Runtime:
         self.gathering.take_changes()
         self.gathering.free_all()
 
-    def sent(self) -> list[Tensor]:
-        """What this rank's masters were sent as, by unit, where that is rounded and so not what they round to."""
-        return [unit.kept_part(unit.updated).clone() for unit in self._rounded()]
-
-    def _rounded(self) -> list[UnitState]:
-        found = [unit for unit in self.units if unit.sends_differences]
-        for unit in found:
-            unit.complete()
-        return found
-
-    def publish(self, *, frozen: bool = False, sent: Sequence[Tensor] = ()) -> None:
-        """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective.
-
-        `sent` is what `sent()` gave where the masters are those of then.
-        """
+    def publish(self, *, frozen: bool = False) -> None:
+        """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective."""
         write_back(self.units)
-        for unit, values in zip(self._rounded() if sent else (), sent, strict=True):
-            unit.kept_part(unit.updated).copy_(values)
         if frozen:
             for unit in self.units:
                 if not unit.unit.trainable:

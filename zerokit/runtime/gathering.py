@@ -50,11 +50,11 @@ class Gathering:
         self.changes = Changes(units, collectives)
         self._heap = Heap(collectives.device, settles=not self._placement.cuts_parameters)
 
-    def gather_updated(self, *, written: bool = True) -> None:
-        """Start gathering updated parameters, `written` back or not; inside `gathered()`, gather all of them."""
+    def gather_updated(self) -> None:
+        """Start gathering updated parameters; inside `gathered()`, gather all of them."""
         for index in dict.fromkeys(self.order.forward) if self._placement.update else ():
             if self.units[index].unit.trainable:
-                self.units[index].gather_update(written=written)
+                self.units[index].gather_from_owners(self._placement.update)
         if self.is_open and self._present:
             for index in sorted(self._present):
                 self.units[index].gather()

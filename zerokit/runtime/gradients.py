@@ -24,13 +24,13 @@ from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Layout, pooled_units
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.changes import checksums, differing, exchange
-from zerokit.runtime.collectives import Collectives, Wire, Work
+from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.guard import drop_gradients, hooked
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.torch_internals import take_gradient
 from zerokit.runtime.unit import UnitState
+from zerokit.runtime.wires import Draws, make_wire
 
 MOST_IN_FLIGHT = 3
 """Reductions at a time on hosts, where no pool limits them: each has memory for what arrives."""
@@ -45,8 +45,12 @@ class Gradients:
         self._collectives, self._placement = collectives, units[0].placement
         dtype, count = precision.reduce, self._placement.pooled_buckets
         self.pool = BucketPool(pooled_units(layout), count, dtype, collectives.device)
-        wire = Wire(precision.wire) if isinstance(precision.wire, torch.dtype) else None
-        self.units = {u.index: UnitGradients(u, dtype, wire, self.pool) for u in units if u.unit.trainable}
+        self.draws = Draws(collectives.rank)  # by which an int8 or int4 wire rounds
+        self.units = {
+            u.index: UnitGradients(u, dtype, make_wire(precision, self.draws, u.index), self.pool)
+            for u in units
+            if u.unit.trainable
+        }
         mean = 1.0 / collectives.world
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
@@ -298,15 +302,6 @@ class Gradients:
     def holds(self, index: int, position: int) -> bool:
         """Whether this rank knows of a gradient of this parameter."""
         return self.received and index in self.units and (index, position) not in self._cleared
-
-    def roundings(self) -> list[tuple[UnitState, Rounding]]:
-        return [(unit.state, unit.rounding) for unit in self.units.values() if unit.rounding is not None]
-
-    def scale_residuals(self, factor: float) -> None:
-        """Rescale gradients after a change of the loss scale."""
-        for _, rounding in self.roundings():
-            if factor != 1.0 and rounding.residual is not None:
-                rounding.residual.mul_(factor)
 
     def shards(self) -> list[Tensor]:
         """This rank's piece of every unit's gradient, in line order."""

@@ -90,10 +90,6 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
                 add("gradients", own.memory, unit.payload_within(own.kept))
             if own.cut and own.bucket is not None:
                 add("buckets", own.bucket.memory)
-            if own.rounding is not None and own.rounding.residual is not None:
-                add("residual", own.rounding.residual, unit.payload_within(own.rounding.sent))
-        if state.last_sent is not None:
-            add("residual", state.last_sent, unit.payload_within(state.updated))
         for master in state.masters:
             payload = unit.payload_within(master.interval)
             add("optimizer", master.tensor, payload)
@@ -117,6 +113,4 @@ def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bo
         states=states.element_bytes + (precision.master.itemsize if averaged else 0),
         scalars=states.scalar_bytes,
         wire=precision.wire.itemsize if isinstance(precision.wire, torch.dtype) else precision.blocks,
-        updates=precision.blocks if precision.wire_updates else None,
-        residual=torch.float32.itemsize if precision.blocks is not None and precision.feedback else 0,
     )

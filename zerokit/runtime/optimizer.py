@@ -30,7 +30,6 @@ from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
 from zerokit.runtime.step import INTERRUPTED, all_finite, clip_coefficient, global_norm, update_masters
-from zerokit.runtime.unit import write_back
 from zerokit.runtime.whole import install_model_methods
 
 
@@ -223,10 +222,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
         overflow = not self._control.agree(None if self.scaler is None else self._finite)
         if self.scaler is not None:
-            scale = self._gradients.loss_scale
             self.scaler.update(overflow)
-            # What gradients that are left out were rounded by would be noise in the next ones.
-            self._gradients.scale_residuals(0.0 if overflow else self.scaler.value / scale)
         if not overflow:
             self._unscale()
             self._gathering.take_changes()
@@ -241,7 +237,7 @@ class ZeroOptimizer(ForwardingOptimizer):
                 update_masters(self.runtime.units, self._gradients, self._inner)
         self._last_traffic = self._collectives.take_traffic()
         if not overflow:
-            self._gathering.gather_updated(written=False)
+            self._gathering.gather_updated()
         if self.local_steps is not None:
             try:
                 self.local_steps.after_step()  # also where the step was skipped: islands must count alike
@@ -252,19 +248,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         for hook in () if overflow else self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         return loss
-
-    def settle(self, epoch: object) -> None:
-        """Move to the state of a run that resumes from here: sums of residuals at their owners, exact parameters.
-
-        On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
-        """
-        with self._collectives.counting(TrafficReport()):  # that traffic belongs to no step
-            for _, rounding in self._gradients.roundings():
-                rounding.settle(epoch)
-        if any(unit.sends_differences for unit in self.runtime.units):
-            self._gathering.make_current()
-            write_back(self.runtime.units)
-            self._gathering.gather_updated()
 
     def _unscale(self) -> None:
         if self.scaler is not None and not self._unscaled:

@@ -156,7 +156,7 @@ INTERRUPTED = (
 
 
 def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Optimizer) -> None:
-    """Run `inner` over all masters with the reduced gradients, and write back what does not travel as differences."""
+    """Run `inner` over all masters with the reduced gradients, and write them back."""
     trainable = [unit for unit in units if unit.unit.trainable]
     for unit in trainable:
         own = gradients.units[unit.index]
@@ -177,7 +177,7 @@ def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Opti
     if isinstance(inner, SGD):
         _level_momentum(inner)
     inner.step()
-    write_back(units, exact=False)
+    write_back(units)
     for unit in trainable:
         for master in unit.masters:
             master.tensor.grad = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import set_versions, unit_memory
 from zerokit.runtime.torch_internals import become, change_class, point_at
-
-if TYPE_CHECKING:
-    from zerokit.runtime.rounding import Rounding
 
 
 class State(Enum):
@@ -66,11 +63,6 @@ class UnitState(OwnedUnit):
         """Positions of trainable parameters that require no gradient any more: they are not updated."""
         self.in_flight: Work | None = None
         """The gather of the unit, or of what other ranks have updated."""
-        self.rounding: Rounding | None = None
-        """How the unit travels on an int8 or int4 wire, if it does."""
-        self.last_sent: Tensor | None = None
-        """[updated] This rank's parameters after the last update, once the user has changed some: on a wire that rounds
-        updates they are not what masters round to."""
         self._memory = unit_memory(
             unit.numel, self.kept, dtype, self.device, comes_and_goes=self.comes_and_goes
         )
@@ -168,12 +160,7 @@ class UnitState(OwnedUnit):
                 kept = self.kept_part(master.interval)
                 values = master.tensor.detach()
                 changed = values.to(self.dtype) != kept
-                if self.last_sent is not None:
-                    start = master.interval.start - self.updated.start
-                    changed &= self.last_sent[start : start + kept.numel()] != kept
                 values.copy_(torch.where(changed, kept.to(values.dtype), values))
-        if self.sends_differences:
-            self.last_sent = self.kept_part(self.updated).clone()
         self.note_versions()
 
     def take_exact(self, position: int, values: Tensor) -> None:
@@ -267,19 +254,6 @@ class UnitState(OwnedUnit):
         if self.state is State.FREED:
             self.state = State.GATHERING
 
-    @property
-    def sends_differences(self) -> bool:
-        """Whether updates travel as rounded differences between masters and what every rank has."""
-        return self.rounding is not None and self.rounding.updates
-
-    def gather_update(self, *, written: bool) -> None:
-        """Start gathering updates from the other owners of this rank's parameters, or differences not yet `written`."""
-        if self.rounding is not None and self.rounding.updates and not written:
-            self.complete()
-            self.in_flight = self.rounding.send_update(self.shard)
-        else:
-            self.gather_from_owners(self.placement.update)
-
     def gather_from_owners(self, axes: Sequence[Axis] | None = None) -> None:
         """Start gathering this rank's kept memory over `axes`, by default from all ranks that keep the same."""
         self.complete()
@@ -305,8 +279,6 @@ class UnitState(OwnedUnit):
             with profiled("wait for the gather of", self.unit):
                 self.in_flight.wait()
             self.in_flight = None  # after the wait: an exception there leaves it to be waited for
-            if self.last_sent is not None:
-                self.last_sent.copy_(self.kept_part(self.updated))
 
     def _show(self, data: Sequence[Tensor]) -> None:
         """Point the parameters at these tensors, if there are any."""
@@ -406,14 +378,11 @@ def unit_views(unit: Unit, flat: Tensor) -> list[Tensor]:
     return [flat[s.offset : s.offset + s.parameter.numel].view(s.parameter.shape) for s in unit.slices]
 
 
-def write_back(units: Sequence[UnitState], *, exact: bool = True) -> None:
-    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end.
-
-    Unless it is to be `exact`, differences are left to the next gather of updates, which brings all ranks the same.
-    """
+def write_back(units: Sequence[UnitState]) -> None:
+    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end."""
     kept, masters = [], []
     for unit in units:
-        for master in unit.masters if unit.separate and (exact or not unit.sends_differences) else ():
+        for master in unit.masters if unit.separate else ():
             kept.append(unit.kept_part(master.interval))
             masters.append(master.tensor.detach())
     if kept:

@@ -67,7 +67,6 @@ class Wire:
     """
 
     every_hop = True  # whether sums over the inner axis travel so too, on a mesh of two
-    changes: Sequence[Tensor] = ()  # what `pack` writes to besides
     block = 1
     """Terms are packed in blocks of so many elements, the last of a piece may be shorter."""
 
@@ -251,17 +250,16 @@ class Collectives:
         *,
         axes: Sequence[Axis] = BOTH,
         own: Tensor | None = None,
-        wire: Wire | None = None,
     ) -> Exchange:
         """What gathers the other ranks' pieces over `axes` into `memory`, the whole unit or this rank's inner piece.
 
-        This rank's piece is `own`, or there already. On a `wire` memory holds packed pieces.
+        This rank's piece is `own`, or there already.
         """
         hops: list[Hop] = []
         counts: list[Count] = []
         for axis in (axis for axis in self.mesh.axes if axis in axes):
             region = self._region(memory, axis, unit)
-            counts.append(self._count(Kind.ALL_GATHER, axis, region, unit, wire or Wire(memory.dtype)))
+            counts.append(self._count(Kind.ALL_GATHER, axis, region, unit, Wire(memory.dtype)))
             if region.numel():
                 hops.append(self.routes[axis].gather(region, unit.index, own if not hops else None))
         return Exchange(self, Kind.ALL_GATHER, unit, hops, counts)

@@ -149,7 +149,7 @@ class NcclRoute(Route):
             if add:
                 out.add_(result)
 
-        operation = Operation(Kind.REDUCE_SCATTER.of(unit), reduce, [bucket], [out, bucket, *wire.changes])
+        operation = Operation(Kind.REDUCE_SCATTER.of(unit), reduce, [bucket], [out, bucket])
         return partial(self._reductions.launch, operation)
 
 
