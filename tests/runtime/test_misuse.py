@@ -335,7 +335,7 @@ def _one_rank_is_refused() -> None:
 
 
 def test_a_constructor_that_fails_on_one_rank_ends_the_others_within_the_time_out() -> None:
-    first, second, third = run_ranks_expecting_errors(3, _one_rank_is_refused, timeout=3.0)
+    first, second, third = run_ranks_expecting_errors(3, _one_rank_is_refused, timeout=20.0)
     assert second.raised("UsageError")
     for outcome in (first, third):
         assert outcome.raised("ZerokitError"), outcome.describe()
