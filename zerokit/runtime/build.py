@@ -34,6 +34,7 @@ from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.walk import ModelWalk
+from zerokit.runtime.weights import WholeWeights
 
 
 class Runtime:
@@ -130,6 +131,7 @@ class Runtime:
                 state.rounding = Rounding(state, precision)
         self.gradients = gradients = Gradients(units, collectives, precision, layout)
         self.gathering = gathering = Gathering(units, gradients, collectives, prefetch)
+        self.weights = WholeWeights(model, gathering, collectives, precision.master)
         keep_statistics(model, precision.compute)
         self.walk = walk = ModelWalk(model, parts, gathering, precision)
         for number, entry in enumerate(groups):

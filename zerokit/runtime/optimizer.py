@@ -117,7 +117,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._unscaled = False
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
         clear: Any = weakref.WeakMethod(self.zero_grad)
-        install_model_methods(self.runtime.model, self._gathering, clear)
+        install_model_methods(self.runtime.model, self._gathering, self.runtime.weights, clear)
         self._collectives.traffic = TrafficReport()
 
     # ---- the training loop

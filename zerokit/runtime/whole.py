@@ -8,27 +8,29 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.utils._pytree import tree_map
 
 from zerokit.errors import UsageError
 from zerokit.runtime.gathering import Gathering
-from zerokit.runtime.guard import TICKET, refuse_moving
+from zerokit.runtime.guard import refuse_moving
 from zerokit.runtime.unit import UnitState
+from zerokit.runtime.weights import WholeWeights, standing_in
 
 
 def install_model_methods(
-    model: nn.Module, gathering: Gathering, clear: weakref.WeakMethod[Callable[[], None]]
+    model: nn.Module,
+    gathering: Gathering,
+    weights: WholeWeights,
+    clear: weakref.WeakMethod[Callable[[], None]],
 ) -> None:
     """Make the model's methods behave as without zerokit, or raise an error with advice.
 
-    `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters; all ranks must call them.
-    At stage 3 `state_dict` copies unit by unit, because gathered memory is freed again.
+    `state_dict()` gives whole, current tensors, which are the masters where these are wider than the parameters, and
+    `load_state_dict()` reaches the masters; all ranks must call them.
     """
-    _install_state_dict(model, gathering)
+    _install_state_dict(model, gathering, weights)
     plain_zero_grad, plain_apply = _method(model, "zero_grad"), _method(model, "_apply")
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -65,21 +67,15 @@ def _method(model: nn.Module, name: str) -> Callable[..., Any]:
     return call
 
 
-def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
+def _install_state_dict(model: nn.Module, gathering: Gathering, weights: WholeWeights) -> None:
     plain_state_dict, plain_load = _method(model, "state_dict"), _method(model, "load_state_dict")
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
-        if gathering.is_open:
-            return plain_state_dict(*args, **kwargs)
+        # `keep_vars=True` asks for the parameters themselves.
+        themselves = kwargs.get("keep_vars", len(args) > 2 and args[2])
         # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
-        with gathering.opened():
-            state = plain_state_dict(*args, **kwargs)
-            gathering.take_changes()
-            for unit in gathering.units:
-                if unit.comes_and_goes:
-                    _keep_copies(state, unit)
-                    unit.free()
-        return state
+        with gathering.opened() if themselves else weights.shown():
+            return plain_state_dict(*args, **kwargs)
 
     plain_save_pretrained, reference = _method(model, "save_pretrained"), weakref.ref(model)
 
@@ -88,7 +84,7 @@ def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
         # One rank saves what all have gathered, as trainers do.
         whole, self = kwargs.get("state_dict"), reference()
         assert self is not None
-        with gathering.opened() if whole is None else _parts_taken_from(whole, self):
+        with weights.shown(as_built=True) if whole is None else _parts_taken_from(whole, self):
             return plain_save_pretrained(*args, **kwargs)
 
     def before_load(
@@ -121,7 +117,12 @@ def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
 
 @contextlib.contextmanager
 def _parts_taken_from(whole: Mapping[str, Any], model: nn.Module) -> Iterator[None]:
-    """A context in which `state_dict()` of the model's parts, which one rank alone may call, is of the `whole`."""
+    """A context in which `state_dict()` of the model's parts, which one rank alone may call, is of the `whole`.
+
+    Its tensors stand in the model, whose dtype goes into the configuration that is saved beside them.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    given = {parameter: whole[name] for name, parameter in named if isinstance(whole.get(name), Tensor)}
     parts = [
         (f"{path}.", vars(part))
         for path, part in model.named_modules()
@@ -136,33 +137,11 @@ def _parts_taken_from(whole: Mapping[str, Any], model: nn.Module) -> Iterator[No
     for path, members in parts:
         members["state_dict"] = functools.partial(state_dict, path)
     try:
-        yield
+        with standing_in(model, given):
+            yield
     finally:
         for _, members in parts:
             del members["state_dict"]
-
-
-def _keep_copies(state: dict[str, Any], unit: UnitState) -> None:
-    """Replace what lies in the memory of `unit`, which is about to be freed, by copies."""
-    memory = unit.whole.untyped_storage()
-    start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
-    copies: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay tied
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, numpy.ndarray):
-            return value.copy() if start <= value.ctypes.data < stop else value
-        # A parameter itself (`keep_vars=True`) is guarded again.
-        if not isinstance(value, Tensor) or TICKET in value.__dict__:
-            return value
-        if value.untyped_storage().data_ptr() != start:
-            return value
-        view = value.storage_offset(), value.shape, value.stride(), value.dtype
-        if view not in copies:
-            copies[view] = value.detach().clone()
-        return copies[view]
-
-    state.update({key: tree_map(copied, value) for key, value in state.items()})
-    unit.note_versions()  # it held what had been handed out
 
 
 def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> None:
