@@ -99,16 +99,15 @@ class WholeWeights:
         """The whole `unit`: its masters, or else its parameters."""
         if not (unit.separate or unit.comes_and_goes):
             return unit.whole
-        axes, own = unit.placement.use, unit.shard
-        whole = torch.zeros(
-            unit.unit.numel, dtype=self._master if unit.separate else unit.dtype, device=unit.device
-        )
-        if unit.separate:
-            for master in unit.masters:
-                whole[master.interval.start : master.interval.stop] = master.tensor.detach()
-            axes = [axis for axis in self._collectives.mesh.axes if axis in (*axes, *unit.placement.update)]
-            own = None
-        self._collectives.all_gather(unit.unit, whole, axes=axes, own=own).wait()
+        place = unit.placement
+        if not unit.separate:
+            whole = torch.empty(unit.unit.numel, dtype=unit.dtype, device=unit.device)
+            self._collectives.all_gather(unit.unit, whole, axes=place.use, own=unit.shard).wait()
+            return whole
+        whole = torch.zeros(unit.unit.numel, dtype=self._master, device=unit.device)
+        for master in unit.masters:
+            whole[master.interval.start : master.interval.stop] = master.tensor.detach()
+        self._collectives.all_gather(unit.unit, whole, axes=(*place.use, *place.update)).wait()
         return whole
 
 
