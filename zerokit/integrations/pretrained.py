@@ -54,8 +54,8 @@ def read_sharded() -> None:
             model.generation_config = GenerationConfig.from_pretrained(name)
         return made
 
-    functools.update_wrapper(from_pretrained, plain)
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    wrapped: Any = functools.wraps(plain)(from_pretrained)
+    PreTrainedModel.from_pretrained = classmethod(wrapped)
 
 
 _LOADED_BY_TRANSFORMERS = ("model*.safetensors", "pytorch_model*.bin", "adapter_config.json")
