@@ -5,7 +5,7 @@
 
 Started by torchrun. Trainer's loop, loss scaling, schedules and logs are its own; what is replaced is how the model is
 prepared, and what a checkpoint holds: `checkpoint-STEP` is a run directory of zerokit (`zerokit inspect` reads it) with
-`trainer_state.json`, the configuration and the tokenizer beside.
+`trainer_state.json`, the configuration and the tokenizer beside. `from_pretrained` reads it, see `pretrained`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ import zerokit
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
-from zerokit.integrations.accelerate import ZeroAccelerator, attend_state_dict, choose_precision
+from zerokit.integrations.accelerate import ZeroAccelerator, choose_precision
+from zerokit.integrations.pretrained import read_sharded
 from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.placement import StageArgument
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.admission import probe
+
+read_sharded()
 
 STATE_NAME = "trainer_state.json"
 
@@ -48,7 +51,9 @@ class ZeroTrainer(Trainer):
         **options: the other arguments of `Trainer`, or of the trainer it is combined with, by name: which come after
             the model differs among trainers.
 
-    In `save_model` the rank that writes holds the whole model, the others a unit of it at a time.
+    `save_model` writes the masters, each in the dtype that its parameter had in `model`: fp32 for a model in fp32, bf16
+    for one that was loaded in bf16. The rank that writes holds the whole model, the others a unit of it at a time. A
+    model that an earlier trainer has sharded is taken from it when `train` begins.
 
     Other trainers are combined by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`. At stage 3 all ranks
     call `generate` together, which goes on until the longest text of any ends.
@@ -138,19 +143,21 @@ class ZeroTrainer(Trainer):
         if self._writes_checkpoint:
             directory = Path(str(output_dir or self.args.output_dir))
             self._together().on_first(lambda: self._save_description(directory))
-            return
-        if self.zero_optimizer is not None and state_dict is None:
-            if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
-                # PEFT computes prompts anew, from the weights of their encoder.
-                with self.zero_optimizer.gathered():
-                    if self.args.should_save:
-                        super()._save(output_dir)
-                return
-            if not self.args.should_save:
-                attend_state_dict(self.zero_optimizer.runtime.model)
-                return
-            state_dict = self.accelerator.get_state_dict(self.model)
-        super()._save(output_dir, state_dict)
+            if not _saves_adapters(self.model):
+                return  # the weights are written with the optimizer's state, in pieces
+        zero = self.zero_optimizer
+        if zero is None or state_dict is not None:
+            super()._save(output_dir, state_dict)
+        elif getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+            # PEFT computes prompts anew, from the weights of their encoder.
+            with zero.gathered():
+                if self.args.should_save:
+                    super()._save(output_dir)
+        elif self.args.should_save:
+            with zero.runtime.weights.shown(as_built=True):
+                super()._save(output_dir)
+        else:
+            zero.runtime.weights.attend()
 
     def _save_description(self, directory: Path) -> None:
         """What a checkpoint has beside zerokit's files, so that a model and a tokenizer can be built from it."""
@@ -163,6 +170,7 @@ class ZeroTrainer(Trainer):
         for part in described:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(directory)
+        (directory / "LOADING.txt").write_text(_DESCRIPTION.format(name=directory.name))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self._schedule().state_dict(), "global_batch": self._global_batch()}
@@ -301,6 +309,23 @@ def _own_checkpoints(path: Path) -> str:
         "ZeroTrainer continues from its own checkpoints; weights of another Trainer's are taken by "
         f"AutoModelFor….from_pretrained({str(path)!r})"
     )
+
+
+def _saves_adapters(model: Any) -> bool:
+    """Whether `save_pretrained` writes adapters alone: PEFT's models, and transformers' own with adapters."""
+    return hasattr(model, "peft_config")
+
+
+_DESCRIPTION = """\
+{name} of a training with zerokit: ranks have written the weights and the optimizer's states in pieces, without a second
+copy of the weights. `train(resume_from_checkpoint="{name}")` continues from it on any number of ranks. For whole
+weights:
+
+    zerokit consolidate {name} -o model --like {name}
+
+Where `zerokit.integrations.transformers` is imported, `from_pretrained("{name}")` reads it as it is. Adapters are in
+adapter_model.safetensors.
+"""
 
 
 def _complete(directory: Path) -> bool:
