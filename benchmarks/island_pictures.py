@@ -62,8 +62,8 @@ def pays() -> Any:
     """
     ways = {
         "bf16 both ways": (2.0, 2.0),
-        "int8 both ways": (BLOCK_FORMATS["int8"].nbytes(2**20) / 2**20,) * 2,
-        "int4 both ways": (BLOCK_FORMATS["int4"].nbytes(2**20) / 2**20,) * 2,
+        "int8 gradients": (BLOCK_FORMATS["int8"].nbytes(2**20) / 2**20, 2.0),
+        "int4 gradients": (BLOCK_FORMATS["int4"].nbytes(2**20) / 2**20, 2.0),
     }
     points: list[dict[str, Any]] = []
     for number in range(81):

@@ -1,6 +1,6 @@
 """Loss after the same tokens on two ranks: wires that round gradients, or islands with local steps, beside exact sums.
 
-    wires      int8 and int4 gradients, with error feedback and without, from the first step on
+    wires      int8 and int4 gradients, from the first step on
     islands    local SGD, DiLoCo and Streaming DiLoCo, behind steps that synchronise each time, once for all methods of
                a seed, as in post-local SGD (arXiv:1808.07217) and DiLoCo (arXiv:2311.08105)
 
@@ -47,9 +47,7 @@ def methods(what: str, every: int) -> dict[str, dict[str, Any]]:
     known: dict[str, dict[str, dict[str, Any]]] = {
         "wires": {
             "int8": {"wire": "int8"},
-            "int8, no feedback": {"wire": "int8", "feedback": False},
             "int4": {"wire": "int4"},
-            "int4, no feedback": {"wire": "int4", "feedback": False},
         },
         "islands": {
             "local SGD (mean)": {"every": every, "outer": None},

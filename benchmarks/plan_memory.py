@@ -25,7 +25,8 @@ from zerokit.formulas import ElementBytes
 from zerokit.placement import Mesh, Placement
 from zerokit.planning.memory import StepMemory
 from zerokit.planning.replay import Step
-from zerokit.planning.subject import Subject, Traces
+from zerokit.planning.subject import Subject
+from zerokit.planning.trace import Traces
 from zerokit.training.recomputation import blocks_of
 
 BAR = 0.05

@@ -32,8 +32,6 @@ class MemoryReport:
     gathered: int = 0
     host_copy: int = 0
     """Host memory of background saves."""
-    residual: int = 0
-    """What an int8 or int4 wire has rounded away of gradients, to be added to the next."""
     transient: int = 0
     """In backward alone, and so not in `total`: the most that gradients of units above the bucket size took at once on
     their way between ranks."""
@@ -70,9 +68,15 @@ class TrafficReport:
     control_bytes: int = 0
     control_calls: int = 0
 
-    def count(self, name: str, moved: Operation) -> None:
-        """Add to the operation of this name."""
+    def count(self, name: str, moved: Operation, received_bytes: int = 0) -> None:
+        """Add to the operation of this name; so many bytes of it arrived at this rank."""
         self.by_operation[name] = self.by_operation.get(name, Operation()) + moved
+        self.received_bytes += received_bytes
+
+    def count_control(self, nbytes: int) -> None:
+        """Add a control message."""
+        self.control_calls += 1
+        self.control_bytes += nbytes
 
     @property
     def elements(self) -> int:
@@ -113,8 +117,7 @@ class ElementBytes:
 
     `master` is 0 where the parameters' own storage serves as master; `states` counts all element states of the
     optimizer together (8 for Adam in fp32), `scalars` bytes of other state for each flat parameter. `wire` is that of
-    gradients on their way to be summed, None where it is `reduce`; `updates` that of updated parameters, None where it
-    is `compute`. `residual` is what rounding gradients takes away, kept of what a rank sends over the outermost axis.
+    gradients on their way to be summed, None where it is `reduce`.
     """
 
     compute: int
@@ -123,8 +126,6 @@ class ElementBytes:
     states: int
     scalars: int = 0
     wire: int | BlockFormat | None = None
-    updates: BlockFormat | None = None
-    residual: int = 0
 
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
@@ -149,7 +150,6 @@ KIND_OF_LINE = {
     "scalars": "optimizer",
     "buffers": "buffers and buckets",
     "buckets": "buffers and buckets",
-    "residual": "buffers and buckets",
 }
 """The kind of memory that each line of a `MemoryReport` is, padding included."""
 
@@ -177,9 +177,6 @@ def list_held(layout: Layout, *, rank: int, placement: Placement, sizes: Element
         yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, sizes.compute)
         summed = placement.gradients(unit, position)
         yield Held("gradients", unit.index, unit.payload_within(summed), summed.numel, sizes.reduce)
-        if placement.mesh.world > 1:
-            sent = placement.sent_outward(unit, position)
-            yield Held("residual", unit.index, unit.payload_within(sent), sent.numel, sizes.residual)
         for _, stretch in unit.groups_within(placement.updated(unit, position)):
             payload = unit.payload_within(stretch)
             yield Held("optimizer", unit.index, payload, stretch.numel, sizes.master + sizes.states)
@@ -271,7 +268,7 @@ def predict_traffic(
         across = wire if narrows else sizes.reduce
         hop("reduce_scatter", [axis], trainable, reductions, across)
     hop("all_gather", placement.sums, trainable, reductions, sizes.reduce)
-    hop("all_gather", placement.update, trainable, 1, sizes.updates or sizes.compute)
+    hop("all_gather", placement.update, trainable, 1, sizes.compute)
     if placement.use:
         forward = list(order) if order is not None else [unit.index for unit in layout.units]
         stay = {unit.index for unit in layout.units if not unit.scopes} if kept is None else kept

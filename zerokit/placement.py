@@ -193,10 +193,6 @@ class Placement:
         start = position // self.mesh.outer * size
         return Interval(start, start + size)
 
-    def sent_outward(self, unit: Unit, position: int) -> Interval:
-        """The elements whose gradients a rank sends over the outermost axis, after the inner sums."""
-        return Interval(0, unit.numel) if self.mesh.outer == 1 else self.inner_piece(unit, position)
-
     def parameters(self, unit: Unit, position: int) -> Interval:
         """The elements of `unit` that a rank holds between steps."""
         return self._held("parameters", unit, position)

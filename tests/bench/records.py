@@ -75,7 +75,7 @@ def make_timeline() -> MemoryTimeline:
     return MemoryTimeline(parts, [0.0, 1.0, 2.0], readings)
 
 
-_LATER = ("mesh", "outer_stage", "wire_updates", "recompute", "every", "fragments", "delay", "target_loss")
+_LATER = ("mesh", "outer_stage", "recompute", "every", "fragments", "delay", "target_loss")
 """Settings that came later must not change what is drawn."""
 
 

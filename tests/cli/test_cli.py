@@ -19,7 +19,7 @@ from tests.support.checkpoints import example_content, example_layout, write_che
 from zerokit.bench.machine.host import Gpu
 from zerokit.bench.record.settings import Settings
 from zerokit.cli import COMMANDS, cli, main
-from zerokit.cli.bench import HEADING_OF
+from zerokit.cli.bench_options import HEADING_OF
 from zerokit.cli.bench_run import Request
 
 

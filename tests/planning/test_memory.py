@@ -22,7 +22,7 @@ from zerokit.formulas import MEMORY_KINDS
 from zerokit.placement import Mesh, Placement, stage_of
 from zerokit.planning.memory import StepMemory, element_sizes
 from zerokit.planning.replay import Step
-from zerokit.planning.subject import Traces
+from zerokit.planning.trace import Traces
 from zerokit.runtime import Precision, ZeroOptimizer
 
 QWEN = "tests.planning.models:qwen"

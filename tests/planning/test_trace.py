@@ -10,7 +10,7 @@ from torch import nn
 from zerokit.bench.plans.subjects import subject_named
 from zerokit.errors import UsageError
 from zerokit.planning.products import products_of
-from zerokit.planning.subject import Traces
+from zerokit.planning.trace import Traces
 from zerokit.planning.work import Product, UnitWork
 from zerokit.training.recomputation import blocks_of
 

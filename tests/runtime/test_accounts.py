@@ -26,7 +26,6 @@ PAIRS = [(outer, inner) for inner in range(4) for outer in range(inner + 1)]
 MIDDLE = 0.004
 HALF = zerokit.Precision(compute="bf16", reduce="bf16")
 WIRE = zerokit.Precision(wire="bf16")
-UPDATES: dict[str, Any] = {"compute": "bf16", "wire_updates": True}
 
 
 def _narrow(wire: Any, **options: Any) -> Run:
@@ -50,23 +49,20 @@ ACCOUNTS: dict[int, list[tuple[str, Run, Sequence[Any]]]] = {
         ("gpt", Run(micro=2, accumulate=True), STAGES),
         ("gpt", Run(micro=2), STAGES),
         ("gpt", Run(precision=WIRE, micro=2), STAGES),
-        ("gpt", replace(_narrow("int8"), micro=2), (0, 3)),
-        ("gpt", replace(_narrow("int8", **UPDATES), micro=2), (1, 2)),
+        ("gpt", replace(_narrow("int8", compute="bf16"), micro=2), STAGES),
     ],
     3: [
         ("gpt_groups", Run(precision="bf16", bucket_mb=MIDDLE), STAGES),
         ("resnet", Run(bucket_mb=MIDDLE), STAGES),
         ("unit_unused_on_rank_1", Run(), STAGES),
         ("gpt", Run(precision=WIRE), STAGES),
-        ("gpt", _narrow("int4"), (0, 3)),
-        ("gpt", _narrow("int4", **UPDATES), (1, 2)),
+        ("gpt", _narrow("int4"), STAGES),
     ],
     4: [
         ("tiny_parameters", Run(precision="bf16"), STAGES),
         ("gpt", Run(mesh=(2, 2)), PAIRS),
         ("gpt", Run(mesh=(2, 2), precision=WIRE), [(1, 3)]),
-        ("gpt", replace(_narrow("int8"), mesh=(2, 2)), [(0, 3), (2, 2), (1, 3)]),
-        ("gpt", replace(_narrow("int4", **UPDATES), mesh=(2, 2)), [(2, 3)]),
+        ("gpt", replace(_narrow("int8"), mesh=(2, 2)), [(0, 3), (2, 2), (1, 3), (2, 3)]),
     ],
 }
 """By the number of ranks: models, how they are trained, and at which stages."""

@@ -112,10 +112,6 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": "fp8"}, ("fp8", "bf16")),
     ({"precision": 16}, ("16",)),
     ({"precision": None}, ("None",)),
-    (
-        {"stage": 3, "precision": zerokit.Precision("bf16", wire="int8", wire_updates=True)},
-        ("choose stage 1 or 2",),
-    ),
     ({"bucket_mb": -1.0}, ("bucket_mb", "-1")),
     ({"bucket_mb": float("inf")}, ("bucket_mb", "inf")),
     ({"units": nn.Conv2d}, ("Conv2d", "units")),

@@ -94,15 +94,15 @@ def _forget_to_wait_for_shown_gradients(patch: pytest.MonkeyPatch) -> None:
         def wait(self) -> None:
             pass
 
-    show, gather = UnitGradients.show, NcclCollectives.all_gather
+    show, start = UnitGradients.show, NcclCollectives.start
 
-    def all_gather(*arguments: Any, **options: Any) -> Work:
-        gather(*arguments, **options)
+    def start_only(*arguments: Any) -> Work:
+        start(*arguments)
         return Nothing()
 
     def show_at_once(self: UnitGradients) -> Tensor:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(NcclCollectives, "all_gather", all_gather)
+            inner.setattr(NcclCollectives, "start", start_only)
             return show(self)
 
     patch.setattr(UnitGradients, "show", show_at_once)

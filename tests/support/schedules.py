@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerokit
 from zerokit.placement import stage_of
-from zerokit.runtime.collectives.base import Collectives
+from zerokit.runtime.collectives.base import Collectives, Kind
 
 WIDTH = 8
 PADDED_BYTES = 4 * 128
@@ -142,18 +142,14 @@ class Training:
 @contextmanager
 def recorded() -> Iterator[None]:
     """Inside, `Training`s note the collectives of their units."""
-    gather, reduce = Collectives.all_gather, Collectives.reduce_scatter
+    start = Collectives.start
 
-    def noted(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def note(collectives: Collectives, unit: Any, *args: Any, **options: Any) -> Any:
-            if CURRENT:
-                CURRENT[-1].note_collective(kind, unit.index)
-            return call(collectives, unit, *args, **options)
-
-        return note
+    def note(collectives: Collectives, kind: Kind, unit: int, *rest: Any) -> Any:
+        if CURRENT:
+            CURRENT[-1].note_collective("gr"[kind], unit)
+        return start(collectives, kind, unit, *rest)
 
     with fake_rank(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Collectives, "all_gather", noted("g", gather))
-        patch.setattr(Collectives, "reduce_scatter", noted("r", reduce))
+        patch.setattr(Collectives, "start", note)
         yield
     CURRENT.clear()

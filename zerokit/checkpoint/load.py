@@ -31,7 +31,6 @@ from zerokit.checkpoint.together import Together, finish_saving
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.states import take_residuals
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
@@ -150,7 +149,7 @@ def _load(
         checkpoint.require_right(together.exchange(pieces))
     if not weights_only:
         together.each(lambda: _apply(checkpoint, optimizer, match, extra))
-        take_residuals(runtime, extra["step"])
+        runtime.gradients.draws.begin(extra["step"])
     together.each(lambda: _apply_buffers(checkpoint, runtime, match, strict=strict))
     runtime.publish(frozen=True)
     if local is not None:
@@ -267,8 +266,7 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
         shared.apply(runtime, unit, master)
     saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
-        optimizer.scaler.value = float.fromhex(saved_scale["value"])
-        optimizer.scaler.good_steps = int(saved_scale["good_steps"])
+        optimizer.scaler.restore(float.fromhex(saved_scale["value"]), int(saved_scale["good_steps"]))
 
 
 def _apply_buffers(checkpoint: Source, runtime: Runtime, match: Match, *, strict: bool) -> None:

@@ -21,12 +21,13 @@ from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.admission import probe
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.masters import MasterSlice
-from zerokit.runtime.rounding import RESIDUAL
 from zerokit.runtime.states import EMA
 from zerokit.runtime.unit import UnitState
 
-NOT_THE_OPTIMIZERS = frozenset({EMA, RESIDUAL})
+NOT_THE_OPTIMIZERS = frozenset({EMA})
 """States of a master that zerokit keeps itself."""
+RESIDUAL = "wire_residual"
+"""A stream of earlier versions: what an int8 or int4 wire had rounded away of gradients, to be added to later ones."""
 KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How an optimizer computes is the running program's business, not the checkpoint's."""
 _NAMED = 5
@@ -169,7 +170,7 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
 
 
 def _compare_own(manifest: Manifest, optimizer: ZeroOptimizer, match: Match) -> Iterator[str]:
-    """States that zerokit keeps itself. Outer states that are not there begin anew, residuals with zeros."""
+    """States that zerokit keeps itself. Outer states that are not there begin anew."""
     saved, runtime = {stream.kind for stream in manifest.streams}, optimizer.runtime
     if optimizer.local_steps is not None:
         there, match.outer = set(match.outer), optimizer.local_steps.accepted(match.outer)
@@ -186,11 +187,10 @@ def _compare_own(manifest: Manifest, optimizer: ZeroOptimizer, match: Match) -> 
         elif optimizer.ema is None and EMA in saved:
             match.unwanted.add(EMA)
             yield "it has an average of the weights: make zerokit.Ema(optimizer, decay) before load()"
-    if RESIDUAL in saved and (runtime.precision.blocks is None or not runtime.precision.feedback):
+    if RESIDUAL in saved:
         match.unwanted.add(RESIDUAL)
-        yield (
-            "it has what an int8 or int4 wire has rounded away of gradients, to be added to the next ones: build "
-            "ZeroOptimizer with Precision(wire='int8')"
+        match.notes.append(
+            f"its stream {RESIDUAL} is left out: an int8 or int4 wire keeps nothing of what it rounds away any more"
         )
 
 

@@ -122,7 +122,7 @@ def save(
     together = together if blocking else Together(runtime.collectives, background=True)
     retention = Retention(keep_last, keep_every, keep)
     if not weights_only:
-        optimizer.settle(step)
+        runtime.gradients.draws.begin(step)  # as in a run that resumes from here
     local = optimizer.local_steps
     islands = optimizer.islands
     if islands is not None and local is None:

@@ -28,7 +28,6 @@ from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.model import plain_name
-from zerokit.runtime.states import residuals_shown
 
 Slices = dict[tuple[str, str], Tensor]
 """By stream and parameter's name, flat."""
@@ -103,10 +102,9 @@ def take(
     rank = runtime.collectives.position
     if optimizer.refusal:
         raise CheckpointError(f"this state cannot be saved: {optimizer.refusal}")
-    with residuals_shown(runtime):
-        held = list(own_slices(runtime, rank, weights_only=arguments.weights_only))
-        held += outer_slices(runtime.layout, rank, outer)
-        description = describe(runtime, held, weights_only=arguments.weights_only)
+    held = list(own_slices(runtime, rank, weights_only=arguments.weights_only))
+    held += outer_slices(runtime.layout, rank, outer)
+    description = describe(runtime, held, weights_only=arguments.weights_only)
     rest, options = Rest(), {}
     if rank == 0:
         _warn_of_extra_state(runtime.model)

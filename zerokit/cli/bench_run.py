@@ -46,7 +46,7 @@ from zerokit.bench.run.sweep import (
 )
 from zerokit.bench.tracking.push import Found, Tracker, find_records
 from zerokit.bench.tracking.store import Tracking, resolve_uri
-from zerokit.cli.bench import RESULTS
+from zerokit.cli.bench_options import RESULTS
 from zerokit.cli.display import Display, write_report
 from zerokit.cli.launcher_options import take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_given

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from zerokit.cli.bench import setting_option
+from zerokit.cli.bench_options import setting_option
 from zerokit.cli.details import NARROWEST, annotate
 from zerokit.cli.launcher_options import launcher_options, take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, join

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from zerokit.bench.catalogue.workloads import WORKLOADS
-from zerokit.cli.bench import setting_option
+from zerokit.cli.bench_options import setting_option
 from zerokit.cli.work import PATH, Name, json_option, print_json
 from zerokit.planning.hardware import DEVICES
 

@@ -179,14 +179,13 @@ def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpe
 
     def gather(memory: UnitMemory) -> None:
         memory.grow()
-        collectives.all_gather(unit, memory.whole, axes=[Axis.INNER]).wait()
+        collectives.gather(unit, memory.whole, axes=[Axis.INNER]).start().wait()
         collectives.wait_for_readers()
         memory.shrink()
 
     def reduce() -> None:
-        collectives.reduce_scatter(
-            unit, bucket, bucket[own.start : own.stop], axes=[Axis.INNER], add=False
-        ).wait()
+        out = bucket[own.start : own.stop]
+        collectives.reduction(unit, bucket, out, axes=[Axis.INNER], add=False).start().wait()
 
     def seconds(call: Callable[[], object]) -> float:
         times = []

@@ -11,9 +11,10 @@ from zerokit.planning.cells import GIB, Cell, Plan, PlannedCell, Question
 from zerokit.planning.memory import StepMemory, element_sizes
 from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Step
-from zerokit.planning.subject import Subject, Traces
+from zerokit.planning.subject import Subject
 from zerokit.planning.timeline import Plan as Timed
 from zerokit.planning.timeline import step_time
+from zerokit.planning.trace import Traces
 from zerokit.runtime.precision import Precision
 
 

@@ -17,7 +17,7 @@ from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
 from zerokit.layout import Layout, Unit, pooled_units
 from zerokit.placement import Placement
 from zerokit.planning.recording import Event, ModelTrace, Moment
-from zerokit.runtime.buckets import SMALL_BYTES
+from zerokit.runtime.buckets import Phase
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import MOST_IN_FLIGHT
 from zerokit.runtime.schedule import ForwardPass
@@ -100,6 +100,23 @@ class _StandIn:
         if self.state is State.GATHERING:
             self.state = State.READY
 
+    def enter(self) -> None:
+        self.active += 1
+
+    def leave(self) -> bool:
+        self.active -= 1
+        return not self.active
+
+    def rest(self) -> None:
+        self.active = 0
+
+    def hold(self) -> None:
+        self.state = State.HELD
+
+    def begin_pass(self) -> None:
+        if self.state is State.READY:
+            self.state = State.GATHERING
+
     def free(self) -> None:
         if self.state is not State.FREED:
             self.state = State.FREED
@@ -128,7 +145,6 @@ class _Gradients:
     """Bytes of a bucket of its own, where that is not held all the time."""
     crossing_bytes: int
     """Bytes of copies while it is reduced."""
-    batches: bool
     lone: bool
     pooled: bool
     totals: _Totals
@@ -142,6 +158,10 @@ class _Gradients:
     @property
     def complete(self) -> bool:
         return self.arrived == len(self.unit.parameters)
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.REDUCING if self.reduced else Phase.COMPLETE if self.complete else Phase.OPEN
 
     def wait(self, size: int) -> None:
         """Add bytes that wait to be copied into the bucket; a negative number was copied."""
@@ -192,7 +212,6 @@ class Replay:
                 unit,
                 unit.numel * sizes.reduce if self._cut or self.is_lone(unit) else 0,
                 _crossing_bytes(unit.numel, sizes, step.arriving),
-                batches=step.on_cuda or unit.numel * sizes.reduce <= SMALL_BYTES,
                 lone=self.is_lone(unit),
                 pooled=unit.numel <= self._pool_numel,
                 totals=self._totals,
@@ -246,7 +265,7 @@ class Replay:
                 if not all(unit.active for unit in units):
                     self._enter(units)
                 for unit in units:
-                    unit.active += 1
+                    unit.enter()
             case Moment.LEAVE:
                 for unit in units:
                     if gathering.leave(unit) and not event.watched:
@@ -258,7 +277,7 @@ class Replay:
                     gathering.order.record_forward(current, self._trace.kept_lazily)
             case Moment.BACKWARD:
                 self._begin_backward()
-                current.consumed = True
+                current.consume(True)
                 gathering.enter_backward(units, current)
             case Moment.RECOMPUTE:
                 self._begin_backward()
@@ -291,25 +310,21 @@ class Replay:
             self._gathering.begin_backward(accumulates=True)
 
     def _accept(self, one: _Gradients, size: int) -> None:
-        if self.accumulating and self._cut:
-            one.take_own(True)
         one.arrived += 1
         one.wait(size)
-        if one.batches:
-            if self.accumulating and one.complete:
-                self._fill(one)
-        elif one.lone and not self.accumulating and not one.own:
-            one.take_own(True)
-            one.wait(-one.waiting)
-            self._read(momentary=True)  # beside all reductions in flight: its own waits for one of them
-        else:
+        if one.complete and self.accumulating:
             self._fill(one)
-        if one.complete and not self.accumulating:
+        elif one.complete:
             self._gathering.reductions.note_complete(one.unit.index)
 
     def _fill(self, one: _Gradients) -> None:
         """Copy what waits into the unit's bucket."""
         if not one.waiting:
+            return
+        if one.lone and not self.accumulating and not one.own:
+            one.take_own(True)
+            one.wait(-one.waiting)
+            self._read(momentary=True)  # beside all reductions in flight: its own waits for one of them
             return
         self._prepare(one)
         # Added to what is there, in its dtype.
@@ -322,6 +337,8 @@ class Replay:
         one.filled = one.filled or one.complete
 
     def _prepare(self, one: _Gradients) -> None:
+        if self.accumulating and self._cut:
+            one.take_own(True)
         if one.own or one.lent or not self._cut:
             one.take_own(one.own or one.lone)
             return

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import TYPE_CHECKING
-
-from zerokit.planning.recording import ModelTrace
-from zerokit.planning.trace import trace_model
-from zerokit.runtime.precision import Precision
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,30 +35,3 @@ class Subject:
     flops_convention: str = "products of forward and backward, masked halves of attention left out"
     bench_options: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
-
-
-class Traces:
-    """Traces of a subject: a general recording serves micro-batches of all sizes, unless exact ones are asked for.
-
-    Args:
-        subject: the model.
-        on_cuda: whether operations save what they save on CUDA.
-        bucket_mb: as the runtime's.
-        exactly: whether each size of a micro-batch is run by itself, for models that treat some sizes differently.
-    """
-
-    def __init__(
-        self, subject: Subject, *, on_cuda: bool, bucket_mb: float | None = None, exactly: bool = False
-    ) -> None:
-        record = cache(partial(trace_model, subject, on_cuda=on_cuda, bucket_mb=bucket_mb))
-
-        @cache
-        def trace(samples: int, precision: str, recompute: bool) -> ModelTrace:
-            recorded = samples if exactly else None
-            return record(recorded, Precision.of(precision), recompute=recompute).at(samples)
-
-        self._trace = trace
-
-    def get(self, samples: int, precision: str, *, recompute: bool) -> ModelTrace:
-        """The trace of a micro-batch. Raises `UsageError` for a model that cannot be traced."""
-        return self._trace(samples, precision, recompute)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -22,15 +22,13 @@ from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes
 from zerokit.planning.as_on_cuda import as_on_cuda
 from zerokit.planning.recording import SAMPLES, ModelTrace, Moment, Recorder, Recording, uses_of
+from zerokit.planning.subject import Subject
 from zerokit.planning.work import ModelWork
 from zerokit.runtime.build import require_trainable_dtypes
 from zerokit.runtime.hooks import in_backward, origin, tensors_in
 from zerokit.runtime.model import Anatomy, announcers, take_apart
 from zerokit.runtime.precision import FLOATING, Precision, cast_inputs, keep_statistics, modules_that_cast
 from zerokit.training.recomputation import blocks_of, recompute_blocks
-
-if TYPE_CHECKING:
-    from zerokit.planning.subject import Subject
 
 
 def trace_model(
@@ -110,6 +108,33 @@ def trace_model(
         )
         uses = uses_of(recorder)
         return Recording(samples is None, trace, levels[:, 1:], uses, subject.units_per_sample)
+
+
+class Traces:
+    """Traces of a subject: a general recording serves micro-batches of all sizes, unless exact ones are asked for.
+
+    Args:
+        subject: the model.
+        on_cuda: whether operations save what they save on CUDA.
+        bucket_mb: as the runtime's.
+        exactly: whether each size of a micro-batch is run by itself, for models that treat some sizes differently.
+    """
+
+    def __init__(
+        self, subject: Subject, *, on_cuda: bool, bucket_mb: float | None = None, exactly: bool = False
+    ) -> None:
+        record = cache(partial(trace_model, subject, on_cuda=on_cuda, bucket_mb=bucket_mb))
+
+        @cache
+        def trace(samples: int, precision: str, recompute: bool) -> ModelTrace:
+            recorded = samples if exactly else None
+            return record(recorded, Precision.of(precision), recompute=recompute).at(samples)
+
+        self._trace = trace
+
+    def get(self, samples: int, precision: str, *, recompute: bool) -> ModelTrace:
+        """The trace of a micro-batch. Raises `UsageError` for a model that cannot be traced."""
+        return self._trace(samples, precision, recompute)
 
 
 UNBUILT = (

@@ -9,7 +9,8 @@ Words
     master      what the optimizer updates, in its precision: a stretch of a shard, one for each group; the
                 shard itself where compute has the same precision
     bucket      memory in which a unit's gradients are collected before they are summed over ranks
-    wire        the dtype in which gradients cross between ranks, where that is not the one they are summed in
+    wire        the form in which gradients cross between ranks, where that is not the dtype they are summed in; `wires`
+                has those of small integers
     guarded     a parameter while the model does not run: zerokit intercepts every access to it
 
 docs/architecture.md tells a step at stage 3, and the order in which to read the modules: each imports only those

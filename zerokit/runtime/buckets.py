@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor, nn
 
-from zerokit.layout import Interval
-from zerokit.runtime.collectives import Wire, Work
-from zerokit.runtime.guard import hooked, show_gradient, shown_gradient
+from zerokit.layout import Interval, Unit
+from zerokit.runtime.collectives import Exchange, Wire, Work
+from zerokit.runtime.guard import drop_gradients, hooked, show_gradient, shown_gradient
 from zerokit.runtime.hooks import excluded_from_graphs
+from zerokit.runtime.torch_internals import take_gradient
 from zerokit.runtime.unit import UnitState, unit_views
 
-SMALL_BYTES = 1 << 20
-"""On hosts, gradients of units up to this size wait for each other: the time of many small copies is Python's."""
+_SMALL_BYTES = 1 << 20
+"""Up to this size a bucket is scaled behind one call that fills it; above, memory's time counts more than a call's."""
+
+
+class Phase(IntEnum):
+    """What has become of a unit's gradients in this backward pass; it only goes forward."""
+
+    OPEN = 0  # none has come
+    COLLECTING = 1  # some have
+    COMPLETE = 2  # all have
+    REDUCING = 3  # the bucket is with the collectives
+    SUMMED = 4  # their sum over ranks is in the shard
 
 
 class BucketPool:
-    """At most `count` buckets for units of so many elements as `fitting` lists; larger ones allocate their own."""
+    """At most `count` buckets for units of so many elements as `fitting` lists; larger ones have memory for a pass."""
 
     def __init__(self, fitting: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel = max(fitting, default=0)
@@ -27,18 +39,47 @@ class BucketPool:
             torch.empty(self.numel, dtype=dtype, device=device) for _ in range(min(count, len(fitting)))
         ]
         """The buckets that are not lent: all of them between backward passes."""
-        self.owned = {bucket.data_ptr(): bucket for bucket in self.free}  # all of them, by address
+        self._owned = list(self.free)
+        self._large: list[Tensor] = []  # larger ones that are not lent, those used last behind
 
     def take(self, numel: int) -> Tensor | None:
-        """A bucket of `numel` elements with arbitrary contents; None while all are in use."""
-        if numel > self.numel:
+        """A bucket of at least `numel` elements with arbitrary contents; None while all are in use."""
+        if numel <= self.numel:
+            return self.free.pop() if self.free else None
+        fitting = [at for at, bucket in enumerate(self._large) if bucket.numel() == numel]
+        if not fitting:
+            self.release()
             return torch.empty(numel, dtype=self._dtype, device=self._device)
-        return self.free.pop()[:numel] if self.free else None
+        bucket = self._large.pop(fitting[-1])
+        storage, nbytes = bucket.untyped_storage(), numel * self._dtype.itemsize
+        if storage.nbytes() < nbytes:
+            storage.resize_(nbytes)
+        return bucket
 
     def give(self, bucket: Tensor) -> None:
-        whole = self.owned.get(bucket.data_ptr())
-        if whole is not None:
-            self.free.append(whole)
+        (self.free if bucket.numel() <= self.numel else self._large).append(bucket)
+
+    def reclaim(self) -> None:
+        """Take all buckets back, because no unit uses its own any more."""
+        self.free = list(self._owned)
+
+    def release(self) -> None:
+        """Free the memory of larger buckets that are not lent; their storages, and views of these, stay."""
+        self._large.sort(key=id)  # so that each pass lends them in the same order
+        for bucket in self._large:
+            bucket.untyped_storage().resize_(0)
+
+
+class Bucket:
+    """Memory for one unit's gradients: `flat`, the `pieces` of its parameters, and the `gaps` between them."""
+
+    def __init__(self, unit: Unit, memory: Tensor) -> None:
+        self.memory = memory  # what the pool has lent, maybe longer
+        self.flat = memory[: unit.numel]
+        self.pieces = unit_views(unit, self.flat)
+        self.gaps = [self.flat[gap.start : gap.stop] for gap in unit.gaps()]
+        self.reductions: dict[bool, Exchange] = {}
+        """What reduces it, and adds to an earlier sum or does not, made once."""
 
 
 class UnitGradients:
@@ -46,35 +87,30 @@ class UnitGradients:
 
     def __init__(self, state: UnitState, dtype: torch.dtype, wire: Wire | None, pool: BucketPool) -> None:
         self.state, self.unit, self.dtype = state, state.unit, dtype
-        self._wire, self._pool, self.rounding = wire, pool, state.rounding
+        self._wire, self._pool = wire, pool
+        self._blocks = wire is not None and wire.block > 1
         self.kept = state.placement.gradients(self.unit, state.collectives.position)
         """What this rank keeps of the unit's gradients after backward."""
         self.cut = state.placement.cuts_gradients
         """Whether that has memory of its own; else it is the bucket."""
         self._adds = self.cut and self.kept == state.own
         """Whether sums over ranks are added there; else they arrive in the midst of what is summed."""
-        self.complete = False  # whether all gradients of this backward pass have arrived
-        self.reduced = False  # whether this backward pass has handed the bucket to the collectives
-        self.collects = False  # whether gradients before the last one of this pass need only be noted
+        self.phase = Phase.OPEN
         # Positions of the parameters
-        self.arrived: set[int] = set()  # that have a gradient from this pass
+        self.waiting: dict[int, Tensor] = {}  # whose gradients of this pass are to be moved into the bucket
+        self._arrived: set[int] = set()  # that have a gradient from this pass
         self.filled: set[int] = set()  # whose part of the bucket is filled
         self.received: set[int] = set()  # whose gradients have come since the last `forget`
         self.untrained: set[int] = set()  # that were frozen in a forward pass since then
-        self.batches = state.collectives.runs_ahead or self.unit.numel * dtype.itemsize <= SMALL_BYTES
-        """Whether gradients wait until they can be copied into the bucket together."""
-        self.waiting: dict[int, Tensor] = {}  # those gradients, by position
         self.summed = False
         """Whether the shard holds a sum over ranks that later backward passes add to."""
         self.earlier_sum: Tensor | None = None
         """That sum, where its place in the bucket is about to be filled again."""
-        self.bucket: Tensor | None = None
+        self.bucket: Bucket | None = None
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
-        self._pieces: list[Tensor] = []  # views of the bucket, one a parameter, each in its parameter's shape
-        self._gaps: list[Tensor] = []
-        """The padding of a lent bucket, and of any that a block of small integers may overflow in: it is cleared."""
-        self._lent: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        """Those of the pool's buckets, and the gaps between them, by address: these buckets live for ever."""
+        self._lent: dict[
+            int, Bucket
+        ] = {}  # the pool's, by the identity of their memory, which lives for ever
         self._lone = (
             len(state.parameters) == 1
             and self.unit.payload_numel == self.unit.numel
@@ -95,9 +131,10 @@ class UnitGradients:
     @property
     def memory(self) -> Tensor:
         """The elements that this rank keeps."""
-        memory = self.bucket if self._sum is None else self._sum
-        assert memory is not None
-        return memory
+        if self._sum is not None:
+            return self._sum
+        assert self.bucket is not None
+        return self.bucket.flat
 
     @property
     def shard(self) -> Tensor:
@@ -108,15 +145,15 @@ class UnitGradients:
         """The gradients of elements `interval` (memory coordinates) of the unit."""
         return self.memory[interval.start - self.kept.start : interval.stop - self.kept.start]
 
-    # ---- into the bucket
+    # ---- as they come
 
     @excluded_from_graphs
     def collect(self, position: int, parameter: nn.Parameter) -> bool:
         """Note `parameter.grad`. False where more than that is to be done, which is left to `Gradients.accept`."""
         if (
-            not self.collects
-            or position in self.waiting
-            or len(self.arrived) + 1 == len(self.state.parameters)
+            self.phase is not Phase.COLLECTING
+            or position in self._arrived
+            or len(self._arrived) + 1 == len(self.state.parameters)
         ):
             return False
         gradient = parameter.grad
@@ -126,80 +163,92 @@ class UnitGradients:
             return False
         self.waiting[position] = gradient
         self.received.add(position)
-        self.arrived.add(position)
-        parameter.grad = None
+        self._arrived.add(position)
+        take_gradient(parameter)
         return True
+
+    def note(self, position: int, gradient: Tensor) -> None:
+        """Note a gradient, the first or the last of this pass."""
+        self.waiting[position] = gradient
+        self.received.add(position)
+        self._arrived.add(position)
+        whole = len(self._arrived) == len(self.state.parameters)
+        self.phase = Phase.COMPLETE if whole else Phase.COLLECTING
+
+    def note_untrained(self) -> None:
+        """Note the parameters that are frozen in this forward pass."""
+        self.untrained |= self.state.stopped
+
+    def begin_pass(self) -> None:
+        self.phase = Phase.OPEN
+        self._arrived.clear()
+
+    # ---- into the bucket
 
     def take_bucket(self) -> bool:
         """Take a bucket for the gradients of a pass. False if the pool has none left."""
         if self.bucket is None and not self.cut:
             self.take_own_bucket()
         elif self.bucket is None:
-            self.bucket = self._pool.take(self.unit.numel)
-            if self.bucket is None:
+            memory = self._pool.take(self.unit.numel)
+            if memory is None:
                 return False
-            self._take_views(self.bucket)
-        if self.summed and not self._adds:
-            self.earlier_sum, self.summed = self.shard.clone(), False
+            if id(memory) not in self._lent:
+                self._lent[id(memory)] = Bucket(self.unit, memory)
+            self.bucket = self._lent[id(memory)]
+        self._set_sum_aside()
         return True
 
     def take_own_bucket(self) -> None:
         """Allocate a bucket of this unit's own, to hold whole gradients over several backward passes."""
         if self.bucket is None:
-            self.bucket = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.state.device)
-            self._pieces = unit_views(self.unit, self.bucket)
-            if self.rounding is not None:
-                self._gaps = [self.bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
+            memory = torch.zeros(self.unit.numel, dtype=self.dtype, device=self.state.device)
+            self.bucket = Bucket(self.unit, memory)
 
-    def _take_views(self, bucket: Tensor) -> None:
-        """Make the views of a bucket that was just lent."""
-        known = self._lent.get(bucket.data_ptr())
-        if known is None:
-            known = unit_views(self.unit, bucket), [bucket[gap.start : gap.stop] for gap in self.unit.gaps()]
-            if bucket.data_ptr() in self._pool.owned:
-                self._lent[bucket.data_ptr()] = known
-        self._pieces, self._gaps = known
+    def _set_sum_aside(self) -> None:
+        if self.summed and not self._adds:
+            self.earlier_sum, self.summed = self.shard.clone(), False
 
-    def can_adopt(self, gradient: Tensor) -> bool:
-        """Whether `gradient` itself can serve as the bucket: no copy, and no second piece of memory."""
-        return (
-            self._lone and self.bucket is None and gradient.dtype == self.dtype and gradient.is_contiguous()
-        )
-
-    def adopt(self, gradient: Tensor, factor: float) -> None:
-        self.bucket = gradient.detach().view(-1).mul_(factor)
-        self._pieces = unit_views(self.unit, self.bucket)
+    def adopt(self, factor: float) -> bool:
+        """Let a gradient that waits be the bucket: no copy, and no second piece of memory. False if it cannot."""
+        gradient = self.waiting.get(0)
+        if not self._lone or gradient is None or self.bucket is not None:
+            return False
+        if gradient.dtype != self.dtype or not gradient.is_contiguous():
+            return False
+        flat = gradient.view(-1)
+        self.bucket = Bucket(self.unit, flat if factor == 1.0 else flat.mul_(factor))
         self.filled.add(0)
+        self.waiting.clear()
+        return True
 
-    def fill(self, position: int, gradient: Tensor, factor: float) -> None:
-        target = self._pieces[position]
-        if position in self.filled:
-            target.add_(gradient, alpha=factor)
-        elif gradient.dtype == self.dtype:
-            torch.mul(gradient, factor, out=target)
-        else:
-            target.copy_(gradient).mul_(factor)
-        self.filled.add(position)
-
-    def fill_waiting(self, factor: float) -> None:
+    def fill(self, factor: float) -> None:
+        """Move the gradients that wait, times `factor`, into the bucket."""
+        assert self.bucket is not None
+        pieces = self.bucket.pieces
         first = [position for position in self.waiting if position not in self.filled]
         later = [position for position in self.waiting if position in self.filled]
         if first:
-            pieces = [self._pieces[position] for position in first]
-            torch._foreach_copy_(pieces, [self.waiting[position] for position in first])
-            if factor != 1.0 and len(first) == len(self._pieces):
-                assert self.bucket is not None
-                self.bucket.mul_(factor)
-            elif factor != 1.0:
-                torch._foreach_mul_(pieces, factor)
+            targets = [pieces[position] for position in first]
+            gradients = [self.waiting[position] for position in first]
+            small = self.bucket.flat.nbytes <= _SMALL_BYTES or self.state.collectives.runs_ahead
+            if factor != 1.0 and not small and gradients[0].dtype == self.dtype:
+                for gradient, target in zip(gradients, targets, strict=True):
+                    torch.mul(gradient, factor, out=target)
+            else:
+                torch._foreach_copy_(targets, gradients)
+                if factor != 1.0 and len(first) == len(pieces):
+                    self.bucket.flat.mul_(factor)
+                elif factor != 1.0:
+                    torch._foreach_mul_(targets, factor)
         if later:
-            pieces = [self._pieces[position] for position in later]
+            targets = [pieces[position] for position in later]
             gradients = [self.waiting[position] for position in later]
             if gradients[0].dtype != self.dtype:  # they would be added one by one
-                wide = [torch.empty_like(piece) for piece in pieces]
+                wide = [torch.empty_like(target) for target in targets]
                 torch._foreach_copy_(wide, gradients)
                 gradients = wide
-            torch._foreach_add_(pieces, gradients, alpha=factor)
+            torch._foreach_add_(targets, gradients, alpha=factor)
         self.filled.update(first)
         self.waiting.clear()
 
@@ -207,43 +256,43 @@ class UnitGradients:
 
     def reduce(self, factor: float) -> Work:
         """Pass the bucket, times `factor` and with zeros for missing gradients, to the collectives."""
-        assert self.bucket is not None
-        if len(self.filled) < len(self._pieces):
-            for position, piece in enumerate(self._pieces):
+        bucket = self.bucket
+        assert bucket is not None
+        if len(self.filled) < len(bucket.pieces):
+            for position, piece in enumerate(bucket.pieces):
                 if position not in self.filled:
                     piece.zero_()
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+        # A lent bucket's padding is another unit's, and a block of small integers may overflow in it.
+        if bucket.gaps and (self.cut or self._blocks):
+            torch._foreach_zero_(bucket.gaps)
         if factor != 1.0:
-            self.bucket.mul_(factor)
-        self.reduced, self.collects = True, False
-        return self.state.collectives.reduce_scatter(
-            self.unit,
-            self.bucket,
-            self.shard,
-            between=None if self._adds else self._sum,
-            add=self.summed and self._adds,
-            wire=self._wire if self.rounding is None else self.rounding.gradient_wire(self.bucket),
-        )
+            bucket.flat.mul_(factor)
+        self.phase = Phase.REDUCING
+        add = self.summed and self._adds
+        if add not in bucket.reductions:
+            bucket.reductions[add] = self._reduction(bucket, self._wire, add=add)
+        return bucket.reductions[add].start()
+
+    def _reduction(self, bucket: Bucket, wire: Wire | None, *, add: bool) -> Exchange:
+        out = self.shard if self.cut else bucket.flat[self.state.own.start : self.state.own.stop]
+        between = None if self._adds else self._sum
+        prepare = self.state.collectives.reduction
+        return prepare(self.unit, bucket.flat, out, between=between, add=add, wire=wire)
 
     def finish(self) -> None:
         """Note that the sum has arrived in the shard."""
         if self.earlier_sum is not None:
             self.shard.add_(self.earlier_sum)
             self.earlier_sum = None
-        self.summed = True
+        self.phase, self.summed = Phase.SUMMED, True
         self.filled.clear()
         if self.cut:
             self._drop()
 
-    def begin_pass(self) -> None:
-        self.complete = self.reduced = self.collects = False
-        self.arrived.clear()
-
     def _drop(self) -> None:
-        if self.cut and self.bucket is not None:
-            self._pool.give(self.bucket)
-        self.bucket, self._pieces, self._gaps = None, [], []
+        if self.bucket is not None and id(self.bucket.memory) in self._lent:
+            self._pool.give(self.bucket.memory)
+        self.bucket = None
 
     def forget(self) -> None:
         """Drop all gradients; permanent memory stays."""
@@ -255,6 +304,7 @@ class UnitGradients:
         self.untrained.clear()
         if self.cut or self._lone:
             self._drop()
+        drop_gradients(self.state.parameters)  # which an exception of a user's hook kept from being taken
 
     # ---- for the user
 
@@ -262,7 +312,7 @@ class UnitGradients:
         """Set the gradient of one parameter to zero, wherever it is kept between backward passes."""
         memory = self.unit.slices[position].memory
         if self.bucket is not None:
-            self.bucket[memory.start : memory.stop].zero_()
+            self.bucket.flat[memory.start : memory.stop].zero_()
         if self.cut:
             self.of(memory.intersection(self.kept)).zero_()
         if self.earlier_sum is not None:
@@ -277,16 +327,29 @@ class UnitGradients:
         else:
             whole = torch.zeros(self.unit.numel, dtype=self.dtype, device=state.device)
             whole[state.own.start : state.own.stop] = self.shard
-            state.collectives.all_gather(self.unit, whole).wait()
+            state.collectives.gather(self.unit, whole).start().wait()
         for parameter, piece in zip(state.parameters, unit_views(self.unit, whole), strict=True):
             show_gradient(parameter, piece.to(state.dtype, copy=True))
         return whole
+
+    def shown(self) -> list[Tensor | None]:
+        """The gradients that the parameters show."""
+        return [shown_gradient(parameter) for parameter in self.state.parameters]
+
+    def show_those_of(self, source: int, there: Sequence[bool]) -> None:
+        """Show those of rank `source`, which has some `there`, by position. Collective."""
+        for parameter, gradient, shows in zip(self.state.parameters, self.shown(), there, strict=True):
+            if shows and gradient is None:
+                gradient = torch.empty(parameter.shape, dtype=self.state.dtype, device=self.state.device)
+            if shows and gradient is not None:
+                gradient = gradient.detach()
+                self.state.collectives.broadcast(gradient, source)
+            show_gradient(parameter, gradient if shows else None)
 
     def take_back(self, before: Tensor) -> None:
         """Store this rank's part of the shown gradients; values equal to `before` keep their precision."""
         for parameter, piece in zip(self.state.parameters, unit_views(self.unit, before), strict=True):
             gradient = shown_gradient(parameter)
-            show_gradient(parameter, None)
             if gradient is None:
                 piece.zero_()
             else:

@@ -10,27 +10,33 @@ import functools
 import math
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.layout import build_layout, default_bucket_bytes
 from zerokit.placement import Mesh, Placement
 from zerokit.runtime.admission import choose_kernel, probe, require_agreement
-from zerokit.runtime.collectives import make_collectives
+from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import TICKET
 from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.memory import Heap
-from zerokit.runtime.model import InitRule, Materializer, UnitRule, require_own_memory, take_apart
+from zerokit.runtime.model import (
+    InitRule,
+    Materializer,
+    UnitRule,
+    named_tensors,
+    require_own_memory,
+    take_apart,
+)
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
-from zerokit.runtime.rounding import Rounding
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.walk import ModelWalk
@@ -82,12 +88,6 @@ class Runtime:
             group, device, timeout, units=len(layout.units), mesh=shape
         )
         self.placement = placement = Placement.of(stage, collectives.mesh)
-        if precision.wire_updates and collectives.world > 1 and placement.update != collectives.mesh.axes[:1]:
-            raise UsageError(
-                f"wire_updates at stage {placement} on a mesh of {collectives.mesh.outer}x{collectives.mesh.inner}: "
-                "updated parameters travel as differences over one axis only: choose stage 1 or 2, or on two axes "
-                "(1, 3) or (2, 3)"
-            )
         settings = {
             "stage": str(placement),
             "mesh": f"{collectives.mesh.outer}x{collectives.mesh.inner}",
@@ -99,9 +99,8 @@ class Runtime:
         require_agreement(layout, settings, collectives)
         collectives.reporter.distinguish(collectives.all_gather_objects(secrets.randbits(40))[0])
 
-        meta = any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-        seed = collectives.all_gather_objects(torch.initial_seed() % 2**62)[0] if meta else 0
-        materializer = Materializer(model, parts, init, device, seed)
+        seed, absent = _start_of_rank_0(model, collectives)
+        materializer = Materializer(model, parts, init, device, seed, absent)
         heap = Heap(device, settles=True)
         self.units = units = list[UnitState]()
         for unit in layout.units:
@@ -125,9 +124,6 @@ class Runtime:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
 
-        for state in units if precision.blocks is not None else ():
-            if state.unit.trainable:
-                state.rounding = Rounding(state, precision)
         self.gradients = gradients = Gradients(units, collectives, precision, layout)
         self.gathering = gathering = Gathering(units, gradients, collectives, prefetch)
         keep_statistics(model, precision.compute)
@@ -153,30 +149,32 @@ class Runtime:
         self.gathering.take_changes()
         self.gathering.free_all()
 
-    def sent(self) -> list[Tensor]:
-        """What this rank's masters were sent as, by unit, where that is rounded and so not what they round to."""
-        return [unit.kept_part(unit.updated).clone() for unit in self._rounded()]
-
-    def _rounded(self) -> list[UnitState]:
-        found = [unit for unit in self.units if unit.sends_differences]
-        for unit in found:
-            unit.complete()
-        return found
-
-    def publish(self, *, frozen: bool = False, sent: Sequence[Tensor] = ()) -> None:
-        """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective.
-
-        `sent` is what `sent()` gave where the masters are those of then.
-        """
+    def publish(self, *, frozen: bool = False) -> None:
+        """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective."""
         write_back(self.units)
-        for unit, values in zip(self._rounded() if sent else (), sent, strict=True):
-            unit.kept_part(unit.updated).copy_(values)
         if frozen:
             for unit in self.units:
                 if not unit.unit.trainable:
                     unit.gather_from_owners()
                     unit.complete()
         self.gathering.gather_updated()
+
+
+def _start_of_rank_0(model: nn.Module, collectives: Collectives) -> tuple[int, frozenset[str]]:
+    """Rank 0's seed, and the names of its parameters and buffers on `meta`: of all others every rank gets its values.
+
+    Raises `UsageError`, on every rank, where another one has values that rank 0 has not.
+    """
+    absent = frozenset(name for name, tensor in named_tensors(model) if tensor.is_meta)
+    everyone = collectives.all_gather_objects((torch.initial_seed() % 2**62, absent))
+    seed, first = everyone[0]
+    for rank, (_, theirs) in enumerate(everyone):
+        if not first <= theirs:
+            raise UsageError(
+                f"rank {rank} has values of {min(first - theirs)}, which rank 0 has on meta, and every rank takes rank "
+                "0's: load them on rank 0, or build the model on meta on all ranks"
+            )
+    return seed, first
 
 
 def group_of_this_rank(given: dist.ProcessGroup | None) -> dist.ProcessGroup:

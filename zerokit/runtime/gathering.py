@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from zerokit.errors import ScheduleError
+from zerokit.runtime.changes import Changes
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import refuse_reading
@@ -46,13 +47,14 @@ class Gathering:
         self.graph_kept = False
         """Whether backward makes a graph of its own, which reads weights again: all of them stay until `drop`."""
         self.is_open = 0  # how often, one context inside the other
+        self.changes = Changes(units, collectives)
         self._heap = Heap(collectives.device, settles=not self._placement.cuts_parameters)
 
-    def gather_updated(self, *, written: bool = True) -> None:
-        """Start gathering updated parameters, `written` back or not; inside `gathered()`, gather all of them."""
+    def gather_updated(self) -> None:
+        """Start gathering updated parameters; inside `gathered()`, gather all of them."""
         for index in dict.fromkeys(self.order.forward) if self._placement.update else ():
             if self.units[index].unit.trainable:
-                self.units[index].gather_update(written=written)
+                self.units[index].gather_from_owners(self._placement.update)
         if self.is_open and self._present:
             for index in sorted(self._present):
                 self.units[index].gather()
@@ -100,7 +102,7 @@ class Gathering:
         self._forward = Schedule(self.order.forward if self._placement.cuts_parameters else ())
         self.deviated = self._last_stays = False
         for unit in self.units:
-            unit.active = 0
+            unit.rest()
             if self._stays(unit):
                 if unit.in_flight is None or unit.index not in self.order.lazy:
                     unit.ready()
@@ -120,12 +122,18 @@ class Gathering:
             self._free_idle({unit.index, self.order.last if self._last_stays else None})
         self._use(unit)
 
+    def at_work(self) -> list[UnitState]:
+        """The units whose modules are at work."""
+        if self._placement.cuts_parameters and not self.is_open:
+            return [unit for index in self._present if (unit := self.units[index]).active]
+        return [unit for unit in self.units if unit.active]
+
     def leave(self, unit: UnitState) -> bool:
         """Note a return from a module of `unit`. True if it was the outermost one, and backward may need the unit."""
-        unit.active = max(unit.active - 1, 0)
-        if unit.comes_and_goes and not unit.active:
-            unit.guard()  # reads of its weights from here on are noticed, though they may still be there
-        return unit.comes_and_goes and not unit.active
+        if not unit.leave() or not unit.comes_and_goes:
+            return False
+        unit.guard()  # reads of its weights from here on are noticed, though they may still be there
+        return True
 
     def gather_kept(self, units: Iterable[int]) -> None:
         """Gather `units` that backward finds in memory, on every rank: a gather is everybody's."""
@@ -141,7 +149,11 @@ class Gathering:
         """Keep `unit` gathered until backward ends, because no hook will show when it is read."""
         self.passes.unwatched.add(unit.index)
         if unit.comes_and_goes:
-            unit.state = State.HELD
+            unit.hold()
+
+    def keep_graph(self) -> None:
+        """Note that backward makes a graph of its own."""
+        self.graph_kept = True
 
     def drop(self) -> None:
         """Free all that is present: no graph reads it again, or it is about to be updated."""
@@ -207,7 +219,7 @@ class Gathering:
 
     def end_backward(self) -> None:
         """Issue the collectives that only other ranks needed, and wait for all sums."""
-        self.reductions.ending = True
+        self.reductions.note_last_gradient()
         if self._placement.cuts_parameters and not self.is_open:
             if self._round is None and self.passes.latest is not None:
                 self._begin_round(self.passes.latest)
@@ -227,7 +239,7 @@ class Gathering:
     def _rest(self) -> None:
         """The model does not run: what stays whole is complete and guarded, and others have read this rank's pieces."""
         for unit in self.units:
-            unit.active = 0
+            unit.rest()
             if self._stays(unit):
                 unit.complete()
                 unit.guard()
@@ -243,31 +255,48 @@ class Gathering:
 
     # ---- whole parameters, for their user
 
-    def open(self) -> None:
-        """Gather every parameter and keep it gathered until `close`."""
+    def open(self, source: int | None = None) -> None:
+        """Gather every parameter and keep it gathered until `close`; with a `source` changes are that rank's."""
+        self.take_changes()
         self.is_open += 1
         if self.is_open == 1:
             for unit in self.units:
                 self._use(unit)
                 unit.guard()
             self._collectives.wait_for_readers()
+            self.changes.begin()
+        if source is not None:
+            self.changes.wait_for(source)
 
-    def close(self) -> None:
-        """Copy in-place changes to shards and masters."""
-        self.take_changes()
-        self.is_open -= 1
-        self.free_all()
+    def close(self, source: int | None = None, *, agree: bool = False) -> None:
+        """Copy in-place changes to shards and masters, once all ranks `agree` on them.
+
+        They do so at the end of the outermost context and of one with a `source`; inside, a rank may have its own.
+        """
+        try:
+            if source is not None or self.is_open == 1:
+                self.changes.agree() if agree else self.changes.end_alone()
+            self.take_changes()
+        finally:
+            self.is_open -= 1
+            self.free_all()
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        self.open()
+    def opened(self, source: int | None = None, *, agree: bool = False) -> Iterator[None]:
+        self.open(source)
         try:
             yield
-        finally:
-            self.close()
+        except BaseException:  # which other ranks may not have met
+            self.close(source)
+            raise
+        self.close(source, agree=agree)
 
     def take_changes(self) -> None:
         """Take over the user's in-place changes since the last pass, or since `gathered()` was entered."""
+        if self.changes.source is not None:
+            return
+        if self.is_open:
+            self.changes.note()
         for unit in self.units:
             # Units that come and go can be changed while they are shown, and nowhere else.
             if unit.state is not State.FREED and (self.is_open if unit.comes_and_goes else unit.separate):
@@ -283,8 +312,7 @@ class Gathering:
     def _begin_pass(self, *, accumulates: bool = False) -> None:
         self.reductions.begin(accumulates=accumulates)
         for index in self._present:
-            if self.units[index].state is State.READY:
-                self.units[index].state = State.GATHERING  # there, and not used yet
+            self.units[index].begin_pass()
 
     def _go_to(self, unit: UnitState) -> None:
         if self._stays(unit):
@@ -307,7 +335,7 @@ class Gathering:
         """Issue all up to the gather of `unit` at `position`, and the next; where the pass `moves`, free others."""
         if moves:
             self._leave_out(schedule, position)
-            schedule.cursor = position
+            schedule.move_to(position)
             self._release(schedule, also)
         self._perform(schedule.issue(position + 1))
         self._use(unit)  # freed again, where forward itself has run a backward
@@ -326,15 +354,15 @@ class Gathering:
             # have freed it, and a gather is everybody's.
             stays = operation in self.order.kept or self.graph_kept
             if not is_there and (unit.state is State.FREED or not stays):
+                self._present.add(operation)  # before: what an exception leaves gathered is to be freed
                 unit.gather()
-                self._present.add(operation)
             self._last_stays = False
         self.reductions.issue(due=False)
 
     def _leave_out(self, schedule: Schedule, stop: int, *, ending: bool = False) -> None:
         """Issue the operations up to `stop`, which this rank does not use, and hold one unit at a time."""
         while schedule.issued < stop:
-            schedule.cursor = max(schedule.cursor, schedule.issued)
+            schedule.move_to(max(schedule.cursor, schedule.issued))
             self._release(schedule, ending=ending)
             self._perform(schedule.issue(schedule.issued + 1))
 
@@ -342,19 +370,19 @@ class Gathering:
 
     def _use(self, unit: UnitState) -> None:
         """Gather `unit` for use, whatever the order."""
-        if unit.state is State.FREED:
-            unit.gather()
         if unit.comes_and_goes:
             self._present.add(unit.index)
+        if unit.state is State.FREED:
+            unit.gather()
         unit.ready()
 
     def _release(self, schedule: Schedule, also: Collection[int] = (), *, ending: bool = False) -> None:
         """Free what the pass has left behind it, but not `also`; all of it, where the pass is `ending`."""
         for index in self._present - self.order.kept:
             unit = self.units[index]
-            unused = unit.state is State.GATHERING
-            if index in also or unit.state is State.HELD or unit.active or schedule.needs(index):
+            if unit.active or index in also or unit.state is State.HELD or schedule.needs(index):
                 continue
+            unused = unit.state is State.GATHERING
             if schedule is self._backward:
                 if self._round is not None and index in self._round.watched and unused and not ending:
                     continue  # this rank used it earlier than others did: its turn will come

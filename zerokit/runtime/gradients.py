@@ -4,10 +4,10 @@
                  stage 0, is gathered to all pieces)
     stage 2, 3   one shard a unit, kept; buckets are lent by a small pool while a unit's gradients arrive
 
-On hosts a gradient is multiplied by 1/N while it is copied into its bucket (the gradient of a unit of one unpadded
-parameter is the bucket), and N ranks' buckets are summed in rank order. Where the host runs ahead of a device, a unit's
-gradients wait until all have arrived, are copied by one operation, and the reduction divides. For a bf16 `wire` the
-bucket is rounded as it is sent, and the pieces of all ranks are added in fp32.
+A unit's gradients wait until all have arrived, and are moved into a bucket together. On hosts they are multiplied by
+1/N meanwhile (the gradient of a unit of one unpadded parameter is the bucket), and N ranks' buckets are summed in rank
+order. Where the host runs ahead of a device, the reduction divides. For a bf16 `wire` the bucket is rounded as it is
+sent, and the pieces of all ranks are added in fp32.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Layout, pooled_units
-from zerokit.runtime.buckets import BucketPool, UnitGradients
-from zerokit.runtime.collectives import Collectives, Wire, Work
-from zerokit.runtime.guard import hooked
+from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
+from zerokit.runtime.changes import checksums, differing, exchange
+from zerokit.runtime.collectives import Collectives, Work
+from zerokit.runtime.guard import drop_gradients, hooked
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.rounding import Rounding
+from zerokit.runtime.torch_internals import take_gradient
 from zerokit.runtime.unit import UnitState
+from zerokit.runtime.wires import Draws, make_wire
 
 MOST_IN_FLIGHT = 3
 """Reductions at a time on hosts, where no pool limits them: each has memory for what arrives."""
@@ -43,8 +45,12 @@ class Gradients:
         self._collectives, self._placement = collectives, units[0].placement
         dtype, count = precision.reduce, self._placement.pooled_buckets
         self.pool = BucketPool(pooled_units(layout), count, dtype, collectives.device)
-        wire = Wire(precision.wire) if isinstance(precision.wire, torch.dtype) else None
-        self.units = {u.index: UnitGradients(u, dtype, wire, self.pool) for u in units if u.unit.trainable}
+        self.draws = Draws(collectives.rank)  # by which an int8 or int4 wire rounds
+        self.units = {
+            u.index: UnitGradients(u, dtype, make_wire(precision, self.draws, u.index), self.pool)
+            for u in units
+            if u.unit.trainable
+        }
         mean = 1.0 / collectives.world
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
@@ -119,13 +125,12 @@ class Gradients:
                 "backward's gradient alone, and not the sum of those since zero_grad(): run one backward a step, or "
                 "read whole sums inside `with optimizer.gathered_gradients():`"
             )
-        gradient, parameter.grad = parameter.grad, None
+        gradient = take_gradient(parameter)
         if gradient is None:
             return False  # a hook of the user's has taken it, or the parameter was frozen after its forward
-        unit.received.add(position)
         if gradient.requires_grad:
             gradient = gradient.detach()  # backward(create_graph=True) gives it a graph
-        if unit.complete or unit.reduced:
+        if unit.phase >= Phase.COMPLETE and not self.accumulating:
             raise ScheduleError(
                 f"a gradient for {name} came after its unit had been reduced in this backward pass. Reentrant "
                 "activation checkpointing does that: use torch.utils.checkpoint with use_reentrant=False. So does a "
@@ -137,27 +142,16 @@ class Gradients:
             )
         self.received = True
         self._cleared.clear()
-        if self.accumulating and unit.cut:
-            unit.take_own_bucket()
-        if unit.batches:
-            if position in unit.waiting:  # reentrant checkpointing brings one for each use
-                self._fill(unit)
-            unit.waiting[position] = gradient
-            if self.accumulating and len(unit.waiting) == len(unit.state.parameters):
-                self._fill(unit)
-        elif unit.can_adopt(gradient) and not self.accumulating:
-            unit.adopt(gradient, self._fill_factor)
-        else:
-            self._take_bucket(unit)
-            unit.fill(position, gradient, self._fill_factor)
-        if self.accumulating:
-            return False
-        unit.arrived.add(position)
-        unit.complete = len(unit.arrived) == len(unit.state.parameters)
-        unit.collects = unit.batches and not unit.complete
-        return unit.complete
+        if position in unit.waiting:  # reentrant checkpointing brings one for each use
+            self._fill(unit)
+        unit.note(position, gradient)
+        if self.accumulating and unit.phase is Phase.COMPLETE:
+            self._fill(unit)
+        return unit.phase is Phase.COMPLETE and not self.accumulating
 
     def _take_bucket(self, unit: UnitGradients) -> None:
+        if unit.cut and self.accumulating:
+            unit.take_own_bucket()
         if unit.cut and unit.unit.numel > self.pool.numel and unit.bucket is None:
             self._make_room()  # its memory is not the pool's, which would otherwise say when there is no more
         while not unit.take_bucket():
@@ -168,12 +162,18 @@ class Gradients:
                 unit.take_own_bucket()
 
     def _fill(self, unit: UnitGradients) -> None:
-        self._take_bucket(unit)
-        unit.fill_waiting(self._fill_factor)
+        if self.accumulating or not unit.adopt(self._fill_factor):
+            self._take_bucket(unit)
+            unit.fill(self._fill_factor)
 
     def _make_room(self) -> None:
         while len(self._reductions) >= self._most_in_flight:
             self._finish_oldest()
+
+    def note_untrained(self) -> None:
+        """Note, in a forward pass with gradients, the parameters that are frozen now."""
+        for unit in self.units.values():
+            unit.note_untrained()
 
     # ---- over ranks
 
@@ -183,31 +183,30 @@ class Gradients:
         self._fill(unit)
         self._make_room()
         with profiled("reduce", unit.unit):
-            work = unit.reduce(self._reduce_factor)
+            self._reductions.append((unit, unit.reduce(self._reduce_factor)))
             if self._chains(unit):
-                self._gather(unit, after=work)
-        self._reductions.append((unit, work))
+                self._gather(unit, after=self._reductions[-1][1])
         if unit.cut and unit.unit.numel > self.pool.numel:
             buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
-            self.transient = max(self.transient, sum(one.nbytes for one in buckets if one is not None))
+            self.transient = max(self.transient, sum(one.flat.nbytes for one in buckets if one is not None))
 
     def _finish_oldest(self) -> None:
-        unit, work = self._reductions.popleft()
+        unit, work = self._reductions[0]
         chained = self._chains(unit)
         with profiled("wait for the reduction of", unit.unit):
             work.wait()
         unit.finish()
         if self._placement.sums and not chained:
             self._gather(unit)
+        self._reductions.popleft()  # at the end: an exception leaves it to be waited for
 
     def _chains(self, unit: UnitGradients) -> bool:
         """Whether the sum of `unit` is gathered right behind its reduction, and nothing waits in between."""
         return bool(self._placement.sums) and self._collectives.runs_ahead and unit.earlier_sum is None
 
     def _gather(self, unit: UnitGradients, after: Work | None = None) -> None:
-        self._gathers.append(
-            self._collectives.all_gather(unit.unit, unit.memory, axes=self._placement.sums, after=after)
-        )
+        gather = self._collectives.gather(unit.unit, unit.memory, axes=self._placement.sums)
+        self._gathers.append(gather.start(after))
 
     def end_backward(self) -> None:
         """Wait for all reductions of the pass; unreduced gradients go into their buckets."""
@@ -218,6 +217,7 @@ class Gradients:
                 gather.wait()
             self._gathers.clear()
             self._collectives.wait_for_readers()
+        self.pool.release()
         for unit in self.units.values():
             if unit.waiting:
                 self._fill(unit)
@@ -231,15 +231,20 @@ class Gradients:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """A context in which gradients add up on this rank and are not reduced."""
-        before, self.accumulating = self.accumulating, True
+        before = self.accumulating
         try:
+            self.accumulating = True
             yield
         finally:
             self.accumulating = before
 
     @contextmanager
-    def show(self) -> Iterator[None]:
-        """A context in which every trainable `.grad` is whole and summed; this rank's part of changes is kept."""
+    def show(self, source: int | None) -> Iterator[None]:
+        """A context in which every trainable `.grad` is whole and summed; this rank's part of changes is kept.
+
+        They are those of rank `source`, if it is one, or made alike on all ranks: others raise `UsageError` on all, and
+        none is kept. Nor is any after an exception.
+        """
         if not self._collectives.any(self.received):
             yield  # as in torch, there are no gradients to see
             return
@@ -248,10 +253,26 @@ class Gradients:
         self.shown = True
         try:
             yield
-        finally:
-            self.shown = False
+            records = exchange(
+                self._collectives, source, {unit.unit.index: checksums(unit.shown()) for unit, _ in shown}
+            )
+            apart = differing(records)
+            if apart and source is None:
+                raise UsageError(
+                    "ranks left gathered_gradients() with different gradients in "
+                    f"{', '.join(self.units[index].unit.name for index in apart[:4])}{' …' if len(apart) > 4 else ''}, "
+                    "and no change was kept: change them alike on all ranks, or let one rank say, "
+                    "`with optimizer.gathered_gradients(source=0):`"
+                )
+            for index in apart:
+                there = [total is not None for total in records[source or 0][index]]
+                self.units[index].show_those_of(source or 0, there)
             for unit, before in shown:
                 unit.take_back(before)
+        finally:
+            self.shown = False
+            for unit, _ in shown:
+                drop_gradients(unit.state.parameters)
 
     def forget(self, *, mixed: bool = False) -> None:
         """Wait for collectives in flight and drop all gradients; `mixed` if the user must repeat the step."""
@@ -266,6 +287,7 @@ class Gradients:
             self._collectives.wait_for_readers()
         for unit in self.units.values():
             unit.forget()
+        self.pool.reclaim()
         self.transient, self.received, self.mixed = 0, False, mixed
         self._cleared.clear()
 
@@ -281,18 +303,25 @@ class Gradients:
         """Whether this rank knows of a gradient of this parameter."""
         return self.received and index in self.units and (index, position) not in self._cleared
 
-    def roundings(self) -> list[tuple[UnitState, Rounding]]:
-        return [(unit.state, unit.rounding) for unit in self.units.values() if unit.rounding is not None]
-
-    def scale_residuals(self, factor: float) -> None:
-        """Rescale gradients after a change of the loss scale."""
-        for _, rounding in self.roundings():
-            if factor != 1.0 and rounding.residual is not None:
-                rounding.residual.mul_(factor)
-
     def shards(self) -> list[Tensor]:
         """This rank's piece of every unit's gradient, in line order."""
         return [unit.shard for unit in self.units.values()]
+
+    def require_reduced(self, call: str, *, scaled: bool) -> None:
+        """Raise `UsageError` where `call` would not find sums over ranks; `scaled` if this optimizer scales losses."""
+        if not scaled and self.loss_scale != 1.0 and self.received:
+            raise UsageError(
+                f"{call}: another optimizer's backward() has brought gradients of a loss scaled by {self.loss_scale:g} "
+                "for fp16: call zero_grad() before this optimizer's own backward(), or give both precision='fp16'"
+            )
+        if self.shown:
+            raise UsageError(
+                f"{call} inside gathered_gradients(): its changes take effect at its end, so leave the context first"
+            )
+        if self.accumulating:
+            raise UsageError(
+                f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
+            )
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead."""

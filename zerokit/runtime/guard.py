@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
 from zerokit.runtime.hooks import Hook, uncompiled
-
-if TYPE_CHECKING:
-    from zerokit.runtime.unit import UnitState
-    from zerokit.runtime.walk import ModelWalk
 
 TICKET = "_zerokit"  # the attribute of a managed parameter that leads to its unit
 
@@ -51,30 +47,45 @@ _METADATA = frozenset(
 """What describes a tensor and reads no element of it: functions, and properties by their name."""
 
 
+class Owner(Protocol):
+    """The interface of whoever holds values and gradients of guarded parameters, each named by unit and position."""
+
+    def read(self, unit: int, name: str) -> None:
+        """Prepare a parameter for a use; `UsageError` where it cannot be used now."""
+
+    def has_gradient(self, unit: int, positions: Iterable[int]) -> bool: ...
+
+    def clear_gradient(self, unit: int, positions: Iterable[int]) -> None: ...
+
+    def note_alias(self, unit: int, position: int, alias: Tensor) -> None:
+        """Note that a tensor over a parameter's memory was handed out, which version counters do not show."""
+
+    def take_exact(self, unit: int, position: int, values: Tensor) -> None:
+        """Note that `values`, maybe wider, were copied to a parameter."""
+
+    def note_requires_grad(self, unit: int) -> None:
+        """Note that a parameter was frozen or unfrozen."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """What a managed parameter knows of zerokit."""
 
-    reference: weakref.ref[ModelWalk]
+    reference: weakref.ref[Owner]
     index: int  # of its unit
     positions: tuple[int, ...]  # of the unit's parameters: one, or several for a master
     name: str
 
     @property
-    def walk(self) -> ModelWalk:
+    def owner(self) -> Owner:
         """What decides what may be done with it while the model does not run; there as long as the optimizer is."""
-        walk = self.reference()
-        assert walk is not None
-        return walk
-
-    @property
-    def unit(self) -> UnitState:
-        """What takes note of changes that version counters do not show."""
-        return self.walk.units[self.index]
+        owner = self.reference()
+        assert owner is not None
+        return owner
 
     def clear_gradient(self) -> None:
         if self.reference() is not None:
-            self.walk.clear_gradient(self.index, self.positions)
+            self.owner.clear_gradient(self.index, self.positions)
 
 
 def ticket_of(parameter: Tensor) -> Ticket | None:
@@ -90,9 +101,13 @@ class _WithoutGradient(nn.Parameter):
     @uncompiled
     def grad(self) -> Tensor | None:
         real, ticket = shown_gradient(self), ticket_of(self)
-        if real is not None or ticket is None or not ticket.walk.has_gradient(ticket.index, ticket.positions):
+        if (
+            real is not None
+            or ticket is None
+            or not ticket.owner.has_gradient(ticket.index, ticket.positions)
+        ):
             return real
-        return HeldGradient.of(self, ticket)
+        return HeldGradient(self, ticket)
 
     @grad.setter
     @uncompiled
@@ -125,7 +140,7 @@ class Guarded(_WithoutGradient):
         used = [] if described else [each for each in _flat((args, kwargs)) if isinstance(each, Guarded)]
         touched = [(each, ticket) for each in used if (ticket := ticket_of(each)) is not None]
         for _, ticket in touched:  # reading one may unguard the others of its unit
-            ticket.walk.read(ticket.index, ticket.name)
+            ticket.owner.read(ticket.index, ticket.name)
         with torch._C.DisableTorchFunctionSubclass():
             if name == "data" and described:
                 _require_same_memory(args[0], args[1])
@@ -136,9 +151,9 @@ class Guarded(_WithoutGradient):
                 _run_last(args[0])
         for parameter, ticket in touched:
             if name == "data":
-                ticket.unit.suspect(ticket.positions[0], result)
+                ticket.owner.note_alias(ticket.index, ticket.positions[0], result)
             elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
-                ticket.unit.take_exact(ticket.positions[0], args[1])
+                ticket.owner.take_exact(ticket.index, ticket.positions[0], args[1])
         return result
 
     def set_(self, source: Tensor) -> Tensor:  # type: ignore[override]
@@ -165,8 +180,7 @@ class HeldGradient(Tensor):
 
     ticket: Ticket
 
-    @classmethod
-    def of(cls, parameter: Tensor, ticket: Ticket) -> HeldGradient:
+    def __new__(cls, parameter: Tensor, ticket: Ticket) -> HeldGradient:
         with torch._C.DisableTorchFunctionSubclass():
             nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
             held = nothing.expand(parameter.shape).as_subclass(cls)
@@ -237,6 +251,13 @@ def show_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
         _GRAD.__set__(parameter, gradient)
 
 
+def drop_gradients(parameters: Sequence[Tensor]) -> None:
+    """Set the real `grad` of all of them to None, whatever class they have."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            _GRAD.__set__(parameter, None)
+
+
 def shown_gradient(parameter: Tensor) -> Tensor | None:
     """The real tensor that `show_gradient` set, or its replacement."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -277,7 +298,7 @@ def _run_last(parameter: Tensor) -> None:
 def _note_requires_grad(parameter: Tensor) -> None:
     if (ticket := ticket_of(parameter)) is not None:
         try:
-            ticket.unit.note_requires_grad()
+            ticket.owner.note_requires_grad(ticket.index)
         except UsageError:
             parameter.requires_grad = False
             raise

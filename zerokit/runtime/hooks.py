@@ -26,8 +26,6 @@ _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 _set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
-share_memory: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
-"""Whether two tensors lie in one storage; no layout of either is refused."""
 
 
 excluded_from_graphs: Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]] = skip

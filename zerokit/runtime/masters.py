@@ -17,6 +17,7 @@ from zerokit.layout import Interval, Slice, Unit
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.guard import TICKET, MasterParameter, Ticket
+from zerokit.runtime.torch_internals import change_class
 
 
 @dataclass(slots=True)
@@ -102,8 +103,8 @@ class OwnedUnit:
                 positions, name = tuple(self.positions_in(master)), f"master of {self.unit.name}"
                 first: Ticket = self.parameters[0].__dict__[TICKET]
                 master.tensor.__dict__[TICKET] = replace(first, positions=positions, name=name)
-            master.tensor.__class__ = MasterParameter
+            change_class(master.tensor, MasterParameter)
 
     def unguard_masters(self) -> None:
         for master in self.masters:
-            master.tensor.__class__ = nn.Parameter
+            change_class(master.tensor, nn.Parameter)

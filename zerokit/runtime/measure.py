@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerokit.formulas import ElementBytes, MemoryReport, predict_memory
+from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.precision import Precision
@@ -45,6 +45,21 @@ def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
     )
 
 
+def predicted_traffic(
+    runtime: Runtime, *, averaged: bool, micro_batches: int, reductions: int
+) -> TrafficReport:
+    """The traffic of a step that the layout predicts."""
+    return predict_traffic(
+        runtime.layout,
+        placement=runtime.placement,
+        sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
+        order=runtime.gathering.order.forward,
+        kept=runtime.gathering.order.kept,
+        micro_batches=micro_batches,
+        reductions=reductions,
+    )
+
+
 def list_holdings(runtime: Runtime) -> list[Holding]:
     """The tensors that `measure_memory` adds up."""
     holdings: list[Holding] = []
@@ -74,11 +89,7 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
             if own.cut or own.bucket is not None:
                 add("gradients", own.memory, unit.payload_within(own.kept))
             if own.cut and own.bucket is not None:
-                add("buckets", own.bucket)
-            if own.rounding is not None and own.rounding.residual is not None:
-                add("residual", own.rounding.residual, unit.payload_within(own.rounding.sent))
-        if state.last_sent is not None:
-            add("residual", state.last_sent, unit.payload_within(state.updated))
+                add("buckets", own.bucket.memory)
         for master in state.masters:
             payload = unit.payload_within(master.interval)
             add("optimizer", master.tensor, payload)
@@ -102,6 +113,4 @@ def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bo
         states=states.element_bytes + (precision.master.itemsize if averaged else 0),
         scalars=states.scalar_bytes,
         wire=precision.wire.itemsize if isinstance(precision.wire, torch.dtype) else precision.blocks,
-        updates=precision.blocks if precision.wire_updates else None,
-        residual=torch.float32.itemsize if precision.blocks is not None and precision.feedback else 0,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,13 +191,31 @@ def require_known(model: nn.Module, known: Mapping[str, int]) -> None:
         )
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, by each of their names, without torch.compile's wrappers."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        yield plain_name(name), parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        yield plain_name(name), buffer
+
+
 class Materializer:
-    """Makes the initial values of parameters and buffers that are on `meta`."""
+    """Makes the initial values of parameters and buffers that are on `meta`.
+
+    Those of `absent` only, which rank 0 has there, too: all others take what rank 0 broadcasts.
+    """
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, init: InitRule, device: torch.device, seed: int
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        init: InitRule,
+        device: torch.device,
+        seed: int,
+        absent: Collection[str],
     ) -> None:
         self._init, self._device, self._seed = init, device, seed
+        self._absent = {tensor for name, tensor in named_tensors(model) if name in absent}
         self._paths = {module: path for path, module in model.named_modules()}
         self._owners = {parameter: anatomy.owners[name][0] for name, parameter in anatomy.named.items()}
         # A parameter that lies in an earlier unit has lost its form by the time its module is initialised again.
@@ -205,8 +223,12 @@ class Materializer:
 
     def values_of(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
         """Values for those of `parameters` that are on `meta`; a tied one takes what its first owner gives it."""
-        wanted = [parameter for parameter in parameters if parameter.is_meta]
-        values: dict[nn.Parameter, Tensor] = {}
+        wanted = [parameter for parameter in parameters if parameter in self._absent]
+        values: dict[nn.Parameter, Tensor] = {
+            parameter: torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
+            for parameter in parameters
+            if parameter.is_meta and parameter not in self._absent
+        }
         for owner in dict.fromkeys(self._owners[parameter] for parameter in wanted):
             scratch = self._initialise(owner)
             values.update({p: scratch[p].detach() for p in wanted if self._owners[p] is owner})
@@ -218,7 +240,7 @@ class Materializer:
             meta = {n: b for n, b in module.named_buffers(recurse=False) if b.is_meta}
             for name, buffer in meta.items():
                 module._buffers[name] = torch.empty_like(buffer, device=self._device)
-            if meta:
+            if not self._absent.isdisjoint(meta.values()):
                 self._initialise(module)
 
     def _initialise(self, module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:

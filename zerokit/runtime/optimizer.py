@@ -18,18 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zerokit.errors import ScheduleError, UsageError
-from zerokit.formulas import MemoryReport, TrafficReport, predict_traffic
+from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.islands import divide_into_islands
-from zerokit.runtime.measure import element_bytes, measure_memory, predicted_memory
+from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
-from zerokit.runtime.step import all_finite, clip_coefficient, global_norm, update_masters
-from zerokit.runtime.unit import write_back
+from zerokit.runtime.step import INTERRUPTED, all_finite, clip_coefficient, global_norm, update_masters
 from zerokit.runtime.whole import install_model_methods
 
 
@@ -118,7 +118,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
         clear: Any = weakref.WeakMethod(self.zero_grad)
         install_model_methods(self.runtime.model, self._gathering, clear)
-        self._collectives.traffic = TrafficReport()
+        self._collectives.take_traffic()
 
     # ---- the training loop
 
@@ -137,11 +137,12 @@ class ZeroOptimizer(ForwardingOptimizer):
                 "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
                 "torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (with their backward)"
             )
-        before, LossScale.current = LossScale.current, None if self.scaler is None else self.scaler.value
+        scale = None if self.scaler is None else self.scaler.value
         try:
-            (loss if self.scaler is None else loss * self.scaler.value).backward(
-                retain_graph=retain_graph, create_graph=create_graph
-            )
+            with LossScale.applied(scale):
+                (loss if scale is None else loss * scale).backward(
+                    retain_graph=retain_graph, create_graph=create_graph
+                )
         except RuntimeError as error:
             if self.runtime.placement.cuts_parameters and "modified by an inplace operation" in str(error):
                 raise ScheduleError(
@@ -150,8 +151,6 @@ class ZeroOptimizer(ForwardingOptimizer):
                     "backward inside `with optimizer.gathered():`, or train at stage 2"
                 ) from error
             raise
-        finally:
-            LossScale.current = before
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A context in which backward passes add up gradients on this rank; the first one outside reduces them all.
@@ -172,7 +171,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             raise UsageError(
                 f"max_norm={max_norm}, norm_type={norm_type}: expected numbers, of a positive type or inf"
             )
-        self._require_reduced("clip_grad_norm_()")
+        self._gradients.require_reduced("clip_grad_norm_()", scaled=self.scaler is not None)
         self._walk.finish()
         norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
         self._finite = norm.isfinite()
@@ -202,8 +201,11 @@ class ZeroOptimizer(ForwardingOptimizer):
 
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
+
+        After an exception amid the update, steps and saves are refused until a load succeeds; after any other
+        `zero_grad()` and a new pass continue.
         """
-        self._require_reduced("step()")
+        self._gradients.require_reduced("step()", scaled=self.scaler is not None)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -220,66 +222,37 @@ class ZeroOptimizer(ForwardingOptimizer):
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
         overflow = not self._control.agree(None if self.scaler is None else self._finite)
         if self.scaler is not None:
-            scale = self._gradients.loss_scale
             self.scaler.update(overflow)
-            # What gradients that are left out were rounded by would be noise in the next ones.
-            self._gradients.scale_residuals(0.0 if overflow else self.scaler.value / scale)
+        if not overflow:
+            self._unscale()
+            self._gathering.take_changes()
+            self._collectives.wait_for_readers()
+            for hook in self._optimizer_step_pre_hooks.values():
+                hook(self, (), {})
+        self.refusal = INTERRUPTED
         if overflow:
             self.skipped_steps += 1
         else:
-            self._update()
-        self._last_traffic, self._collectives.traffic = self._collectives.traffic, TrafficReport()
+            with profiled("update"):
+                update_masters(self.runtime.units, self._gradients, self._inner)
+        self._last_traffic = self._collectives.take_traffic()
         if not overflow:
-            self._gathering.gather_updated(written=False)
+            self._gathering.gather_updated()
         if self.local_steps is not None:
-            self.local_steps.after_step()  # also where the step was skipped: islands must count alike
+            try:
+                self.local_steps.after_step()  # also where the step was skipped: islands must count alike
+            except ScheduleError:  # which leaves the weights of this step on all ranks of the island
+                self.refusal = ""
+                raise
+        self.refusal = ""
         for hook in () if overflow else self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         return loss
-
-    def _update(self) -> None:
-        self._unscale()
-        self._gathering.take_changes()
-        self._collectives.wait_for_readers()
-        for hook in self._optimizer_step_pre_hooks.values():
-            hook(self, (), {})
-        with profiled("update"):
-            update_masters(self.runtime.units, self._gradients, self._inner)
-
-    def settle(self, epoch: object) -> None:
-        """Move to the state of a run that resumes from here: sums of residuals at their owners, exact parameters.
-
-        On an int8 or int4 wire; all ranks call it, and `epoch` names what is saved.
-        """
-        before, self._collectives.traffic = self._collectives.traffic, TrafficReport()
-        for _, rounding in self._gradients.roundings():
-            rounding.settle(epoch)
-        self._collectives.traffic = before  # that traffic belongs to no step
-        if any(unit.sends_differences for unit in self.runtime.units):
-            self._gathering.make_current()
-            write_back(self.runtime.units)
-            self._gathering.gather_updated()
 
     def _unscale(self) -> None:
         if self.scaler is not None and not self._unscaled:
             self._gradients.scale(1.0 / self._gradients.loss_scale)
             self._unscaled = True
-
-    def _require_reduced(self, call: str) -> None:
-        if self.scaler is None and self._gradients.loss_scale != 1.0 and self._gradients.received:
-            raise UsageError(
-                f"{call}: another optimizer's backward() has brought gradients of a loss scaled by "
-                f"{self._gradients.loss_scale:g} for fp16: call zero_grad() before this optimizer's own "
-                "backward(), or give both precision='fp16'"
-            )
-        if self._gradients.shown:
-            raise UsageError(
-                f"{call} inside gathered_gradients(): its changes take effect at its end, so leave the context first"
-            )
-        if self._gradients.accumulating:
-            raise UsageError(
-                f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, including those of an unfinished backward pass."""
@@ -289,28 +262,42 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._unscaled, self._finite = False, None
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self, source: int | None = None) -> Iterator[None]:
         """A context in which every parameter of the model is whole and current; all ranks must enter together.
 
         In-place changes made alike on all ranks are kept. The model can run inside, too.
+
+        Args:
+            source: the rank of the optimizer's group whose changes of parameters and buffers all ranks get at the end;
+                those of others are dropped. Inside, steps and saves are refused.
+
+        Raises `UsageError`, on every rank, for changes that differ; all ranks have rank 0's then.
         """
+        require_rank(source, self.layout.world)
         self._control.finish()
-        with self._gathering.opened():
-            yield
+        if source is None:
+            with self._gathering.opened(agree=True):
+                yield
+        else:
+            buffers = buffers_from(source, self.runtime.model, self._collectives)
+            with self.refusing(ONE_RANK_SAYS), self._gathering.opened(source, agree=True), buffers:
+                yield
 
     @contextmanager
-    def gathered_gradients(self) -> Iterator[None]:
+    def gathered_gradients(self, source: int | None = None) -> Iterator[None]:
         """A context in which every `parameter.grad` is whole and averaged over ranks; all ranks must enter together.
 
-        In-place changes made alike on all ranks are kept, so torch's functions over gradients work here. Costs an
+        In-place changes are kept: those made alike on all ranks, or rank `source`'s. Others raise `UsageError` on every
+        rank, and none is kept then, nor after any other exception. torch's functions over gradients work here. Costs an
         all-gather and the memory of whole gradients. Elsewhere `parameter.grad` only shows that there is one.
         """
-        self._require_reduced("gathered_gradients()")
+        require_rank(source, self.layout.world)
+        self._gradients.require_reduced("gathered_gradients()", scaled=self.scaler is not None)
         self._walk.finish()
         if self.scaler is not None and not self._unscaled:
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
             self._unscale()
-        with self._gradients.show():
+        with self._gradients.show(source):
             yield
 
     # ---- reports
@@ -335,15 +322,8 @@ class ZeroOptimizer(ForwardingOptimizer):
 
     def predicted_traffic(self, *, micro_batches: int = 1, reductions: int = 1) -> TrafficReport:
         """The predicted traffic of a step, from the layout alone; the first step at stages 1 and 2 moves less."""
-        sizes = element_bytes(self.precision, self.runtime.states, averaged=self.ema is not None)
-        return predict_traffic(
-            self.layout,
-            placement=self.runtime.placement,
-            sizes=sizes,
-            order=self._gathering.order.forward,
-            kept=self._gathering.order.kept,
-            micro_batches=micro_batches,
-            reductions=reductions,
+        return predicted_traffic(
+            self.runtime, averaged=self.ema is not None, micro_batches=micro_batches, reductions=reductions
         )
 
     @property
@@ -367,6 +347,8 @@ class ZeroOptimizer(ForwardingOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, which only the same rank of an equal run can load; not of local steps."""
         self._require_plain("state_dict()")
+        if self.refusal:
+            raise UsageError(f"state_dict() refused: {self.refusal}")
         self._control.finish()
         state = take_state(self.runtime)
         state["loss_scale"] = None if self.scaler is None else (self.scaler.value, self.scaler.good_steps)
@@ -377,7 +359,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._require_plain("load_state_dict()")
         load_state(self.runtime, state_dict)
         if self.scaler is not None:
-            self.scaler.value, self.scaler.good_steps = state_dict["loss_scale"]
+            self.scaler.restore(*state_dict["loss_scale"])
 
     def _require_plain(self, call: str) -> None:
         self.require_own_weights(call)

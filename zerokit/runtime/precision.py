@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -39,10 +41,6 @@ class Precision:
         master: of the weights that the optimizer updates, and of its states.
         wire: of gradients on their way between ranks: as `reduce` by default, or bfloat16, "int8" or "int4" beside
             `reduce` in fp32.
-        feedback: whether an int8 or int4 wire rounds to nearest and what it rounds away is kept, 4 bytes an element
-            that a rank sends, and added to the same rank's next gradients. Otherwise it rounds at random.
-        wire_updates: whether updated parameters travel on an int8 or int4 wire too, as differences from what every rank
-            has. For half-precision compute and outer stages 1 and 2.
         cast_inputs: whether floating-point inputs take the compute dtype where they meet weights, at modules that hold
             parameters and have none inside, and at PyTorch's own; otherwise a model casts by itself.
 
@@ -50,8 +48,8 @@ class Precision:
     `Precision(compute=torch.float16, reduce=torch.float16)`. docs/precision.md says how each wire rounds: bits are the
     same at every stage and route.
 
-    Raises `UsageError` for a dtype other than float32, bfloat16 or float16, for a wire that is neither `reduce` nor one
-    of these beside float32, and for `wire_updates` without such a wire or with fp32 compute.
+    Raises `UsageError` for a dtype other than float32, bfloat16 or float16, and for a wire that is neither `reduce` nor
+    one of these beside float32.
     """
 
     compute: torch.dtype = torch.float32
@@ -60,8 +58,8 @@ class Precision:
     cast_inputs: bool = True
     wire: torch.dtype | BlockName | None = None
     """None where gradients travel in `reduce`, given so or by default."""
-    feedback: bool = True
-    wire_updates: bool = False
+    feedback: InitVar[object] = None
+    wire_updates: InitVar[object] = None
 
     if TYPE_CHECKING:  # names are taken as well, and are dtypes from then on
 
@@ -72,11 +70,14 @@ class Precision:
             master: torch.dtype | DtypeName = torch.float32,
             cast_inputs: bool = True,
             wire: torch.dtype | DtypeName | BlockName | None = None,
-            feedback: bool = True,
-            wire_updates: bool = False,
         ) -> None: ...
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, feedback: object, wire_updates: object) -> None:
+        if feedback is not None or wire_updates is not None:
+            raise UsageError(
+                "precision: feedback= and wire_updates= are gone, because an int8 or int4 wire rounds gradients at "
+                "random and keeps nothing, and updated parameters travel in the compute dtype: leave both out"
+            )
         roles = _ROLES if self.wire is None or self.blocks else (*_ROLES, "wire")
         for role in roles:
             dtype = getattr(self, role)
@@ -97,12 +98,6 @@ class Precision:
             raise UsageError(
                 f"precision: gradients cannot travel in {self.wire} (wire) and be summed in {self.reduce} (reduce): "
                 "choose wire=torch.bfloat16 with reduce=torch.float32, or leave wire out"
-            )
-        if self.wire_updates and (self.blocks is None or self.compute == self.master):
-            raise UsageError(
-                f"precision: wire_updates=True sends updated parameters as the differences between masters and what "
-                f"every rank has, on an int8 or int4 wire; with wire={self.wire}, compute={self.compute} and "
-                f"master={self.master} there are none: add wire='int8' and compute='bf16', or omit it"
             )
 
     @classmethod
@@ -128,8 +123,6 @@ class Precision:
 
     def as_dict(self) -> dict[str, str]:
         roles = _ROLES if self.wire is None else (*_ROLES, "wire")
-        if self.blocks is not None:
-            roles = (*roles, "feedback", "wire_updates")
         return {role: str(getattr(self, role)).removeprefix("torch.") for role in roles}
 
 
@@ -164,6 +157,20 @@ class LossScale:
                 f"{self}: growth must exceed 1, backoff lie between 0 and 1, interval be "
                 "positive, and the value at least the floor"
             )
+
+    @classmethod
+    @contextmanager
+    def applied(cls, scale: float | None) -> Iterator[None]:
+        """A context in which losses are differentiated times `scale`, or plainly."""
+        before, cls.current = cls.current, scale
+        try:
+            yield
+        finally:
+            cls.current = before
+
+    def restore(self, value: float, good_steps: int) -> None:
+        """Go on from a scale and a number of steps without overflow that were saved."""
+        self.value, self.good_steps = value, good_steps
 
     def update(self, overflow: bool) -> None:
         """Adapt the scale after a step. Raises `LossScaleError` for an overflow at the floor."""

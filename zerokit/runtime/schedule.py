@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import TypeAlias
 
+from zerokit.runtime.buckets import Phase
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.unit import UnitState
@@ -45,6 +46,10 @@ class Schedule:
         self.operations = tuple(operations)
         self.cursor = -1
         self.issued = 0
+
+    def move_to(self, position: int) -> None:
+        """Note that the unit gathered at `position` has been entered."""
+        self.cursor = position
 
     def find(self, unit: int) -> int | None:
         """The first position, from the cursor on, of a gather of `unit`."""
@@ -85,6 +90,10 @@ class ForwardPass:
         self.read_early: set[int] = set()
         """Units whose weights were read outside the modules that announce it."""
         self.watched: set[int] = set()  # units with outputs whose gradients a hook will announce
+
+    def consume(self, accumulates: bool) -> None:
+        """Note a backward pass through it, which brings gradients or does not."""
+        self.consumed |= accumulates
 
     def use(self, unit: int) -> None:
         self.uses += 1
@@ -219,13 +228,13 @@ class Order:
 
         Where gathers give the order, agree on what is a head: whose gradients were complete `early` on all ranks.
         """
-        self.reductions_recorded = True
         if not self._gathers:
             order = dict.fromkeys([*completed, *self.reductions])
             self.backward = tuple(map(reduction, self._collectives.all_gather_objects(list(order))[0]))
         elif self.last is not None:
             everyones = self._collectives.all_gather_objects(early & self.kept & self.lazy)
             self.backward = self._plan(frozenset.intersection(*map(frozenset, everyones)))
+        self.reductions_recorded = True
 
     def _plan(self, early: Set[int] = frozenset()) -> tuple[Operation, ...]:
         """The operations of backward; every trainable unit is reduced once.
@@ -262,24 +271,28 @@ class Reductions:
         self._made: tuple[ForwardPass, int | None] | None = None
         """What has just received its gradient: an output of this pass, made after so many uses of units."""
         self._accumulates = False
-        self.ending = False  # whether the pass will bring no more gradients
+        self._ending = False  # whether the pass will bring no more gradients
 
     def begin(self, *, accumulates: bool) -> None:
         """Start a pass; `accumulates` if it brings gradients."""
-        self._accumulates, self.ending = accumulates, False
+        self._accumulates, self._ending = accumulates, False
         self._made = self._early = None
         self.waiting.clear()
 
     def remaining(self) -> Iterator[Operation]:
         """The operations of backward that are left for another forward pass."""
         self.waiting.clear()
-        reduced = {reduction(index) for index, unit in self._gradients.units.items() if unit.reduced}
+        reduced = {
+            reduction(index) for index, unit in self._gradients.units.items() if unit.phase >= Phase.REDUCING
+        }
         return (operation for operation in self._order.backward if operation not in reduced)
 
     def note_output(self, current: ForwardPass, uses: int | None, *, gathered: bool) -> None:
         """Note the gradient of an output, made in `current` after so many `uses` by a `gathered` unit or a kept one."""
         if self._early is None and gathered:
-            self._early = [index for index, unit in self._gradients.units.items() if unit.complete]
+            self._early = [
+                index for index, unit in self._gradients.units.items() if unit.phase >= Phase.COMPLETE
+            ]
         self._made = current, uses
 
     def note_complete(self, index: int) -> None:
@@ -287,6 +300,10 @@ class Reductions:
         if not self._order.reductions_recorded:
             self._completed.append(index)
         self.issue(due=False)
+
+    def note_last_gradient(self) -> None:
+        """Note that the pass will bring no more gradients."""
+        self._ending = True
 
     def issue(self, *, due: bool) -> None:
         """Issue reductions that the pass has come to, as far as their gradients are complete.
@@ -297,14 +314,14 @@ class Reductions:
         """
         while self.waiting and self._accumulates and not self._gradients.accumulating:
             index = self.waiting[0]
-            if not self._gradients.units[index].complete and not (due and self._is_over(index)):
+            if self._gradients.units[index].phase < Phase.COMPLETE and not (due and self._is_over(index)):
                 return
             self._gradients.reduce(self.waiting.popleft())
 
     def _is_over(self, index: int) -> bool:
         """Whether the backward pass under way will bring no more gradients to a unit."""
         made = self._made
-        return self.ending or (made is not None and self._passes.are_gradients_over(index, *made))
+        return self._ending or (made is not None and self._passes.are_gradients_over(index, *made))
 
     def end(self) -> None:
         """Issue what is left, wait for all sums, and record the order after the first ones."""
@@ -312,7 +329,7 @@ class Reductions:
             return
         if not self._gradients.accumulating:
             for index in self._order.reductions:
-                if not self._gradients.units[index].reduced:
+                if self._gradients.units[index].phase < Phase.REDUCING:
                     self._gradients.reduce(index)
         self._gradients.end_backward()
         self.waiting.clear()  # a forward that has run this backward goes on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -13,8 +14,8 @@ from torch.optim import Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.changes import checksums
 from zerokit.runtime.guard import SCALES_ITSELF, ticket_of
-from zerokit.runtime.rounding import RESIDUAL
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
@@ -99,13 +100,18 @@ class ForwardingOptimizer(Optimizer):
     state: Any = _forwarded("state")
 
     @contextmanager
-    def with_averages(self) -> Iterator[None]:
-        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
-        before, self.refusal = self.refusal, _AVERAGED
+    def refusing(self, reason: str) -> Iterator[None]:
+        """A context in which `step` and saves are refused."""
+        before = self.refusal
+        self.refusal = before or reason
         try:
             yield
         finally:
             self.refusal = before
+
+    def with_averages(self) -> AbstractContextManager[None]:
+        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
+        return self.refusing(_AVERAGED)
 
     def require_own_weights(self, call: str) -> None:
         """Raise `UsageError` while the model has its averaged weights."""
@@ -153,8 +159,7 @@ def take_state(runtime: Runtime) -> RankState:
             "inner": runtime.inner.state_dict(),
             "divided": [unit.divided for unit in runtime.units],
             "masters": [master.tensor.detach() for _, master, _ in runtime.masters()],
-            "rounding": [rounding.state() for _, rounding in runtime.gradients.roundings()],
-            "sent": runtime.sent(),
+            "draws": runtime.gradients.draws.state(),
             "place": _origin(runtime),
         }
     )
@@ -167,6 +172,11 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
             "this state was saved by another rank, stage, precision or layout, and fits only the same rank of an "
             "equal run: use a zerokit checkpoint to change world size or stage"
         )
+    # Replicas must be alike, and on all ranks or on none: the next step's agreement shows it.
+    whole = all(unit.updated.numel == unit.unit.numel for unit in runtime.units)
+    runtime.collectives.note_path(
+        zlib.crc32(repr(checksums(state["masters"]) if whole else "loaded").encode())
+    )
     runtime.gathering.make_current()  # what the last step has updated may still be on its way
     for unit, divided in zip(runtime.units, state["divided"], strict=True):
         if divided and not unit.divided:
@@ -181,39 +191,8 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for (_, master, _), values in zip(runtime.masters(), state["masters"], strict=True):
             master.tensor.detach().copy_(values)
-        for (_, rounding), saved in zip(runtime.gradients.roundings(), state["rounding"], strict=True):
-            rounding.load_state(saved)
-        runtime.publish(sent=state.get("sent", ()))
-
-
-@contextmanager
-def residuals_shown(runtime: Runtime) -> Iterator[None]:
-    """A context in which the owners' residuals are a state of each master, for saving."""
-    for unit, rounding in runtime.gradients.roundings():
-        for master in unit.masters if rounding.residual is not None else ():
-            runtime.inner.state[master.tensor][RESIDUAL] = rounding.shown(master)
-    try:
-        yield
-    finally:
-        _pop_residuals(runtime)
-
-
-def take_residuals(runtime: Runtime, epoch: object) -> None:
-    """Move residuals that were loaded as masters' states to their units."""
-    loaded = _pop_residuals(runtime)
-    for unit, rounding in runtime.gradients.roundings():
-        pairs = [(master, loaded[master.tensor]) for master in unit.masters if master.tensor in loaded]
-        rounding.take(pairs, epoch)
-
-
-def _pop_residuals(runtime: Runtime) -> dict[Tensor, Tensor]:
-    found = {}
-    for tensor, state in list(runtime.inner.state.items()):
-        if RESIDUAL in state:
-            found[tensor] = state.pop(RESIDUAL)
-            if not state:
-                del runtime.inner.state[tensor]
-    return found
+        runtime.publish()
+    runtime.gradients.draws.begin(*state.get("draws", (None,)))
 
 
 def _origin(runtime: Runtime) -> tuple[str, str, int, str]:

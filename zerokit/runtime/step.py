@@ -78,9 +78,10 @@ def _require_one_path(numbers: Sequence[float]) -> None:
     """`numbers` begin with the maximum of the ranks' paths, and that of their negatives."""
     if numbers[0] != -numbers[1]:
         raise LayoutMismatch(
-            "ranks issued different sequences of collectives in this step, or have frozen different parameters or set "
-            "other numbers in param_groups since ZeroOptimizer was built: their models must take the same path, "
-            "requires_grad_() be called alike on all ranks, and learning rates follow an averaged loss"
+            "ranks issued different sequences of collectives (in this step, or in a pass that failed on some of them), "
+            "or have frozen different parameters, set other numbers in param_groups, or changed weights or loaded a "
+            "state differently since ZeroOptimizer was built: their models must take the same path, requires_grad_() "
+            "and load_state_dict() be called alike on all ranks, and learning rates follow an averaged loss"
         )
 
 
@@ -147,8 +148,15 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
     return total
 
 
+INTERRUPTED = (
+    "an exception ended the last step amid its update, so the state is incomplete: load a checkpoint, or build the "
+    "model anew"
+)
+"""Why steps are refused after that; a load of weights alone does not make up for it."""
+
+
 def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Optimizer) -> None:
-    """Run `inner` over all masters with the reduced gradients, and write back what does not travel as differences."""
+    """Run `inner` over all masters with the reduced gradients, and write them back."""
     trainable = [unit for unit in units if unit.unit.trainable]
     for unit in trainable:
         own = gradients.units[unit.index]
@@ -161,6 +169,7 @@ def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Opti
         unit.unguard_masters()
         for master in unit.masters:
             if skipped and skipped.issuperset(unit.positions_in(master)):
+                master.tensor.grad = None  # of an update that failed
                 continue  # as in torch, what has no gradient keeps its value and its states
             gradient = own.of(master.interval)
             tensor = master.tensor
@@ -168,7 +177,7 @@ def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Opti
     if isinstance(inner, SGD):
         _level_momentum(inner)
     inner.step()
-    write_back(units, exact=False)
+    write_back(units)
     for unit in trainable:
         for master in unit.masters:
             master.tensor.grad = None

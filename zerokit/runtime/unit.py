@@ -5,9 +5,9 @@ stage 3         `shard` always exists; `whole` has memory while the unit is gath
 
 [Note: freed weights] Autograd saves weights for backward, as themselves or as views. While a unit is freed (stage 3),
 its parameters' version counters stand one higher, so that autograd refuses to read what it saved, as it does after an
-in-place change; gathering sets them back. The parameters themselves show nan in their own shape, in no memory, and
-are guarded (see `guard`); on Linux hosts the freed memory reads as nan, too. So the memory of a freed weight never
-reads as valid values, however it is reached.
+in-place change; gathering sets them back. The parameters are guarded (see `guard`). On Linux hosts the freed memory
+reads as nan, all but this rank's shard; elsewhere the parameters show nan in their own shape, in no memory. So a freed
+weight never reads as another step's or another parameter's values, however it is reached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,12 @@ from torch import Tensor, nn
 from zerokit.errors import UsageError
 from zerokit.layout import Unit
 from zerokit.placement import Axis, Placement
-from zerokit.runtime.collectives import Collectives, Work
-from zerokit.runtime.guard import TICKET, Guarded, Ticket, guarded_class, refuse_moving
+from zerokit.runtime.collectives import Collectives, Exchange, Work
+from zerokit.runtime.guard import TICKET, Guarded, Owner, Ticket, guarded_class, refuse_moving
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import set_versions, unit_memory
-
-if TYPE_CHECKING:
-    from zerokit.runtime.rounding import Rounding
-    from zerokit.runtime.walk import ModelWalk
+from zerokit.runtime.torch_internals import become, change_class, point_at
 
 
 class State(Enum):
@@ -66,27 +63,28 @@ class UnitState(OwnedUnit):
         """Positions of trainable parameters that require no gradient any more: they are not updated."""
         self.in_flight: Work | None = None
         """The gather of the unit, or of what other ranks have updated."""
-        self.rounding: Rounding | None = None
-        """How the unit travels on an int8 or int4 wire, if it does."""
-        self.last_sent: Tensor | None = None
-        """[updated] This rank's parameters after the last update, once the user has changed some: on a wire that rounds
-        updates they are not what masters round to."""
         self._memory = unit_memory(
             unit.numel, self.kept, dtype, self.device, comes_and_goes=self.comes_and_goes
         )
         self.whole, self.shard = self._memory.whole, self._memory.shard
         self._views = unit_views(unit, self.whole)
         self._base, self._addresses = -1, [0]
+        self._gather: Exchange | None = None  # prepared by the first one
         nothing = torch.full(
             (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
         )
-        self._placeholders = [nothing.expand(part.parameter.shape) for part in unit.slices]
+        self._placeholders = [
+            nothing.expand(part.parameter.shape) for part in unit.slices if not self._memory.reads_nan
+        ]
+        """What freed parameters show instead, if the freed memory itself does not read as nan."""
         self._guarded: list[type[Guarded]] = []
         self._versions: list[int] = []
         self._aliases: list[tuple[int, Tensor, int]] = []
         """Tensors over a parameter's memory that were handed out: its position, the tensor, its version then."""
         self._viewed = True  # whether the parameters are views of the storage, and not placeholders
-        self._renormed = frozenset(renormed)
+        self.renormed = frozenset(renormed)
+        self.exact: dict[int, Tensor] | None = None
+        """Wider values that parameters were given, by position, where they wait for the end of a context."""
 
     def take_over(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> None:
         """Turn the parameters into views of this storage with rank 0's values, and create the masters in their dtype.
@@ -109,13 +107,8 @@ class UnitState(OwnedUnit):
                     real = nn.Parameter(
                         torch.empty(0, dtype=self.dtype, device=self.device), parameter.requires_grad
                     )
-                    real.__dict__.update(parameter.__dict__)
-                    torch.utils.swap_tensors(parameter, real)
-                    # Hooks stay with the object, but autograd calls those of its new tensor: they are set again.
-                    parameter._backward_hooks = parameter._backward_hooks
-                    hooks: Any = parameter._post_accumulate_grad_hooks
-                    parameter._post_accumulate_grad_hooks = hooks
-                parameter.data = view
+                    become(parameter, real)
+                point_at(parameter, view)
         self._guarded = [guarded_class(type(parameter)) for parameter in self.parameters]
         self._versions = [parameter._version for parameter in self.parameters]
         self.collectives.broadcast(exact)
@@ -131,6 +124,30 @@ class UnitState(OwnedUnit):
                     values = exact[stretch.start : stretch.stop].clone()
                 self.masters.append(MasterSlice(group, stretch, nn.Parameter(values)))
 
+    # ---- use
+
+    def enter(self) -> None:
+        """Note that one of the unit's modules is at work."""
+        self.active += 1
+
+    def leave(self) -> bool:
+        """Note the return from a module. Returns whether it was the outermost one at work."""
+        self.active = max(self.active - 1, 0)
+        return not self.active
+
+    def rest(self) -> None:
+        """Note that none of the unit's modules is at work."""
+        self.active = 0
+
+    def hold(self) -> None:
+        """Keep the gathered unit until backward ends."""
+        self.state = State.HELD
+
+    def begin_pass(self) -> None:
+        """Note that the pass that begins has not used the gathered unit."""
+        if self.state is State.READY:
+            self.state = State.GATHERING
+
     # ---- changes by the user
 
     def take_changes(self, *, certain: bool = False) -> None:
@@ -143,12 +160,7 @@ class UnitState(OwnedUnit):
                 kept = self.kept_part(master.interval)
                 values = master.tensor.detach()
                 changed = values.to(self.dtype) != kept
-                if self.last_sent is not None:
-                    start = master.interval.start - self.updated.start
-                    changed &= self.last_sent[start : start + kept.numel()] != kept
                 values.copy_(torch.where(changed, kept.to(values.dtype), values))
-        if self.sends_differences:
-            self.last_sent = self.kept_part(self.updated).clone()
         self.note_versions()
 
     def take_exact(self, position: int, values: Tensor) -> None:
@@ -156,13 +168,55 @@ class UnitState(OwnedUnit):
         part = self.unit.slices[position]
         if values.dtype == self.dtype or values.numel() != part.parameter.numel or not self.separate:
             return
+        if self.exact is not None:
+            self.exact[position] = values.detach().clone()
+            return
         with torch.no_grad():
             for master in self.masters:
                 both = part.memory.intersection(master.interval).shifted(-part.offset)
                 own = master.part(master.tensor.detach(), part.memory)
                 own.copy_(values.detach().reshape(-1)[both.start : both.stop])
 
-    def suspect(self, position: int, alias: Tensor) -> None:
+    def keep_exact(self, *, kept: bool) -> None:
+        """Keep wider values that parameters are given from now on, if it is to be so, and leave the masters."""
+        self.exact = {} if kept else None
+
+    def take_shown(self, source: int | None, given: Sequence[tuple[int, torch.dtype, object]] | None) -> None:
+        """Take over what whole parameters show, on every rank.
+
+        Where ranks differ these are rank `source`'s, or rank 0's without one, with the exact values that it was `given`
+        (positions and dtypes); collective then. Else `given` is None.
+        """
+        exact, self.exact = self.exact or {}, None
+        if given is not None:
+            self.collectives.broadcast(self.whole, source or 0)
+            torch.autograd.graph.increment_version(self.parameters)
+            if source is None:
+                self._memory.store()
+                # Their precision may differ by rank, too.
+                for master in self.masters if self.separate else ():
+                    master.tensor.detach().copy_(self.kept_part(master.interval))
+            elif self.collectives.rank != source:
+                exact = {at: torch.empty_like(self._views[at], dtype=dtype) for at, dtype, _ in given}
+            for values in exact.values():
+                self.collectives.broadcast(values, source or 0)
+        for position, values in exact.items():
+            self.take_exact(position, values)
+        self.take_changes(certain=True)
+
+    def views(self) -> list[Tensor]:
+        """The whole parameters, as plain tensors over their memory."""
+        return self._views
+
+    def written(self) -> set[int]:
+        """Positions of the parameters that were changed in place since `note_versions`; none of a freed unit."""
+        if not self._viewed:
+            return set()
+        pairs = enumerate(zip(self._current_versions(), self._versions, strict=True))
+        changed = {position for position, (version, known) in pairs if version != known}
+        return changed | {position for position, alias, version in self._aliases if alias._version != version}
+
+    def note_alias(self, position: int, alias: Tensor) -> None:
         """Note that a tensor over a parameter's memory was handed out; it may change elements while it lives."""
         self._aliases.append((position, alias, alias._version))
 
@@ -191,24 +245,14 @@ class UnitState(OwnedUnit):
         self.complete()
         self._memory.grow()
         self._note_addresses()
-        gather, axes = self.collectives.all_gather, self.placement.use
+        if self._gather is None:
+            self._gather = self.collectives.gather(
+                self.unit, self.whole, axes=self.placement.use, own=self.shard
+            )
         with profiled("gather", self.unit):
-            self.in_flight = gather(self.unit, self.whole, axes=axes, own=self.shard)
+            self.in_flight = self._gather.start()
         if self.state is State.FREED:
             self.state = State.GATHERING
-
-    @property
-    def sends_differences(self) -> bool:
-        """Whether updates travel as rounded differences between masters and what every rank has."""
-        return self.rounding is not None and self.rounding.updates
-
-    def gather_update(self, *, written: bool) -> None:
-        """Start gathering updates from the other owners of this rank's parameters, or differences not yet `written`."""
-        if self.rounding is not None and self.rounding.updates and not written:
-            self.complete()
-            self.in_flight = self.rounding.send_update(self.shard)
-        else:
-            self.gather_from_owners(self.placement.update)
 
     def gather_from_owners(self, axes: Sequence[Axis] | None = None) -> None:
         """Start gathering this rank's kept memory over `axes`, by default from all ranks that keep the same."""
@@ -216,7 +260,7 @@ class UnitState(OwnedUnit):
         if axes is None:
             axes = [axis for axis in self.collectives.mesh.axes if axis not in self.placement.use]
         with profiled("gather", self.unit):
-            self.in_flight = self.collectives.all_gather(self.unit, self.shard, axes=axes)
+            self.in_flight = self.collectives.gather(self.unit, self.shard, axes=axes).start()
 
     def ready(self) -> None:
         """Wait for a gather in flight, so that the parameters hold their values, and let the model use them."""
@@ -225,19 +269,21 @@ class UnitState(OwnedUnit):
         if self.state is State.GATHERING:
             self.state = State.READY
         if not self._viewed:
-            self._viewed = True
-            for parameter, view in zip(self.parameters, self._views, strict=True):
-                parameter.data = view
+            self._show(self._views if self._placeholders else ())
             set_versions(self.parameters, self._versions)
+            self._viewed = True
 
     def complete(self) -> None:
         """Wait for a gather in flight, and leave the parameters guarded."""
-        work, self.in_flight = self.in_flight, None
-        if work is not None:
+        if self.in_flight is not None:
             with profiled("wait for the gather of", self.unit):
-                work.wait()
-            if self.last_sent is not None:
-                self.last_sent.copy_(self.kept_part(self.updated))
+                self.in_flight.wait()
+            self.in_flight = None  # after the wait: an exception there leaves it to be waited for
+
+    def _show(self, data: Sequence[Tensor]) -> None:
+        """Point the parameters at these tensors, if there are any."""
+        for parameter, shown in zip(self.parameters, data, strict=False):
+            point_at(parameter, shown)
 
     def free(self) -> None:
         """Free the gathered unit's memory (stage 3); see [Note: freed weights]."""
@@ -247,12 +293,11 @@ class UnitState(OwnedUnit):
         if self._viewed:
             versions = self._current_versions()
             if self._aliases or versions != self._versions:
-                self._require_renorm(versions)
+                self._require_renorm()
                 self.take_changes()
             self._viewed = False
             with torch._C.DisableTorchFunctionSubclass():
-                for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
-                    parameter.data = placeholder
+                self._show(self._placeholders)
             set_versions(self.parameters, [version + 1 for version in versions])
         if len(self.placement.use) > 1:
             self.collectives.wait_to_free(self.unit)
@@ -262,10 +307,10 @@ class UnitState(OwnedUnit):
 
     # ---- guarding
 
-    def watch(self, walk: weakref.ref[ModelWalk]) -> None:
-        """Guard the parameters from now on, and ask `walk` what may be done with them."""
+    def watch(self, owner: weakref.ref[Owner]) -> None:
+        """Guard the parameters from now on, and let them ask `owner` what may be done with them."""
         for position, known in enumerate(self.unit.parameters):
-            self.parameters[position].__dict__[TICKET] = Ticket(walk, self.index, (position,), known.name)
+            self.parameters[position].__dict__[TICKET] = Ticket(owner, self.index, (position,), known.name)
         self.guard_masters()
         self.guard()
 
@@ -275,13 +320,13 @@ class UnitState(OwnedUnit):
             self._take_replaced()
             self.guarded = True
             for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
-                parameter.__class__ = guarded
+                change_class(parameter, guarded)
 
     def unguard(self) -> None:
         if self.guarded:
-            self.guarded = False
             for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
-                parameter.__class__ = guarded.plain
+                change_class(parameter, guarded.plain)
+            self.guarded = False
 
     def note_requires_grad(self) -> None:
         """Record frozen and unfrozen parameters; a parameter frozen at construction cannot become trainable."""
@@ -311,17 +356,14 @@ class UnitState(OwnedUnit):
             if (parameter.shape, parameter.dtype, parameter.device) != (view.shape, self.dtype, self.device):
                 raise refuse_moving(layout.name, parameter, view)
             view.copy_(parameter.detach())
-            parameter.data = view
+            point_at(parameter, view)
         if self.comes_and_goes:
             self._refuse_change(self.unit.name)
         self.take_changes(certain=True)
 
-    def _require_renorm(self, versions: Sequence[int]) -> None:
+    def _require_renorm(self) -> None:
         """Weights may change in forward only by an idempotent operation: Embedding's max_norm."""
-        pairs = enumerate(zip(versions, self._versions, strict=True))
-        changed = {position for position, (version, known) in pairs if version != known}
-        changed |= {position for position, alias, version in self._aliases if alias._version != version}
-        for position in sorted(changed - self._renormed):
+        for position in sorted(self.written() - self.renormed):
             self._refuse_change(self.unit.parameters[position].name)
 
     def _refuse_change(self, name: str) -> NoReturn:
@@ -336,14 +378,11 @@ def unit_views(unit: Unit, flat: Tensor) -> list[Tensor]:
     return [flat[s.offset : s.offset + s.parameter.numel].view(s.parameter.shape) for s in unit.slices]
 
 
-def write_back(units: Sequence[UnitState], *, exact: bool = True) -> None:
-    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end.
-
-    Unless it is to be `exact`, differences are left to the next gather of updates, which brings all ranks the same.
-    """
+def write_back(units: Sequence[UnitState]) -> None:
+    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end."""
     kept, masters = [], []
     for unit in units:
-        for master in unit.masters if unit.separate and (exact or not unit.sends_differences) else ():
+        for master in unit.masters if unit.separate else ():
             kept.append(unit.kept_part(master.interval))
             masters.append(master.tensor.detach())
     if kept:

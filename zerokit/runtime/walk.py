@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zerokit.errors import ScheduleError
 from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.guard import Owner
 from zerokit.runtime.hooks import (
     Hook,
     TracedHook,
@@ -35,7 +36,6 @@ from zerokit.runtime.hooks import (
     outside_transforms,
     registrations,
     require_no_graphs,
-    share_memory,
     tensors_in,
     tensors_kept,
     transforming,
@@ -43,7 +43,10 @@ from zerokit.runtime.hooks import (
 from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known
 from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
 from zerokit.runtime.schedule import ForwardPass
+from zerokit.runtime.torch_internals import share_memory
 from zerokit.runtime.unit import UnitState
+
+_UNKNOWN = (None,)
 
 
 class _GradientHook(Hook):
@@ -62,7 +65,7 @@ class _GradientHook(Hook):
             Hook.__call__(self, parameter)
 
 
-class ModelWalk:
+class ModelWalk(Owner):
     """The model's position: in forward, in backward, or between; its guarded parameters ask what they may."""
 
     def __init__(
@@ -72,7 +75,7 @@ class ModelWalk:
         self._passes = gathering.passes
         self._precision, self._device = precision, self.units[0].device.type
         self._in_forward = False
-        self._task: int | None = None  # autograd's number of the backward pass under way
+        self._under_way = False  # whether a backward pass has begun, and not ended or been abandoned
         self._accumulates = self._makes_graph = self._had_gradients = False
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
@@ -83,9 +86,11 @@ class ModelWalk:
         casts = precision.cast_inputs and precision.compute != torch.float32
         self._casting = modules_that_cast(model) if casts else set()
         self._me = me = weakref.ref(self)
+        owner: weakref.ref[Owner] = weakref.ref(self)
         self._announcers = announcers(model, anatomy, [unit.unit for unit in self.units])
         model.register_forward_pre_hook(Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
         model.register_forward_hook(Hook(me, ModelWalk._after_root))
+        self._frees = any(unit.comes_and_goes for unit in self.units)
         self._called: set[nn.Module] = set()  # modules that have been called until an order was recorded
         users: dict[nn.Module, list[UnitState]] = {module: [] for module in self._casting - {model}}
         for unit in self.units:
@@ -100,7 +105,7 @@ class ModelWalk:
             for position, weight in enumerate(unit.parameters if unit.unit.trainable else ()):
                 hook = _GradientHook(me, self._gradients.units[unit.index], position)
                 weight.register_post_accumulate_grad_hook(hook)
-            unit.watch(me)
+            unit.watch(owner)
 
     # ---- what guarded parameters ask
 
@@ -116,12 +121,21 @@ class ModelWalk:
             if self._gradients.holds(unit, position):
                 self._gradients.clear(unit, position)
 
+    def note_alias(self, unit: int, position: int, alias: Tensor) -> None:
+        self.units[unit].note_alias(position, alias)
+
+    def take_exact(self, unit: int, position: int, values: Tensor) -> None:
+        self.units[unit].take_exact(position, values)
+
+    def note_requires_grad(self, unit: int) -> None:
+        self.units[unit].note_requires_grad()
+
     # ---- forward
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if in_backward():
             return self._cast(module, args, kwargs)
-        if self._task is not None:
+        if self._under_way:
             self.abandon()
         if self._in_forward:
             self._gathering.free_all()  # the last forward ended in an exception
@@ -144,8 +158,8 @@ class ModelWalk:
         for unit in self.units:
             if not unit.guarded:
                 unit.note_requires_grad()
-            if unit.stopped and training:
-                self._gradients.units[unit.index].untrained |= unit.stopped
+        if training:
+            self._gradients.note_untrained()
         return self._cast(module, args, kwargs)
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -170,7 +184,7 @@ class ModelWalk:
         if in_backward():
             self._begin_backward()
             self._gathering.enter_backward(units)
-        elif self._gathering.order.recorded and not any(unit.comes_and_goes for unit in units):
+        elif not self._frees and self._gathering.order.recorded:
             for unit in units:
                 if unit.guarded:  # on its way, where its owners have updated it
                     self._gathering.enter_aside(unit)
@@ -184,12 +198,12 @@ class ModelWalk:
             if not all(unit.active for unit in units):
                 self._enter(units, module, args, kwargs)
             for unit in units:
-                unit.active += 1
+                unit.enter()
         return self._cast(module, args, kwargs)
 
     def _enter(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> None:
-        around = [unit for unit in self.units if unit.active and self._is_freed(unit)]
-        nested = any(map(self._is_freed, units)) and around
+        around = [unit for unit in self._gathering.at_work() if self._is_freed(unit)]
+        nested = around and any(map(self._is_freed, units))
         with outside_transforms():
             for unit in units:
                 if self._in_forward:
@@ -203,7 +217,7 @@ class ModelWalk:
         if nested:  # backward will come to the units around both before and after this one
             for unit in around:
                 self._gathering.hold(unit)
-        if torch.is_grad_enabled() and any(unit.comes_and_goes for unit in units):
+        if self._frees and torch.is_grad_enabled():
             self._given[module] = {
                 origin(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args)
             }
@@ -216,17 +230,22 @@ class ModelWalk:
         if in_backward():
             return
         outermost = [unit for unit in units if self._gathering.leave(unit)]
-        given = self._given.pop(module, set())
-        if outermost and not self._in_forward:
+        given = self._given.pop(module, ())
+        if not outermost:
+            return
+        if not self._in_forward:
             self._gathering.leave_aside()
-        tensors = list(tensors_in(output)) if outermost else []
-        unseen = torch.is_grad_enabled() and (not tensors or transforming())
-        tensors += self._left_in(module) if outermost else ()
+        tensors = list(tensors_in(output))
+        grad = torch.is_grad_enabled()
+        unseen = grad and (not tensors or transforming())
+        if self._attributes.get(module, _UNKNOWN):
+            tensors += self._left_in(module)
         for unit in outermost:
             # No hook shows when backward, or whoever has a view of a weight, reads this unit for the last time.
-            if unseen or any(share_memory(tensor, unit.whole) for tensor in tensors):
+            whole = unit.whole
+            if unseen or any(share_memory(tensor, whole) for tensor in tensors):
                 self._gathering.hold(unit)
-        if not outermost or unseen or not torch.is_grad_enabled():
+        if unseen or not grad:
             return
         current = self._passes.current if self._in_forward else self._passes.aside
         uses = current.uses if any(map(self._is_freed, outermost)) else None
@@ -235,7 +254,8 @@ class ModelWalk:
             # What is handed through (T5's position bias) receives its gradient in an earlier unit's backward.
             if tensor.requires_grad and origin(tensor) not in given:
                 tensor.register_hook(hook)
-                current.watched.update(unit.index for unit in outermost)
+                for unit in outermost:
+                    current.watched.add(unit.index)
 
     def _left_in(self, module: nn.Module) -> list[Tensor]:
         """What this forward of `module` has left in attributes, where its first one with gradients did so."""
@@ -262,36 +282,35 @@ class ModelWalk:
     ) -> None:
         self._begin_backward()
         if current is not self._passes.aside and not torch._C._autograd._get_current_graph_task_keep_graph():
-            current.consumed |= self._accumulates
+            current.consume(self._accumulates)
         if torch.is_grad_enabled():
             self._makes_graph = True
-            self._gathering.graph_kept = True
+            self._gathering.keep_graph()
         self._gathering.enter_backward(units, current, uses)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
-        if self._task is None:
+        if not self._under_way:
             self._begin_backward()
         if self._gradients.accept(index, position, parameter):
             self._gathering.reductions.note_complete(index)
 
     def _begin_backward(self) -> None:
-        if self._task is not None:
+        if self._under_way:
             return
+        # First of all: whatever fails from here on, the gradients that it leaves are to be dropped.
+        self._under_way, self._had_gradients = True, self._gradients.received
         accumulates = any(True for _ in self._gradients.reached())
         self._passes.begin_backward(self._gradients.reached())
         if accumulates:
             self._gradients.note_loss_scale(required=self._precision.scaled)
-        self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(Hook(self._me, ModelWalk._end_backward))
         self._start_backward(accumulates=accumulates)
 
     def _start_backward(self, *, accumulates: bool) -> None:
-        self._had_gradients = self._gradients.received
         self._accumulates, self._makes_graph = accumulates, False
         self._gathering.begin_backward(accumulates=accumulates)
 
     def _end_backward(self) -> None:
-        self._task = None
         if self._accumulates:
             self._gathering.end_backward()
             if not self._makes_graph:
@@ -301,6 +320,7 @@ class ModelWalk:
         elif not self._in_forward:
             self._gathering.end_backward()
             self._gathering.free_all()
+        self._under_way = False
 
     # ---- between passes
 
@@ -309,7 +329,7 @@ class ModelWalk:
 
         Raises `ScheduleError` when a backward pass ended in an exception and its gradients are mixed with earlier ones.
         """
-        if self._task is not None or self._gradients.mixed:
+        if self._under_way or self._gradients.mixed:
             raise ScheduleError(
                 "a backward pass of this step did not finish, so gradients are incomplete: call zero_grad(), then run "
                 "forward and backward of all its micro-batches again"
@@ -317,6 +337,7 @@ class ModelWalk:
         for unit in self.units:
             unit.note_requires_grad()
         if self._passes.unanswered or self._gradients.unreduced:
+            self._under_way, self._had_gradients = True, self._gradients.received
             self._start_backward(accumulates=True)
             self._end_backward()
         self._passes.clear()
@@ -324,7 +345,7 @@ class ModelWalk:
 
     def forget(self) -> None:
         """Drop all gradients, including those of an unfinished backward pass."""
-        if self._task is not None and not in_backward():
+        if self._under_way and not in_backward():
             self.abandon()
         self._gradients.forget()
 
@@ -333,5 +354,8 @@ class ModelWalk:
         self._gradients.forget(mixed=self._had_gradients)
         self._gathering.drop()
         self._gathering.free_all()
-        self._task, self._in_forward = None, False
         self._passes.clear()
+        for unit in self.units:  # whose parameters an exception may have left guarded in part
+            unit.unguard()
+            unit.guard()
+        self._under_way = self._in_forward = False

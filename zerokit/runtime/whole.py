@@ -102,7 +102,7 @@ def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
         gathering.open()
 
     def after_load(module: nn.Module, incompatible: Any) -> None:
-        gathering.close()
+        gathering.close(agree=True)
 
     def load_state_dict(*args: Any, **kwargs: Any) -> Any:
         before = gathering.is_open

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerokit.formulas import BlockFormat
-from zerokit.runtime.collectives.quantised import QuantisedWire
+from zerokit.runtime.wires import QuantisedWire
 
 KNOWN, LOST = "known", "lost"
 """The names of their streams in a checkpoint."""
@@ -34,8 +34,14 @@ class Differences:
 
     def pack_movement(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """How `weights` [islands, stop − start] differ from what is known of that stretch of each piece."""
-        wire = QuantisedWire(self.form, self.lost[:, start:stop])
-        return wire.pack(weights - self.known[:, start:stop], len(weights))
+        wire, lost = QuantisedWire(self.form), self.lost[:, start:stop]
+        moved = lost + (weights - self.known[:, start:stop])
+        packed = wire.pack(moved, len(moved))
+        for term, piece, sent in zip(packed, moved, torch.empty_like(moved), strict=True):
+            wire.unpack(term, sent, add=False)
+            piece.sub_(sent)
+        lost.copy_(moved.nan_to_num_(0.0, 0.0, 0.0))  # a block that overflowed leaves nothing behind
+        return packed
 
     def mean_movement(self, packed: Tensor, numel: int) -> Tensor:
         """The mean [numel] of what each island has sent."""

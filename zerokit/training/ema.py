@@ -7,7 +7,7 @@ and resharded with them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,13 +116,12 @@ class Ema:
         """
         optimizer = self._living()
         self._require_exchangeable(optimizer)
-        sent = self._runtime.sent()
         self._exchange()
         try:
             with optimizer.with_averages():
                 yield
         finally:
-            self._exchange(sent)
+            self._exchange()
 
     def _require_exchangeable(self, optimizer: ZeroOptimizer) -> None:
         optimizer.require_own_weights("applied()")
@@ -139,8 +138,8 @@ class Ema:
             raise UsageError("applied() before the first update(): there is no average yet")
 
     @torch.no_grad()
-    def _exchange(self, sent: Sequence[Tensor] = ()) -> None:
-        """Exchange weights and averages, on every rank; `sent` is `Runtime.sent()` of the weights that return."""
+    def _exchange(self) -> None:
+        """Exchange weights and averages, on every rank."""
         self._runtime.control.finish()
         self._runtime.settle()
         for _, master, state in self._runtime.masters():
@@ -149,7 +148,7 @@ class Ema:
                 held = weights.clone()
                 weights.copy_(state[EMA])
                 state[EMA].copy_(held)
-        self._runtime.publish(sent=sent)
+        self._runtime.publish()
 
     def _living(self) -> ZeroOptimizer:
         optimizer = self._optimizer()

@@ -61,12 +61,8 @@ class Masters:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Inside, collectives are counted here, and not as the optimizer's own."""
-        collectives = self._runtime.collectives
-        before, collectives.traffic = collectives.traffic, self._traffic
-        try:
+        with self._runtime.collectives.counting(self._traffic):
             yield
-        finally:
-            collectives.traffic = before
 
     @torch.no_grad()
     def mix(self, shards: Mapping[int, Tensor], weight: float) -> None:
@@ -84,7 +80,7 @@ class Masters:
                     # Every rank of the island updates all of it, and each has brought its own shard.
                     whole = torch.zeros(unit.numel, dtype=values.dtype, device=state.device)
                     whole[covered.start : covered.stop] = values
-                    runtime.collectives.all_gather(unit, whole).wait()
+                    runtime.collectives.gather(unit, whole).start().wait()
                     runtime.collectives.wait_for_readers()
                     covered, values = Interval(0, unit.numel), whole
                 for master in state.masters:

@@ -88,14 +88,13 @@ class Outer:
         return f"{type(self.optimizer).__name__} {options}"
 
     def memory(self) -> dict[str, int]:
-        """Bytes by line of a `MemoryReport`: anchors and outer states under `optimizer`, and what narrow wires need."""
+        """Bytes by line of a `MemoryReport`: anchors, outer states and what a narrow wire needs under `optimizer`."""
         lines: Counter[str] = Counter()
         for part in self.parts:
             kept = [("optimizer", tensor, part.own) for tensor in self.arrays(part).values()]
             if part.differences is not None:
-                region = slice(0, part.numel)
-                kept.append(("optimizer", part.differences.known, region))
-                kept.append(("residual", part.differences.lost, region))
+                for tensor in (part.differences.known, part.differences.lost):
+                    kept.append(("optimizer", tensor, slice(0, part.numel)))
             for line, tensor, place in kept:
                 payload = part.payload(place)
                 lines[line] += payload * tensor.element_size()

@@ -12,7 +12,7 @@ import zerokit
 from tests.support.distributed import run_ranks
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.checkpoints import Keeper
-from zerokit.bench.worker.training import Measured
+from zerokit.bench.worker.measured import Measured
 from zerokit.errors import ZerokitError
 
 

@@ -29,8 +29,9 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW
 from zerokit.bench.record.status import Outcome, Progress, Status, oom_kills, read_outcome
 from zerokit.bench.worker.checkpoints import Keeper
+from zerokit.bench.worker.measured import Measured
 from zerokit.bench.worker.rank import choose, with_state
-from zerokit.bench.worker.training import Batches, Loop, Measured
+from zerokit.bench.worker.training import Batches, Loop
 from zerokit.bench.workloads.build import load
 
 HERE = Accelerator(torch.device("cpu"), "gloo")

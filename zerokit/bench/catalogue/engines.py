@@ -130,11 +130,6 @@ def unsupported(settings: Settings) -> str | None:
     if settings.wire != "own" and settings.wire not in engine.wires:
         having = [other for other in ENGINES if settings.wire in ENGINES[other].wires]
         return f"{name} has no {settings.wire} wire: {' and '.join(having)} ha{'ve' if having[1:] else 's'}"
-    narrow = settings.wire in ("int8", "int4") and settings.every is None
-    if settings.wire_updates and not (narrow and settings.stages[0] in (1, 2)):
-        return (
-            "--wire-updates sends parameters on zerokit's int8 or int4 wire in every step, at stages 1 and 2"
-        )
     return None
 
 

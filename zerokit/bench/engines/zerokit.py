@@ -39,7 +39,7 @@ class ZerokitTrainer(Trainer):
         wire: Any = None if settings.wire == "own" else settings.wire  # one of the names that Precision knows
         between_islands = settings.every is not None and wire in BLOCK_FORMATS
         if wire is not None and not between_islands:
-            precision = replace(precision, wire=wire, wire_updates=settings.wire_updates)
+            precision = replace(precision, wire=wire)
         options: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_mb": settings.bucket_mb}
         outer, inner = map(stage_of, settings.stages)
         stage: StageArgument = inner if settings.mesh is None else (outer, inner)

@@ -47,25 +47,21 @@ def measure_bandwidth(trainer: Trainer) -> list[Bandwidth]:
     if world == 1 or zero is None:
         return []
     from zerokit.runtime.collectives import Wire
-    from zerokit.runtime.collectives.quantised import QuantisedWire, rounding_key
+    from zerokit.runtime.wires import Draws, make_wire
 
     collectives = zero.runtime.collectives
     unit = max(zero.layout.units, key=lambda unit: unit.numel)
     whole = torch.zeros(unit.numel, dtype=zero.precision.compute, device=accelerator.device)
     bucket = torch.zeros(unit.numel, dtype=zero.precision.reduce, device=accelerator.device)
     own = bucket.view(world, -1)[collectives.position]
-    wire = Wire(bucket.dtype)
-    if zero.precision.blocks is not None:
-        wire = QuantisedWire(zero.precision.blocks, key=rounding_key(0))
-    elif isinstance(zero.precision.wire, torch.dtype):
-        wire = Wire(zero.precision.wire)
+    wire = make_wire(zero.precision, Draws(0), unit.index) or Wire(bucket.dtype)
 
     def gather() -> None:
-        collectives.all_gather(unit, whole).wait()
+        collectives.gather(unit, whole).start().wait()
         collectives.wait_for_readers()
 
     def reduce() -> None:
-        collectives.reduce_scatter(unit, bucket, own, add=False, wire=wire).wait()
+        collectives.reduction(unit, bucket, own, add=False, wire=wire).start().wait()
 
     calls = {
         "all_gather": (whole.dtype.itemsize, gather),

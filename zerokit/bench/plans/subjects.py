@@ -32,10 +32,10 @@ from zerokit.planning.hardware import Cluster, Device, Link, Reading, device_nam
 from zerokit.planning.measured import MeasuredStep, beside, measured_efficiency, measured_step
 from zerokit.planning.memory import StepMemory, element_sizes
 from zerokit.planning.replay import Step
-from zerokit.planning.subject import Subject, Traces
+from zerokit.planning.subject import Subject
 from zerokit.planning.timeline import Plan as Timed
 from zerokit.planning.timeline import step_time
-from zerokit.planning.trace import UNBUILT, explained
+from zerokit.planning.trace import UNBUILT, Traces, explained
 from zerokit.runtime.precision import Precision
 
 USUAL_TOKENS = 2048

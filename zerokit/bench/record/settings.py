@@ -139,17 +139,11 @@ class Settings:
     wire: str = _inner(
         "own",
         "Dtype of gradients between ranks: own is the engine's; bf16 (ddp with torch's hook; zerokit sums in "
-        "fp32); int8 and int4 with error feedback (zerokit) and powersgd (ddp with torch's hook) change the "
+        "fp32); int8 and int4, rounded at random (zerokit), and powersgd (ddp with torch's hook) change the "
         "mathematics. With "
         "--every, int8 and int4 are the wire of the weights between islands.",
         choices=("own", "bf16", *LOSSY_WIRES),
         words="{} wire",
-    )
-    wire_updates: bool = _fixed(
-        False,
-        "Also send updated parameters as differences on an int8 or int4 wire. For zerokit at stages 1 and 2, not "
-        "in fp32.",
-        title="updates on the wire",
     )
     nodes: Integer = _outer(
         1,

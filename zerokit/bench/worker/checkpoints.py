@@ -22,10 +22,10 @@ from zerokit.bench.machine.accelerator import gather
 from zerokit.bench.record.journal import Journal, Part, note
 from zerokit.bench.record.measured import Checkpoints, Save
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.worker.measured import Measured
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
-    from zerokit.bench.worker.training import Measured
     from zerokit.checkpoint.together import Saving
     from zerokit.runtime import ZeroOptimizer
 

@@ -40,7 +40,8 @@ from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Status, write_outcome
 from zerokit.bench.worker.checkpoints import Keeper, mean_over_ranks
-from zerokit.bench.worker.training import Loop, Measured
+from zerokit.bench.worker.measured import Measured
+from zerokit.bench.worker.training import Loop
 from zerokit.bench.worker.twin import measure_twin
 from zerokit.bench.workloads.build import load
 from zerokit.errors import UsageError, ZerokitError

@@ -31,31 +31,13 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW, steady
 from zerokit.bench.record.status import Progress, write_progress
 from zerokit.bench.worker.checkpoints import Keeper
+from zerokit.bench.worker.measured import Measured
 from zerokit.bench.workloads.build import Loaded
 
 # With an open end of warm-up, a progress bar expects the shortest there is.
 _SHORTEST_WARMUP = 2 * STEADY_WINDOW + 1
 # Where the host runs ahead, a line of progress costs the steps some 50 µs if the host is what they wait for.
 _PROGRESS_SECONDS = 0.5
-
-
-@dataclass(slots=True)
-class Measured:
-    """One rank's figures of each step, warm-up first; `trained` and `samples` include those of a resumed run.
-
-    `window_ms` is `Clock.window_ms` of the measured steps, `batch_bytes` what lay ready for these on the device, and
-    `batches_repeat_after` the number of steps after which batches came again.
-    """
-
-    warmup: int = 0
-    trained: int = 0
-    samples: int = 0
-    step_ms: list[float] = field(default_factory=list)
-    loss: list[float] = field(default_factory=list)
-    gradient_norm: list[float] = field(default_factory=list)
-    window_ms: float | None = None
-    batch_bytes: int = 0
-    batches_repeat_after: int | None = None
 
 
 class Loop:

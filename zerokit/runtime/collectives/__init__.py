@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
-from zerokit.runtime.collectives.base import Collectives, Done, Route, Wire, Work
+from zerokit.runtime.collectives.base import DONE, Collectives, Exchange, Route, Wire, Work
 from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, timeout_of
 from zerokit.runtime.collectives.host import HostCollectives, Progress
 from zerokit.runtime.collectives.memory import MemoryRoute
@@ -28,7 +28,7 @@ from zerokit.runtime.collectives.node import meet, node_number
 from zerokit.runtime.collectives.sockets import SocketRoute
 from zerokit.runtime.collectives.stalls import StallReporter
 
-__all__ = ["Collectives", "Done", "Wire", "Work", "make_collectives"]
+__all__ = ["DONE", "Collectives", "Exchange", "Wire", "Work", "make_collectives"]
 
 _GRACE = datetime.timedelta(minutes=1)
 

@@ -23,6 +23,7 @@ from zerokit.layout import Unit
 from zerokit.placement import BOTH, Axis, Mesh
 from zerokit.runtime.collectives.groups import clone, note_user
 from zerokit.runtime.collectives.stalls import StallReporter
+from zerokit.runtime.torch_internals import share_memory
 
 T = TypeVar("T")
 
@@ -54,6 +55,11 @@ class Done:
         pass
 
 
+DONE = Done()
+Hop = Callable[[Work | None], Any]
+"""Starts a collective over one axis behind another one."""
+
+
 class Wire:
     """The wire format of the terms of a sum: their own dtype, or a narrower one.
 
@@ -61,7 +67,6 @@ class Wire:
     """
 
     every_hop = True  # whether sums over the inner axis travel so too, on a mesh of two
-    changes: Sequence[Tensor] = ()  # what `pack` writes to besides
     block = 1
     """Terms are packed in blocks of so many elements, the last of a piece may be shorter."""
 
@@ -96,34 +101,76 @@ class Route:
         self.group, self.reporter = group, reporter
         self.rank, self.size = group.rank(), group.size()
 
-    def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Any:
-        """Fill `whole` [size × piece] behind `after`; this rank's piece is `own`, or there already."""
-        self.place(own, whole)
-        return Done()
+    def gather(self, whole: Tensor, unit: int, own: Tensor | None) -> Hop:
+        """What fills `whole` [size × piece], again and again; this rank's piece is `own`, or there already."""
+        place = self.placing(own, whole)
 
-    def reduce_scatter(
-        self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire, after: Work | None
-    ) -> Any:
-        """Write (or add) the ranks' sum of this rank's piece of `bucket` [size × piece] to `out`, behind `after`.
+        def start(after: Work | None) -> Done:
+            place()
+            return DONE
+
+        return start
+
+    def reduction(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> Hop:
+        """What writes (or adds) the ranks' sum of this rank's piece of `bucket` [size × piece] to `out`.
 
         Pieces travel on `wire`. `out` may be that piece itself, unless `add`. The other pieces are lost.
         """
         own = bucket.view(self.size, -1)[self.rank]
-        out.add_(own) if add else out.copy_(own)
-        return Done()
+
+        def start(after: Work | None) -> Done:
+            out.add_(own) if add else out.copy_(own)
+            return DONE
+
+        return start
 
     def wait_for_readers(self, unit: int | None = None) -> None:
         """Wait until this rank's pieces of gathered units, or of one unit, may be changed or dropped."""
 
-    def place(self, own: Tensor | None, whole: Tensor) -> Tensor:
-        """This rank's piece of `whole`, set to `own`, if given."""
+    def placing(self, own: Tensor | None, whole: Tensor) -> Callable[[], object]:
+        """What sets this rank's piece of `whole` to `own`; nothing, if that is where it lies."""
         piece = whole.view(self.size, -1)[self.rank]
-        if own is not None and own.data_ptr() != piece.data_ptr():
-            piece.copy_(own)
-        return piece
+        if own is None or (share_memory(own, piece) and own.storage_offset() == piece.storage_offset()):
+            return DONE.wait
+        return partial(piece.copy_, own)
 
 
-Hop = Callable[[Work | None], Any]  # starts a collective behind another one
+class Count:
+    """How often a collective was started since the traffic was taken, and what it moves each time."""
+
+    __slots__ = ("calls", "moved", "name", "received")
+
+    def __init__(self, name: str, moved: Operation, received: int) -> None:
+        self.name, self.moved, self.received, self.calls = name, moved, received, 0
+
+    def start(self) -> None:
+        self.calls += 1
+
+    def take(self, report: TrafficReport) -> None:
+        """Move the count to a report."""
+        calls, self.calls = self.calls, 0
+        if calls:
+            moved = self.moved
+            total = Operation(calls * moved.calls, calls * moved.elements, calls * moved.bytes)
+            report.count(self.name, total, calls * self.received)
+
+
+class Exchange:
+    """A collective on a unit over the axes of the mesh, prepared once: its hops, and what it counts."""
+
+    __slots__ = ("_collectives", "_counts", "_hops", "_kind", "_unit")
+
+    def __init__(
+        self, collectives: Collectives, kind: Kind, unit: Unit, hops: Sequence[Hop], counts: Sequence[Count]
+    ) -> None:
+        self._collectives, self._kind, self._unit = collectives, kind, unit.index
+        self._hops, self._counts = hops, counts
+
+    def start(self, after: Work | None = None) -> Work:
+        """Start it `after` a collective that nothing else waits for."""
+        for count in self._counts:
+            count.start()
+        return self._collectives.start(self._kind, self._unit, self._hops, after)
 
 
 class Collectives:
@@ -147,10 +194,9 @@ class Collectives:
         self.group, self.mesh, self.device, self.reporter = group, mesh, device, reporter
         self.rank, self.world = group.rank(), group.size()
         self.position = mesh.position(self.rank)
-        self.traffic = TrafficReport()  # since this was last replaced
+        self._traffic = TrafficReport()
         self.routes = dict(zip(mesh.axes, routes, strict=True))
-        self._moved: dict[tuple[object, ...], tuple[str, Operation, int]] = {}
-        """What each collective counts: its operation, and the bytes that arrive at this rank."""
+        self._counts: dict[tuple[object, ...], Count] = {}
         self._schedule = [0, 0]
         self._own_groups: dict[str, dist.ProcessGroup] = {}  # groups that nobody else uses, by their purpose
         self._asks = self.others_answer and self.world > 1
@@ -166,37 +212,59 @@ class Collectives:
         gathers, reductions = self._schedule
         return (gathers * _HASH_FACTOR + reductions) % _HASH_MODULUS
 
+    @property
+    def traffic(self) -> TrafficReport:
+        """The traffic since it was last taken."""
+        for count in self._counts.values():
+            count.take(self._traffic)
+        return self._traffic
+
+    def take_traffic(self) -> TrafficReport:
+        """The traffic since this was last called, which a new count follows."""
+        taken, self._traffic = self.traffic, TrafficReport()
+        return taken
+
+    @contextmanager
+    def counting(self, report: TrafficReport) -> Iterator[None]:
+        """A context in which traffic is counted in `report`, and not as a step's."""
+        before, self._traffic = self.traffic, report
+        try:
+            yield
+        finally:
+            _ = self.traffic
+            self._traffic = before
+
+    def note_path(self, number: int) -> None:
+        """Let ranks' agreement before the next step show whether all have noted the same."""
+        self._schedule[0] = (self._schedule[0] * _HASH_FACTOR + number) % _HASH_MODULUS
+
     def wait_at_most(self, seconds: float) -> None:
         """Use a shorter time-out from now on where the host waits."""
 
     # ---- units
 
-    def all_gather(
+    def gather(
         self,
         unit: Unit,
         memory: Tensor,
         *,
         axes: Sequence[Axis] = BOTH,
         own: Tensor | None = None,
-        after: Work | None = None,
-        wire: Wire | None = None,
-    ) -> Work:
-        """Gather the other ranks' pieces over `axes` into `memory`, the whole unit or this rank's inner piece.
+    ) -> Exchange:
+        """What gathers the other ranks' pieces over `axes` into `memory`, the whole unit or this rank's inner piece.
 
-        This rank's piece is `own`, or there already. The gather begins `after` a collective that nothing else waits
-        for. On a `wire` memory holds packed pieces.
+        This rank's piece is `own`, or there already.
         """
-        self._note(Kind.ALL_GATHER, unit)
         hops: list[Hop] = []
+        counts: list[Count] = []
         for axis in (axis for axis in self.mesh.axes if axis in axes):
             region = self._region(memory, axis, unit)
-            self._count(Kind.ALL_GATHER, axis, region, unit, wire or Wire(memory.dtype))
+            counts.append(self._count(Kind.ALL_GATHER, axis, region, unit, Wire(memory.dtype)))
             if region.numel():
-                source = own if not hops else None
-                hops.append(partial(self.routes[axis].all_gather, region, unit.index, source))
-        return self._run(Kind.ALL_GATHER, hops, after)
+                hops.append(self.routes[axis].gather(region, unit.index, own if not hops else None))
+        return Exchange(self, Kind.ALL_GATHER, unit, hops, counts)
 
-    def reduce_scatter(
+    def reduction(
         self,
         unit: Unit,
         bucket: Tensor,
@@ -206,31 +274,35 @@ class Collectives:
         add: bool,
         wire: Wire | None = None,
         axes: Sequence[Axis] = BOTH,
-    ) -> Work:
-        """Write (or add) the ranks' sum of this rank's shard of `bucket`, the whole unit, over `axes` to `out`.
+    ) -> Exchange:
+        """What writes (or adds) the ranks' sum of this rank's shard of `bucket`, the whole unit, over `axes` to `out`.
 
         Where the route `averages`, it is their mean. With a `wire` every rank's piece is rounded to its form, this
         rank's too, and they are added in `out`'s dtype and in rank order. One rank rounds nothing. `out` may be that
         shard of `bucket` itself, unless `add`. `between` is where sums over the inner axis arrive on a mesh of two, by
         default their place in the bucket. What else is in the bucket is lost.
         """
-        self._note(Kind.REDUCE_SCATTER, unit)
         hops: list[Hop] = []
+        counts: list[Count] = []
         source, exact = bucket, Wire(bucket.dtype)
         for axis in (axis for axis in reversed(self.mesh.axes) if axis in axes):
             last = axis is self.mesh.axes[0]
             size = self.mesh.size(axis)
             narrows = wire is not None and size > 1 and (last or wire.every_hop)
             chosen = wire if wire is not None and narrows else exact
-            self._count(Kind.REDUCE_SCATTER, axis, source, unit, chosen)
+            counts.append(self._count(Kind.REDUCE_SCATTER, axis, source, unit, chosen))
             target = out if last else between
             if target is None:
                 target = source.view(size, -1)[self.routes[axis].rank]
             if source.numel():
-                reduce = self.routes[axis].reduce_scatter
-                hops.append(partial(reduce, source, target, unit.index, add and last, chosen))
+                hops.append(self.routes[axis].reduction(source, target, unit.index, add and last, chosen))
             source = target
-        return self._run(Kind.REDUCE_SCATTER, hops, None)
+        return Exchange(self, Kind.REDUCE_SCATTER, unit, hops, counts)
+
+    def start(self, kind: Kind, unit: int, hops: Sequence[Hop], after: Work | None) -> Work:
+        """Start a unit's hops one behind the other; for `Exchange`."""
+        self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit + 1) % _HASH_MODULUS
+        return self._chain(kind, hops, after)
 
     def wait_for_readers(self) -> None:
         """Wait until this rank's pieces of gathered units and buckets may be changed or dropped."""
@@ -248,27 +320,22 @@ class Collectives:
             return memory
         return memory.view(self.mesh.inner, -1)[self.routes[Axis.INNER].rank]
 
-    def _run(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
+    def _chain(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
         work = after
         for hop in hops:
             work = hop(work)
-        return work or Done()
+        return work or DONE
 
-    def _note(self, kind: Kind, unit: Unit) -> None:
-        self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit.index + 1) % _HASH_MODULUS
-
-    def _count(self, kind: Kind, axis: Axis, region: Tensor, unit: Unit, wire: Wire) -> None:
+    def _count(self, kind: Kind, axis: Axis, region: Tensor, unit: Unit, wire: Wire) -> Count:
         key = kind, axis, unit.index, region.numel(), wire.dtype, wire.block
-        if key not in self._moved:
+        if key not in self._counts:
             # In both operations each element of payload arrives at, or comes from, every rank of the axis but one.
             copies, size = self.mesh.copies(axis), self.mesh.size(axis)
             moved = Operation(1, copies * unit.payload_numel, copies * wire.nbytes(unit))
             arriving = wire.packed_numel(region.numel() // size) * wire.dtype.itemsize
             name = operation_name(kind.name.lower(), axis, self.mesh)
-            self._moved[key] = name, moved, (size - 1) * arriving
-        name, moved, received = self._moved[key]
-        self.traffic.count(name, moved)
-        self.traffic.received_bytes += received
+            self._counts[key] = Count(name, moved, (size - 1) * arriving)
+        return self._counts[key]
 
     # ---- control values
 
@@ -276,14 +343,13 @@ class Collectives:
         """Sum a few control values over ranks, in place."""
         self._on_group(values, "all_reduce of control values", lambda v: dist.all_reduce(v, op, self.group))
 
-    def broadcast(self, values: Tensor) -> None:
-        """Broadcast rank 0's `values` in place; only at construction, loading and recording."""
+    def broadcast(self, values: Tensor, source: int = 0) -> None:
+        """Broadcast rank `source`'s `values` in place; never in a step."""
         with as_bytes(values) as sent:
-            self._on_group(sent, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=0))
+            self._on_group(sent, "broadcast", lambda v: dist.broadcast(v, group=self.group, group_src=source))
 
     def _on_group(self, values: Tensor, what: str, call: Callable[[Tensor], object]) -> None:
-        self.traffic.control_calls += 1
-        self.traffic.control_bytes += values.numel() * values.element_size() * (self.world - 1)
+        self._traffic.count_control(values.numel() * values.element_size() * (self.world - 1))
         if self._asks:
             here = values if self.runs_ahead else values.cpu()
             with self.reporter.waiting(what):

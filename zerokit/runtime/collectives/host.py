@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.patience import Patience
-from zerokit.runtime.collectives.base import Collectives, Done, Hop, Kind, Route, Wire, Work
+from zerokit.runtime.collectives.base import DONE, Collectives, Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
@@ -56,6 +56,9 @@ class Progress:
     def __init__(self, timeout_s: float, reporter: StallReporter) -> None:
         self.pending: list[HostWork] = []
         self.timeout_s, self.reporter = timeout_s, reporter
+
+    def wait_at_most(self, seconds: float) -> None:
+        self.timeout_s = min(self.timeout_s, seconds)
 
     def attempt_all(self) -> None:
         for work in list(self.pending):
@@ -137,7 +140,7 @@ class HostCollectives(Collectives):
         _pause_at_exit()
 
     def wait_at_most(self, seconds: float) -> None:
-        self._progress.timeout_s = min(self._progress.timeout_s, seconds)
+        self._progress.wait_at_most(seconds)
 
     def wait_for_readers(self) -> None:
         # A unit that this rank did not use is still to be read, so that the others may go on.
@@ -146,13 +149,13 @@ class HostCollectives(Collectives):
                 work.finish()
         super().wait_for_readers()
 
-    def _run(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
+    def _chain(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
         if after is not None:
             after.wait()
         if kind is Kind.REDUCE_SCATTER and self._progress.pending:
             with self.reporter.waiting("other ranks' pieces"):
                 self._progress.attempt_all()
-        return HostWork(self._progress, kind, hops) if hops else Done()
+        return HostWork(self._progress, kind, hops) if hops else DONE
 
 
 class HostRoute(Route, ABC):
@@ -162,24 +165,31 @@ class HostRoute(Route, ABC):
         super().__init__(group, progress.reporter)
         self.progress = progress
 
-    def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> HostHop:
-        piece, host = self.place(own, whole), whole
-        if whole.device.type != "cpu":
-            host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
-            self.place(piece, host)
+    def gather(self, whole: Tensor, unit: int, own: Tensor | None) -> Hop:
+        place, pieces = self.placing(own, whole), whole.view(self.size, -1)
 
-        def take_others() -> None:
-            if host is not whole:
-                start = self.rank * piece.numel()
-                for others in (slice(0, start), slice(start + piece.numel(), None)):
-                    whole[others].copy_(host[others], non_blocking=True)
+        def start(after: Work | None) -> HostHop:
+            place()
+            return self._gather(pieces, unit, DONE.wait)
 
-        return self._gather(host.view(self.size, -1), unit, take_others)
+        def start_by_host(after: Work | None) -> HostHop:
+            place()
+            host = torch.empty(pieces.shape, dtype=whole.dtype, pin_memory=True)
+            host[self.rank].copy_(pieces[self.rank])
 
-    def reduce_scatter(
-        self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire, after: Work | None
-    ) -> HostHop:
-        return self._reduce(wire.pack(bucket, self.size).cpu(), out, unit, add, wire)
+            def take_others() -> None:
+                for others in (slice(0, self.rank), slice(self.rank + 1, None)):
+                    pieces[others].copy_(host[others], non_blocking=True)
+
+            return self._gather(host, unit, take_others)
+
+        return start if whole.device.type == "cpu" else start_by_host
+
+    def reduction(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> Hop:
+        if wire.dtype == bucket.dtype and bucket.device.type == "cpu":
+            pieces = bucket.view(self.size, -1)
+            return lambda after: self._reduce(pieces, out, unit, add, wire)
+        return lambda after: self._reduce(wire.pack(bucket, self.size).cpu(), out, unit, add, wire)
 
     @abstractmethod
     def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> HostHop:

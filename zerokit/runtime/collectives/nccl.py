@@ -30,9 +30,10 @@ from torch import Tensor
 from zerokit.errors import UsageError
 from zerokit.patience import Patience
 from zerokit.placement import Axis, Mesh
-from zerokit.runtime.collectives.base import Collectives, Kind, Route, Wire, Work
+from zerokit.runtime.collectives.base import Collectives, Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.groups import clone
 from zerokit.runtime.collectives.stalls import StallReporter
+from zerokit.runtime.torch_internals import share_memory
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
 # torch 2.13 renamed both and warns about the old names.
@@ -123,18 +124,16 @@ class NcclRoute(Route):
             self._gathers.join()
             self._reductions.join()
 
-    def all_gather(self, whole: Tensor, unit: int, own: Tensor | None, after: Work | None) -> Work:
+    def gather(self, whole: Tensor, unit: int, own: Tensor | None) -> Hop:
         size = whole.numel() // self.size
         piece, arrives = whole.view(self.size, -1)[self.rank], [whole]
-        if own is None or own.data_ptr() == piece.data_ptr():
+        if own is None or (share_memory(own, piece) and own.storage_offset() == piece.storage_offset()):
             own, start = piece, self.rank * size
             arrives = [whole[:start], whole[start + size :]]
         run = partial(_all_gather, whole, own, group=self.group)
-        return self._gathers.launch(Operation(Kind.ALL_GATHER.of(unit), run, [own], arrives), after)
+        return partial(self._gathers.launch, Operation(Kind.ALL_GATHER.of(unit), run, [own], arrives))
 
-    def reduce_scatter(
-        self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire, after: Work | None
-    ) -> Work:
+    def reduction(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> Hop:
         def reduce() -> None:
             # Allocated and freed on this stream: the allocator cannot hand it to another one too early.
             result = torch.empty_like(out) if add else out
@@ -151,8 +150,8 @@ class NcclRoute(Route):
             if add:
                 out.add_(result)
 
-        operation = Operation(Kind.REDUCE_SCATTER.of(unit), reduce, [bucket], [out, bucket, *wire.changes])
-        return self._reductions.launch(operation, after)
+        operation = Operation(Kind.REDUCE_SCATTER.of(unit), reduce, [bucket], [out, bucket])
+        return partial(self._reductions.launch, operation)
 
 
 class NcclCollectives(Collectives):

@@ -5,18 +5,15 @@ A piece of n elements travels as ⌈n/B⌉ blocks, the last of which may be shor
     int8, B = 256   | 256 integers, a byte each         | scale, bf16 |    258 bytes, 1.008 an element
     int4, B = 128   |  64 bytes, two integers in each   | scale, bf16 |     66 bytes, 0.516 an element
 
-An element x becomes the integer nearest to x / scale. What this takes away is added to the same rank's next term (error
-feedback; Seide et al., "1-bit stochastic gradient descent", 2014; Karimireddy et al., arXiv:1901.09847). Without such
-a residual a number from (−½, ½) is added to x / scale before, a hash of a key and the element's position in the unit,
-so that the integer is right on average.
+An element x becomes the integer nearest to x / scale. By a key, a number from (−½, ½) is added to x / scale before, a
+hash of the key and the element's position in the unit, so that the integer is right on average.
 
 Integer times scale has at most 16 bits, so terms are exact in fp32. A block with inf or nan arrives as inf or nan.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -24,13 +21,12 @@ from torch import Tensor
 from zerokit.formulas import BlockFormat
 from zerokit.layout import Unit
 from zerokit.runtime.collectives.base import Wire
+from zerokit.runtime.wires.rounding import Key, noise
 
 _CHUNK = {"cpu": 1 << 18}
 """Elements at a time: on hosts so few that they stay in a core's cache from one operation to the next."""
 _DEVICE_CHUNK = 1 << 22  # on a device: temporary memory of some 64 MiB
 _SMALLEST_SCALE = 2.0**-120  # zeros stay zeros, and one over it is finite
-_MIX = (0x2C1B3C6D, 0x297A2D39)
-"""Odd factors of a 32-bit hash (C. Wellons, "Prospecting for hash functions", 2018)."""
 
 
 class QuantisedWire(Wire):
@@ -38,18 +34,14 @@ class QuantisedWire(Wire):
 
     Args:
         form: bits an element, and elements a block.
-        residual: [the whole bucket], added to what is packed; then holds what rounding took away. None: that is lost.
-        key: rounds at random by it; see `rounding_key`. None: to nearest.
+        draw: gives the key by which the next term is rounded at random. None: to nearest.
     """
 
     every_hop = False
 
-    def __init__(
-        self, form: BlockFormat, residual: Tensor | None = None, key: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, form: BlockFormat, draw: Callable[[], Key] | None = None) -> None:
         super().__init__(torch.uint8)
-        self.form, self.block, self._key, self._residual = form, form.block, key, residual
-        self.changes = [] if residual is None else [residual]
+        self.form, self.block, self._draw = form, form.block, draw
         self._most = 2 ** (form.bits - 1) - 1
 
     def packed_numel(self, numel: int) -> int:
@@ -63,21 +55,15 @@ class QuantisedWire(Wire):
         packed = torch.empty(
             size, self.packed_numel(pieces.shape[1]), dtype=torch.uint8, device=bucket.device
         )
-        terms = pieces if self._residual is None else self._residual.view(size, -1)
-        for blocks, records, offset in self._chunks(terms, packed):
-            gradients = pieces[:, offset : offset + blocks[0].numel()].unflatten(1, blocks.shape[1:])
-            x = gradients * share if self._residual is None else blocks.add_(gradients, alpha=share)
+        key = None if self._draw is None else self._draw()
+        for blocks, records, offset in self._chunks(pieces, packed):
+            x = blocks if share == 1.0 else blocks * share
             scale = self._scales(x)
             steps = scale.unsqueeze(-1)
             y = x * steps.reciprocal()
-            if self._key is not None:
-                y.add_(_noise(self._key, pieces.shape[1], offset, y))
-            y.round_()
-            self._store(y, steps, records)
-            if self._residual is not None:
-                blocks.addcmul_(y, steps, value=-1.0)
-                if x.is_cuda or not scale.isfinite().all():
-                    blocks.nan_to_num_(0.0, 0.0, 0.0)  # a block that overflowed leaves nothing behind
+            if key is not None:
+                y.add_(noise(key, pieces.shape[1], offset, y))
+            self._store(y.round_(), steps, records)
         return packed
 
     def unpack(self, packed: Tensor, out: Tensor, *, add: bool) -> None:
@@ -134,23 +120,3 @@ class QuantisedWire(Wire):
         numbers[..., : stored.shape[-1]].copy_(stored & 15)
         numbers[..., stored.shape[-1] :].copy_(stored >> 4)
         return numbers.sub_(8.0)
-
-
-def _noise(key: tuple[int, int], piece: int, offset: int, like: Tensor) -> Tensor:
-    """Uniform in (−½, ½), in the shape of `like` at `offset` of each `piece`: 16 bits of a hash of each position."""
-    size, device = like.shape[0], like.device
-    starts = torch.arange(size, dtype=torch.int32, device=device)[:, None] * (piece // 2) + offset // 2
-    bits = starts + torch.arange(like[0].numel() // 2, dtype=torch.int32, device=device).add_(key[0])
-    bits.mul_(_MIX[0])
-    bits.bitwise_xor_(bits >> 15).add_(key[1]).mul_(_MIX[1])
-    noise: Tensor = bits.view(torch.int16).float().view(like.shape)
-    return noise.mul_(2.0**-16).add_(2.0**-17)
-
-
-def rounding_key(*parts: object) -> tuple[int, int]:
-    """Two signed 32-bit words derived from the `repr` of a key such as (step, unit, rank)."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return (
-        int.from_bytes(digest[:4], "little", signed=True),
-        int.from_bytes(digest[4:], "little", signed=True),
-    )
