@@ -1,14 +1,17 @@
-"""Kills of what scripts/crash-rounds does not train itself: conversions, and elastic benches.
+"""Kills of what scripts/crash-rounds does not train itself: conversions, elastic benches, sweeps, and `zerokit push`.
 
 A conversion is killed at random moments until one comes to its end: its output must be that of one nobody killed. An
-elastic bench's launcher is killed in one of its phases: the same command must then bring the job to its end.
+elastic bench's launcher is killed in one of its phases: the same command must then bring the job to its end. A sweep
+is killed at random moments and continued, a push made again: MLflow must then have each record once, all finished.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,15 +23,26 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from mlflow import MlflowClient
 from torch._C._distributed_c10d import FileStore
 
 import zerokit
+from zerokit.bench.tracking.push import Mirror, find_records, push
+from zerokit.bench.tracking.store import Tracking
 from zerokit.checkpoint.run import list_steps
 from zerokit.checkpoint.staging import leftovers
 
 STEPS, SAVE_EVERY = 6, 2
+SWEEP = (
+    *("--model", "linear", "--device", "cpu", "--batch-size", "2", "--steps", "4", "--warmup", "1"),
+    *("--no-twin", "--stage", "0,2", "--nproc-per-node", "2"),
+)
 PHASES = ("init", "first save", "save", "end", "mlflow")
 BETWEEN = "between saves"
+AT_MLFLOW_S = 4.0
+"""About as long as a bench needs to fill MLflow and to end, once its record is there."""
+WITHIN = {"init": 3.0, "first save": 0.004, "save": 0.004, "mlflow": AT_MLFLOW_S}
+"""Seconds in which the kill comes after a phase has begun."""
 PATIENCE_S = 300.0
 """For a bench to come to its phase, or its processes to end after a kill."""
 
@@ -125,17 +139,13 @@ def play_elastic(report: Findings, folder: Path, *, rounds: int, seed: int) -> N
 def _play_bench(report: Findings, folder: Path, number: int, phase: str, draw: random.Random) -> None:
     folder.mkdir()
     run, store = folder / "run", f"sqlite:///{folder / 'mlflow.db'}"
-    words = (
-        f"bench --elastic --model linear --device cpu --batch-size 2 --steps {STEPS} --warmup 1 --save run"
-    )
+    words = f"--elastic --model linear --device cpu --batch-size 2 --steps {STEPS} --warmup 1 --save run"
     words += (
         f" --save-every {SAVE_EVERY} --nproc-per-node 2 --no-twin --output record.json --tracking-uri {store}"
     )
-    command = [str(Path(sys.executable).with_name("zerokit")), *words.split()]
 
     def start() -> subprocess.Popen[bytes]:
-        with (folder / "log").open("ab") as log:
-            return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+        return _bench(folder, folder / "log", *words.split())
 
     def note(text: str) -> None:
         report.notes.append(f"elastic {number}, killed in {phase}: {text}")
@@ -143,7 +153,7 @@ def _play_bench(report: Findings, folder: Path, number: int, phase: str, draw: r
     process, deadline = start(), time.monotonic() + PATIENCE_S
     while process.poll() is None and _phase(folder) != phase and time.monotonic() < deadline:
         time.sleep(0.002)
-    time.sleep(draw.uniform(0.0, {"init": 3.0, "first save": 0.004, "save": 0.004}.get(phase, 0.05)))
+    time.sleep(draw.uniform(0.0, WITHIN.get(phase, 0.05)))
     fell = _phase(folder)
     process.kill()
     code = process.wait()
@@ -172,9 +182,91 @@ def _play_bench(report: Findings, folder: Path, number: int, phase: str, draw: r
     if left := [one.path.name for one in leftovers(run)]:
         report.left_behind += len(left)
         note(f"left {', '.join(left)}")
-    if (statuses := _statuses(store)) != ["FINISHED"]:
+    _require_runs(report, f"elastic {number}, killed in {phase}", store, 1)
+
+
+def play_sweeps(report: Findings, folder: Path, *, rounds: int, seed: int) -> None:
+    """Kill sweeps of two cells up to twice each, and continue them."""
+    draw, took = random.Random(f"sweeps {seed}"), 30.0
+    for number in range(rounds):
+        (place := folder / f"sweep-{number}").mkdir()
+        store = f"sqlite:///{place / 'mlflow.db'}"
+        output, log, begun = place / "sweep", place / "log", time.monotonic()
+        started = False
+        for wanted in range(draw.randint(1, 2), -1, -1):
+            # A sweep that was killed before it wrote its plan has to be asked for again.
+            again = (
+                ("--continue", "sweep") if (output / "sweep.json").exists() else (*SWEEP, "--output", "sweep")
+            )
+            process = _bench(place, log, *again, "--tracking-uri", store)
+            if wanted:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(draw.uniform(0.0, took))
+                report.resumes += started
+                started = True
+                process.kill()
+            killed = process.wait() == -signal.SIGKILL
+            report.kills_of_all += killed
+            if not _gone(place):
+                report.unclear_ends += 1
+                report.notes.append(f"sweep {number}: its processes did not end")
+            if not killed and process.returncode:
+                report.blocked_resumes += 1
+                text = log.read_text(errors="replace")[-600:]
+                report.notes.append(f"sweep {number} was not continued: {text}")
+        if number == 0:
+            took = (time.monotonic() - begun) / 2
+        records = [json.loads(path.read_text()) for path in sorted((output / "cells").glob("*.json"))]
+        report.saves += len(records)
+        if [record["status"] for record in records] != ["ok"] * 2:
+            report.lost_steps += 1
+            report.notes.append(f"sweep {number} has records {[record['status'] for record in records]}")
+        _require_runs(report, f"sweep {number}", store, 3)
+
+
+def play_pushes(report: Findings, folder: Path, *, rounds: int, seed: int) -> None:
+    """Push the records of one sweep again and again, killed up to three times before it may end."""
+    draw, place = random.Random(f"push {seed}"), folder / "sweep"
+    if _bench(folder, folder / "log", *SWEEP, "--output", "sweep", "--no-mlflow").wait():
+        raise RuntimeError(f"no sweep to push: {(folder / 'log').read_text(errors='replace')[-600:]}")
+    empty = folder / "empty.db"
+
+    def push_to(store: Path) -> None:
+        push(find_records([place]), Mirror(Tracking(f"sqlite:///{store}", "crashes")))
+
+    if ended(forked(lambda: Mirror(Tracking(f"sqlite:///{empty}", "crashes")))):
+        raise RuntimeError("MLflow's store could not be made")
+    os.chdir(folder)  # where artifacts go
+    begun = time.monotonic()
+    push_to(folder / "first.db")
+    took = time.monotonic() - begun
+    for number in range(rounds):
+        store = folder / f"store-{number}.db"
+        if draw.random() < 0.8:  # otherwise kills fall into the making of its tables
+            shutil.copy(empty, store)
+        for _ in range(draw.randint(1, 3)):
+            pid = forked(lambda store=store: push_to(store))  # type: ignore[misc]
+            time.sleep(draw.uniform(0.0, 1.2 * took))
+            os.kill(pid, signal.SIGKILL)
+            report.kills_of_all += ended(pid) == -signal.SIGKILL
+        if ended(forked(lambda store=store: push_to(store))):  # type: ignore[misc]
+            report.blocked_resumes += 1
+            report.notes.append(f"push {number} failed after a kill")
+            continue
+        report.saves += 1
+        _require_runs(report, f"push {number}", f"sqlite:///{store}", 3)
+
+
+def _bench(folder: Path, log: Path, *words: str) -> subprocess.Popen[bytes]:
+    with log.open("ab") as file:
+        command = [str(Path(sys.executable).with_name("zerokit")), "bench", *words]
+        return subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+
+
+def _require_runs(report: Findings, what: str, store: str, count: int) -> None:
+    if (statuses := _statuses(store)) != ["FINISHED"] * count:
         report.left_behind += 1
-        note(f"MLflow has runs {statuses}")
+        report.notes.append(f"{what}: MLflow has runs {statuses}")
 
 
 def _phase(folder: Path) -> str:
@@ -208,10 +300,6 @@ def _works_in(process: Path, folder: Path) -> bool:
 
 
 def _statuses(store: str) -> list[str]:
-    text = (
-        "import sys; from mlflow import MlflowClient; c = MlflowClient(sys.argv[1]); "
-        "ids = [e.experiment_id for e in c.search_experiments()]; "
-        "print(*(r.info.status for r in c.search_runs(ids)))"
-    )
-    done = subprocess.run([sys.executable, "-c", text, store], capture_output=True, text=True, check=True)
-    return done.stdout.split()
+    client = MlflowClient(store)
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    return [run.info.status for run in client.search_runs(experiments)]

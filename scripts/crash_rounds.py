@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -33,12 +34,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402 - a process's first optimizer imports it
 import torch.distributed as dist  # noqa: E402
-from crash_commands import play_conversions, play_elastic  # noqa: E402
+from crash_commands import play_conversions, play_elastic, play_pushes, play_sweeps  # noqa: E402
 from torch._C._distributed_c10d import FileStore  # noqa: E402
 
 import zerokit  # noqa: E402
 from zerokit import files  # noqa: E402
-from zerokit.checkpoint.run import list_steps  # noqa: E402
+from zerokit.checkpoint.run import island_runs, list_steps  # noqa: E402
 from zerokit.checkpoint.staging import leftovers  # noqa: E402
 from zerokit.placement import stage_of  # noqa: E402
 from zerokit.process import Process  # noqa: E402
@@ -47,7 +48,7 @@ TIMEOUT_S = 10.0
 """Time-out of collectives; a closed connection is noticed at once."""
 PATIENCE_S = 60.0
 """Ranks that say nothing for so long hang."""
-KINDS = ("saves", "background", "elastic", "conversions")
+KINDS = ("saves", "background", "islands", "elastic", "sweeps", "push", "conversions")
 KEPT = 2
 SAVES = 4
 """At most so many are begun before the kill."""
@@ -63,7 +64,7 @@ class Report:
     kills_of_one: int = 0
     kills_of_all: int = 0
     phases: dict[str, int] = field(default_factory=dict)
-    """How many kills of elastic benches fell into which phase."""
+    """How many kills of benches and pushes fell into which phase."""
     saves: int = 0
     """That returned."""
     resumes: int = 0
@@ -96,6 +97,8 @@ class Round:
     exchanges: bool
     background: bool
     """Every save is beside the training."""
+    islands: bool
+    """Every rank is an island of local steps, with a run of its own."""
     last: bool
     """Nobody is killed: it resumes, saves once and ends."""
 
@@ -126,12 +129,16 @@ def digest(optimizer: zerokit.ZeroOptimizer) -> str:
 
 def litter(run: Path) -> list[str]:
     """What is in the run and is no step, but for what living processes are about."""
-    living = {left.path.name for left in leftovers(run) if not left.gone and left.writer != Process.current()}
-    return [
-        path.name
-        for path in run.iterdir()
-        if path.name != "latest" and not path.name.startswith("step-") and path.name not in living
-    ]
+    found = []
+    for one in island_runs(run) or [run]:
+        unfinished = [left for left in leftovers(one) if not left.gone and left.writer != Process.current()]
+        living = {"latest", *(left.path.name for left in unfinished)}
+        found += [
+            path.name
+            for path in one.iterdir()
+            if not path.name.startswith("step-") and path.name not in living
+        ]
+    return found
 
 
 def rank_main(this: Round, rank: int, run: Path, store: Path, pipe: int) -> None:
@@ -155,12 +162,17 @@ def rank_main(this: Round, rank: int, run: Path, store: Path, pipe: int) -> None
     optimizer = zerokit.ZeroOptimizer(
         model,
         torch.optim.SGD,
-        stage=stage_of(this.stage),
+        stage=("local", stage_of(this.stage)) if this.islands else stage_of(this.stage),
+        mesh=(this.world, 1) if this.islands else None,
         precision="fp32",
         lr=0.125,
         momentum=0.5,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
+    if this.islands:
+        zerokit.LocalSteps(optimizer, every=2, outer=None)
+        # A save that returns is to be on all islands.
+        warnings.filterwarnings("error", "other islands may lack it|older steps stay", zerokit.ZerokitWarning)
     step = 0
     if list_steps(run):
         step = zerokit.load(run, optimizer)["step"]
@@ -338,19 +350,21 @@ class Rounds:
         self._report.notes.append(f"round {this.number}: {text}")
 
 
-def play_all(report: Report, run: Path, stores: Path, *, quiet: bool, background: bool = False) -> None:
+def play_all(report: Report, run: Path, stores: Path, *, quiet: bool, kind: str) -> None:
     """All rounds, and one that only resumes and saves."""
+    islands = kind == "islands"
     rounds = Rounds(run, stores, report)
     draw = random.Random(report.seed)
     for number in range(report.rounds + 1):
-        world = report.ranks if draw.random() < 0.8 else draw.randint(1, report.ranks)
+        world = report.ranks if draw.random() < 0.8 else draw.randint(1 + islands, report.ranks)
         this = Round(
             number,
             report.seed,
             world,
             draw.randint(0, 3),
             exchanges=draw.random() < 0.7,
-            background=background,
+            background=kind == "background",
+            islands=islands,
             last=number == report.rounds,
         )
         rounds.play(this)
@@ -379,9 +393,12 @@ def main() -> int:
             play_conversions(report, folder, rounds=options.rounds, seed=options.seed)
         elif options.kind == "elastic":
             play_elastic(report, folder, rounds=options.rounds, seed=options.seed)
+        elif options.kind == "sweeps":
+            play_sweeps(report, folder, rounds=options.rounds, seed=options.seed)
+        elif options.kind == "push":
+            play_pushes(report, folder, rounds=options.rounds, seed=options.seed)
         else:
-            background = options.kind == "background"
-            play_all(report, folder / "run", folder / "stores", quiet=options.json, background=background)
+            play_all(report, folder / "run", folder / "stores", quiet=options.json, kind=options.kind)
     if options.json:
         print(json.dumps(asdict(report) | {"faults": report.faults}, indent=2))
     else:

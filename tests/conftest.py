@@ -6,7 +6,8 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -66,3 +67,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marked and (reason := refusal()) is not None:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests, and what they start, work in a folder of their own: none leaves files in the repository."""
+    before = Path.cwd()
+    os.chdir(tmp_path_factory.mktemp("here"))
+    yield
+    os.chdir(before)

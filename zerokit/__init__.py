@@ -7,6 +7,8 @@ offline commands start without torch.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from zerokit.workers import guard_workers
+
 if TYPE_CHECKING:
     from zerokit.bench.plans.ask import plan
     from zerokit.checkpoint.diff import diff
@@ -96,3 +98,6 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept any name
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+guard_workers()

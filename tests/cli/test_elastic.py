@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie a process to its parent"),
 ]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # the bits depend on it
-ELASTIC = ("bench", *MODEL, "--elastic", "--save", "run", "--save-every", "3", "--output", "record.json")
+ELASTIC = ("bench", *MODEL, "--elastic", "--save", "run", "--save-every", "3")
 
 
 class Bench:
@@ -45,10 +45,15 @@ class Bench:
         self._folder, self._uri = folder, uri
 
     def __call__(
-        self, *options: str, strike: Strike | None = None, code: int = 0, mlflow: bool = True
+        self,
+        *options: str,
+        strike: Strike | None = None,
+        code: int = 0,
+        mlflow: bool = True,
+        to: str = "record.json",
     ) -> CompletedProcess[str]:
         where = ("--tracking-uri", self._uri, "--experiment", str(self._folder))
-        words = (*ELASTIC, *options, *(where if mlflow else ("--no-mlflow",)))
+        words = (*ELASTIC, "--output", to, *options, *(where if mlflow else ("--no-mlflow",)))
         done = zerokit_inside(self._folder, *words, meanwhile=strike or (lambda rank: None), **ONE_THREAD)
         assert done.returncode == code, done.stdout + done.stderr
         assert strike is None or strike.done
@@ -153,31 +158,44 @@ def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_on
     plain = resumed(tmp_path, 3, 5, "--nodes", "2")
     assert record.loss[3:] == plain.loss
     assert [run.info.status for run in bench.runs()] == ["FINISHED"]
-    # All is trained: there is nothing left to begin, and more steps are another job.
-    again = bench("--steps", "8", code=1, mlflow=False)
+    # All is trained: the same command has that result. Another one finds nothing left to begin.
+    bench("--steps", "8")
+    assert read_record(tmp_path / "record.json") == record
+    again = bench("--steps", "8", "--lr", "0.5", code=1, mlflow=False)
     assert "run already has step 8, and an elastic bench ends at step 8: give more --steps" in again.stderr
+    # More steps are another job, with a record and a run of its own.
+    bench("--steps", "9")
+    more = read_record(tmp_path / "record.json")
+    assert more.id != record.id
+    assert (len(more.loss), len(bench.runs())) == (1, 2)
 
 
-def test_a_job_killed_while_mlflow_is_filled_is_completed_by_the_same_command(
-    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "place",
+    ["bench.tracking.push.Mirror.push", "bench.tracking.store.Store.write", "cli.display.Display.files"],
+)
+def test_a_job_killed_once_its_record_is_there_is_completed_by_the_same_command(
+    tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
+    """Before MLflow is filled, in the middle of it, and when nothing but the output is left to do."""
     prepare(tmp_path, hold=None)
 
     class Killed(BaseException):
         pass
 
-    def kill(*arguments: object) -> None:
+    def kill(*arguments: object, **more: object) -> None:
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("zerokit.bench.tracking.push.Mirror.push", kill)
+        patched.setattr(f"zerokit.{place}", kill)
         with pytest.raises(Killed):
-            bench("--steps", "5")
-    before = (tmp_path / "record.json").read_bytes()
-    bench("--steps", "5")
-    assert (tmp_path / "record.json").read_bytes() == before
-    assert [run.info.status for run in bench.runs()] == ["FINISHED"]
-    assert not (tmp_path / "run" / "elastic").exists()
+            bench("--steps", "5", to="records")
+    (path,) = (tmp_path / "records").iterdir()
+    before = path.read_bytes()
+    for _ in range(2):
+        bench("--steps", "5", to="records")
+        assert [record.read_bytes() for record in (tmp_path / "records").iterdir()] == [before]
+        assert [run.info.status for run in bench.runs()] == ["FINISHED"]
 
 
 def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(
@@ -201,7 +219,7 @@ def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(
 @contextlib.contextmanager
 def torchrun(folder: Path, tag: str, *options: str) -> Iterator[Torchrun]:
     """An agent; its processes are known by `tag`, and end with this context."""
-    words = (*FORKS, *options, CLI, *ELASTIC, "--steps", "12", "--no-mlflow")
+    words = (*FORKS, *options, CLI, *ELASTIC, "--output", "record.json", "--steps", "12", "--no-mlflow")
     variables = {
         "TAG": tag,
         "OMP_NUM_THREADS": "1",

@@ -112,7 +112,8 @@ def _data(seed: int, count: int) -> Any:
 
 def _trainer(pl: Any, strategy: Any, **options: Any) -> Any:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    options = {"max_epochs": EPOCHS, "enable_checkpointing": "callbacks" in options, **quiet} | options
+    saves = any(isinstance(one, pl.callbacks.ModelCheckpoint) for one in options.get("callbacks", ()))
+    options = {"max_epochs": EPOCHS, "enable_checkpointing": saves, **quiet} | options
     return pl.Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options)
 
 

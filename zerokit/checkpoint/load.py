@@ -23,7 +23,7 @@ from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
 from zerokit.checkpoint.matching import KERNEL_OPTIONS, NOT_THE_OPTIMIZERS, Match, Shared, match_state
 from zerokit.checkpoint.requests import Request, read, requests_for
-from zerokit.checkpoint.run import common_steps, find_step, island_runs, step_name
+from zerokit.checkpoint.run import common_steps, find_step, island_runs, partners, step_name
 from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, outer_slices, own_slices, tensor_of
@@ -92,7 +92,9 @@ def _of_island(path: Path, optimizer: ZeroOptimizer, *, whole: bool) -> Path:
     if optimizer.local_steps is None:
         raise UsageError("load() into an island: create zerokit.LocalSteps(optimizer, every=...) first")
     runs = island_runs(path) if path.is_dir() else []
-    step = optimizer.local_steps.agree_on_step(common_steps(runs, whole=whole) if runs else {_NO_ISLANDS})
+    own = common_steps(runs, whole=whole) if runs else {_NO_ISLANDS: ""}
+    shared = set.intersection(*(set(one.items()) for one in optimizer.local_steps.at_load(own)))
+    step, save = max(shared, default=(None, ""))
     if step == _NO_ISLANDS:
         return path
     if step is None:
@@ -100,7 +102,8 @@ def _of_island(path: Path, optimizer: ZeroOptimizer, *, whole: bool) -> Path:
             f"{path}: islands have no step in common that is intact: each must see its own run"
         )
     # With more islands than were saved, several begin from one; of fewer, the first are gone on with.
-    return runs[optimizer.islands.index % len(runs)] / step_name(step)
+    saved = partners(runs, save)
+    return saved[optimizer.islands.index % len(saved)] / step_name(step)
 
 
 def _opened(path: str | os.PathLike[str], runtime: Runtime, rename: Rename | None, *, whole: bool) -> Source:

@@ -23,7 +23,7 @@ from zerokit.errors import CheckpointError, UsageError
 
 _STEP_FILE = re.compile(
     rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
-    rf"{runs.SUPERSEDED_NAME}"
+    rf"{runs.SUPERSEDED_NAME}|{runs.ISLANDS_NAME}"
 )
 
 
@@ -189,6 +189,9 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
         stays.add(latest.name)
     with suppress(CheckpointError):
         stays.add(runs.find_step(run, whole=True).path.name)
+    if run in runs.island_runs(run.parent):
+        # Not all islands may have the newest: one was killed in that save.
+        stays |= {runs.step_name(step) for step in sorted(runs.list_steps(run.parent))[-1:]}
     number = int(newest.path.name.removeprefix("step-"))
     paths = {step: run / runs.step_name(step) for step in runs.list_steps(run)}
     others = {step for step, path in paths.items() if runs.superseded(path)}

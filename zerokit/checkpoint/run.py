@@ -6,9 +6,10 @@ and naming it. Steps with a file `superseded`, of a training that was begun anew
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from zerokit.errors import CheckpointError, UsageError
 
 SUPERSEDED_NAME = "superseded"
 """An empty file in a step's directory."""
+
+ISLANDS_NAME = "islands"
+"""A file in a step's directory: the CRC-32s of the manifests that all islands have written together."""
 
 _ISLAND = re.compile(r"island-(\d+)")
 """A run of islands (`zerokit.LocalSteps`) holds a run for each; a step counts where all of them have it."""
@@ -68,7 +72,7 @@ def island_runs(run: Path) -> list[Path]:
 
 
 def _steps_of_all(islands: Sequence[Path]) -> set[int]:
-    return set.intersection(*({_number(path) for path in committed(island)} for island in islands))
+    return set(_in_common(islands, {run: {_number(path) for path in committed(run)} for run in islands}))
 
 
 def set_aside_islands(run: Path, count: int, step: int) -> None:
@@ -85,8 +89,11 @@ def set_aside_islands(run: Path, count: int, step: int) -> None:
                 path.rename(target)
 
 
-def common_steps(runs: Sequence[Path], *, whole: bool = False) -> set[int]:
-    """Steps that all these runs have, intact and not superseded; `whole` leaves out those with weights only."""
+def common_steps(runs: Sequence[Path], *, whole: bool = False) -> dict[int, str]:
+    """Steps that islands have from one save, intact and not superseded, each with its `saved_with`.
+
+    `whole` leaves out those with weights only.
+    """
 
     def steps(run: Path) -> Iterator[int]:
         for path in committed(run):
@@ -94,7 +101,31 @@ def common_steps(runs: Sequence[Path], *, whole: bool = False) -> set[int]:
                 if not superseded(path) and not (read_sound(path)[0].weights_only and whole):
                     yield _number(path)
 
-    return set.intersection(*(set(steps(run)) for run in runs)) if runs else set()
+    return _in_common(runs, {run: set(steps(run)) for run in runs})
+
+
+def _in_common(runs: Sequence[Path], steps: Mapping[Path, set[int]]) -> dict[int, str]:
+    """Those of the runs' steps that all islands of a save have: one may have been killed in it, and others not."""
+    found: dict[int, str] = {}
+    for step in set().union(*steps.values()):
+        saves = {run: saved_with(run / step_name(step)) for run in runs if step in steps[run]}
+        for save in set(saves.values()):
+            if all(saves.get(run) == save for run in partners(runs, save)):
+                found[step] = save
+    return found
+
+
+def partners(runs: Sequence[Path], save: str) -> list[Path]:
+    """The runs of those islands that took part in a save, by what `saved_with` returns."""
+    count = len(save.split()) or math.inf  # it is not known of older steps
+    return [run for run in runs if int(run.name.removeprefix("island-")) < count]
+
+
+def saved_with(step: Path) -> str:
+    """What the step's file `islands` says, equal on all islands that have written it together; "" without one."""
+    path = step / ISLANDS_NAME
+    with explained(path, "looked at"):
+        return read_whole(path).decode("latin-1") if os.path.lexists(path) else ""
 
 
 def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
@@ -125,7 +156,8 @@ def _of_islands(run: Path, runs: Sequence[Path], *, whole: bool, sound: bool) ->
         raise CheckpointError(
             f"{run}: the islands have no step in common ({names}): name the run of one of them"
         )
-    choice = find_step(runs[0] / step_name(max(steps)), whole=whole, sound=sound)
+    newest = max(steps)
+    choice = find_step(partners(runs, steps[newest])[0] / step_name(newest), whole=whole, sound=sound)
     return replace(choice, notes=(f"{run} has the runs of {len(runs)} islands: {choice.path} is taken",))
 
 
@@ -260,8 +292,9 @@ def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrit
             f"{run}: cannot be written to: {existing} is on a read-only file system, or allows it to others: check its "
             "permissions and its owner, or choose another directory"
         )
-    others = [run, *island_runs(run)]
-    if later := [] if overwrite else sorted(step for one in others for step in later_steps(one, after)):
+    # What only some islands have is replaced.
+    steps = {*map(_number, committed(run)), *list_steps(run)}
+    if later := [] if overwrite else sorted(step for step in steps if step > after):
         more = f" and {len(later) - 1} more" if len(later) > 1 else ""
         raise CheckpointError(
             f"{run}: holds {step_name(later[-1])}{more}, later than step {after}, after which this training "

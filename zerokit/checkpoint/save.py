@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from zerokit import files
 from zerokit.checkpoint import run as runs
-from zerokit.checkpoint.disk import explained
+from zerokit.checkpoint.disk import explained, write_file
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, readable_latest, write_latest
 from zerokit.checkpoint.manifest import MAX_STEP, own_checksum
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
@@ -24,6 +24,8 @@ from zerokit.checkpoint.together import Saving, Together, finish_saving, start_s
 from zerokit.checkpoint.writing import Contents, contents_of, write_rank, write_rest
 from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
+
+T = TypeVar("T")
 
 _NAMED: dict[Path, set[str]] = {}
 """By run, the steps that this process has saved, and so may be named by `latest`."""
@@ -141,7 +143,13 @@ def save(
         part = error
 
     def work() -> Path:
-        target = _commit(together, part, retention, None if local is None else partial(local.committed, step))
+        others = Others(None if local is None else partial(local.at_save, step))
+        try:
+            target = _commit(together, part, retention, others)
+        except Exception:
+            if together.rank == 0:
+                others.give_up()
+            raise
         if islands is None:
             return Path(run_directory, target.name)
         if islands.rank == 0:
@@ -151,10 +159,8 @@ def save(
     return work() if blocking else start_saving(optimizer, work)
 
 
-def _commit(
-    together: Together, taken: Part | Exception, retention: Retention, others: Callable[[], None] | None
-) -> Path:
-    """Write what all ranks have taken, as the directory returned; `others` returns when other islands have, too."""
+def _commit(together: Together, taken: Part | Exception, retention: Retention, others: Others) -> Path:
+    """Write what all ranks have taken, as the directory returned."""
 
     def or_raise() -> Part:
         if isinstance(taken, Exception):
@@ -177,7 +183,10 @@ def _commit(
             if not arguments.weights_only:
                 complete(part, cards, scalars, values)
             contents.append(contents_of(arguments, layout, streams, tuple(scalars), part.rest))
-            staging.append(_begin(target, overwrite=arguments.overwrite))
+            saves = others.hear(runs.saved_with(target) if runs.is_step(target) else None)
+            # What only some islands have, as one was killed in this save, counts nowhere.
+            void = any(one != saves[0] for one in saves)
+            staging.append(_begin(target, overwrite=arguments.overwrite or void))
             stack.callback(staging[0].discard)
             return staging[0].work
 
@@ -188,19 +197,55 @@ def _commit(
 
         def finish() -> None:
             content = write_rest(work, contents[0], written)
+            manifests = others.hear(own_checksum(content))
+            if len(manifests) > 1:
+                write_file(work / runs.ISLANDS_NAME, "".join(f"{crc:08x}\n" for crc in manifests).encode())
+            others.settled = True
             _publish(staging[0], content, weights_only=arguments.weights_only)
-            if retention.wanted:
-                try:
-                    if others is not None:
-                        others()  # a step that only some islands have replaces no older one
+            try:
+                others.hear("committed")  # a step that only some islands have replaces no older one
+                if retention.wanted:
                     prune_after_save(target.parent, asked[0])
-                except (CheckpointError, ScheduleError) as error:
-                    warnings.warn(
-                        f"{target} is saved, but older steps stay: {error}", ZerokitWarning, stacklevel=2
-                    )
+            except (CheckpointError, ScheduleError) as error:
+                what = "older steps stay" if retention.wanted else "other islands may lack it"
+                warnings.warn(f"{target} is saved, but {what}: {error}", ZerokitWarning, stacklevel=2)
 
         together.on_first(finish)
     return target
+
+
+class Others:
+    """The other islands, in a save that they commit together or not at all; without islands there are none.
+
+    One rank of each island talks to them. `tell` returns every island's message, in order.
+    """
+
+    def __init__(self, tell: Callable[[tuple[str, Any]], list[tuple[str, Any]]] | None) -> None:
+        self._tell = tell
+        self.settled = tell is None
+        """Nothing that fails from now on keeps other islands from their step."""
+
+    def hear(self, value: T) -> list[T]:
+        """Every island's `value`.
+
+        Raises `CheckpointError` where one has given up, and `ScheduleError` where one does not come.
+        """
+        if self._tell is None:
+            return [value]
+        settled, self.settled = self.settled, True  # an error below is theirs
+        heard = self._tell(("", value))
+        if failed := [f"island {index}" for index, (lost, _) in enumerate(heard) if lost]:
+            raise CheckpointError(
+                f"{', '.join(failed)} could not save, so no island has this step: see the error there"
+            )
+        self.settled = settled
+        return [each for _, each in heard]
+
+    def give_up(self) -> None:
+        """Tell them that there is no step of this island."""
+        if self._tell is not None and not self.settled:
+            with suppress(ScheduleError):
+                self._tell(("failed", None))
 
 
 def _warn_of_another_job(run: Path) -> None:

@@ -15,7 +15,7 @@ from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.latest import LATEST_NAME
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
-from zerokit.checkpoint.run import SUPERSEDED_NAME, committed, find_step, island_runs, step_name
+from zerokit.checkpoint.run import ISLANDS_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
 from zerokit.errors import CheckpointError
 
 
@@ -146,7 +146,7 @@ def _findings(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
 
 
 def _strangers(checkpoint: Checkpoint) -> Iterator[Finding]:
-    known = {NAME, SUPERSEDED_NAME, *(name for name, _ in checkpoint.held_files())}
+    known = {NAME, SUPERSEDED_NAME, ISLANDS_NAME, *(name for name, _ in checkpoint.held_files())}
     with explained(checkpoint.path, "listed"):
         names = os.listdir(checkpoint.path)
     yield from (

@@ -33,6 +33,7 @@ from zerokit.bench.run.session import (
     refusal,
     require_data,
     run_cell,
+    same_job,
     unused,
 )
 from zerokit.bench.run.sweep import (
@@ -207,9 +208,6 @@ def _run_single(request: Request, leader: Leader | None) -> int:
     if refused is None:
         _warn(record, display)
     well = record.status is Status.OK
-    if record.settings.elastic and well:
-        # Last of all: until then the same command completes what a kill has left.
-        Journal(Path(str(settings.save))).finish()
     if request.as_json:
         click.echo(record.to_json(), nl=False)
     elif well:
@@ -278,9 +276,9 @@ def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | N
     with suppress(RecordError):
         record = read_record(job.record)
         if record.id == job.identity and record.status is Status.OK:
-            finished = record  # its launcher was killed while it filled MLflow
-    if finished is not None and finished.settings.steps < settings.steps:
-        Journal(run).finish()  # more steps are another job
+            finished = record  # its launcher may have been killed before MLflow was filled, or since
+    if finished is not None and not same_job(settings, finished.settings):
+        Journal(run).finish()
         return _record_file(settings, output)
     return job.record, job.identity, finished
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from zerokit.launch.failures import Failure, WorkerFailed, explain_failures
 from zerokit.launch.interrupts import Interrupted, Interrupts
+from zerokit.patience import Patience
 
 POLL_SECONDS = 0.05
 # A rank whose peer has died fails by itself within moments (its sockets close), and reports why.
@@ -65,13 +66,13 @@ def conduct(agents: Sequence[Agent], logs: Path, interrupts: Interrupts, poll: C
 
 
 def _attend(agents: Sequence[Agent], interrupts: Interrupts, poll: Callable[[], None]) -> None:
-    failed_at: float | None = None
+    patience: Patience | None = None
     while running(agents):
         interrupts.check()
         poll()
-        if failed_at is None and any(agent.poll() for agent in agents):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > PEERS_FOLLOW_SECONDS:
+        if patience is None and any(agent.poll() for agent in agents):
+            patience = Patience(PEERS_FOLLOW_SECONDS)
+        if patience is not None and patience.over:
             return
         time.sleep(POLL_SECONDS)
     poll()
@@ -84,8 +85,8 @@ def running(agents: Sequence[Agent]) -> list[Agent]:
 
 def await_end(agents: Sequence[Agent], seconds: float) -> None:
     """Wait until all agents have ended, up to a time limit."""
-    deadline = time.monotonic() + seconds
-    while running(agents) and time.monotonic() < deadline:
+    patience = Patience(seconds)
+    while running(agents) and not patience.over:
         time.sleep(POLL_SECONDS)
 
 

@@ -14,7 +14,6 @@ import contextlib
 import json
 import queue
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import IO, Any
 
 from zerokit import files
 from zerokit.launch.failures import LaunchError
+from zerokit.patience import Patience
 
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
@@ -47,7 +47,7 @@ class Peer:
         self._unsent: queue.Queue[bytes | None] = queue.Queue()
         self._received: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._gone = False
-        self._heard = time.monotonic()
+        self._patience = Patience(SILENCE_SECONDS)
         for work in (self._read, self._write):
             threading.Thread(target=work, daemon=True).start()
 
@@ -64,7 +64,7 @@ class Peer:
         line: list[bytes] = []
         with contextlib.suppress(OSError, ValueError), self._incoming:
             while piece := self._incoming.read1(1 << 16):  # type: ignore[attr-defined]  # a BufferedReader's
-                self._heard = time.monotonic()
+                self._patience.restart()
                 *ends, rest = piece.split(b"\n")
                 for end in ends:
                     yield b"".join([*line, end, b"\n"])
@@ -89,7 +89,7 @@ class Peer:
     @property
     def silent(self) -> bool:
         """Whether nothing was heard for too long."""
-        return time.monotonic() - self._heard > SILENCE_SECONDS
+        return self._patience.over
 
     def hear(self) -> tuple[str, dict[str, Any]] | None:
         """The next message, if any; raises `EOFError` if the other end is gone and all that it said has been heard."""

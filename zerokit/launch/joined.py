@@ -30,6 +30,7 @@ from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.membership import Membership
 from zerokit.launch.network import free_port
 from zerokit.launch.ranks import Ranks, World, cores
+from zerokit.patience import Patience
 from zerokit.text import without_secrets
 from zerokit.versions import describe_difference, versions
 
@@ -67,7 +68,7 @@ class Leader:
             raise
 
     def _admit(self, server: socket.socket) -> None:
-        deadline, strangers = time.monotonic() + MEET_SECONDS, list[Peer]()
+        patience, strangers = Patience(MEET_SECONDS), list[Peer]()
         missing = set(range(1, self._member.count))
         while missing:
             self._interrupts.check()
@@ -81,7 +82,7 @@ class Leader:
                         self._members[message[1]["index"]] = peer, message[1]
                 strangers.remove(peer)
             missing -= self._members.keys()
-            if missing and time.monotonic() > deadline:
+            if missing and patience.over:
                 member = self._member
                 raise LaunchError(
                     f"number {min(missing)} of {member.count} that {member.scheme} started has not joined within "
@@ -128,10 +129,10 @@ class Leader:
         peers = [peer for peer, _ in self._members.values()]
         for peer in peers:
             peer.say("end", code=code)
-        deadline = time.monotonic() + GRACE_SECONDS
+        patience = Patience(GRACE_SECONDS)
         for peer in peers:  # what they have not read yet they would lose with this process
             with contextlib.suppress(EOFError):
-                while time.monotonic() < deadline:
+                while not patience.over:
                     peer.hear()
                     time.sleep(_POLL_SECONDS)
 
@@ -215,7 +216,7 @@ def _listening(member: Membership) -> Iterator[socket.socket]:
 
 def _connect(member: Membership, interrupts: Interrupts) -> socket.socket:
     """A connection to the leader."""
-    deadline, port = time.monotonic() + MEET_SECONDS, member.master_port
+    patience, port = Patience(MEET_SECONDS), member.master_port
     try:
         store, key = _store(member) if member.has_store else (None, "")
         while True:
@@ -230,7 +231,7 @@ def _connect(member: Membership, interrupts: Interrupts) -> socket.socket:
                     f"machine ({error.strerror}): set MASTER_ADDR to a name or an address that every node can reach"
                 ) from error
             except OSError:
-                if time.monotonic() > deadline:
+                if patience.over:
                     raise
             time.sleep(_POLL_SECONDS)
     except (OSError, RuntimeError) as error:

@@ -13,7 +13,6 @@ import contextlib
 import json
 import re
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from zerokit.errors import UsageError
 from zerokit.launch.failures import LaunchError, quote_tail
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.membership import DEFAULT_PORT
+from zerokit.patience import Patience
 
 _NODE = "node"
 _FOLLOW_SECONDS = 2.0
@@ -314,7 +314,7 @@ def _state(pods: Pods, form: str, interrupts: Interrupts) -> str:
 
 def _ask(words: Sequence[str], interrupts: Interrupts) -> str:
     """What kubectl answers; raises `LaunchError` when it fails for so long that the job must be left to itself."""
-    deadline = time.monotonic() + _ANSWER_SECONDS
+    patience = Patience(_ANSWER_SECONDS)
     while True:
         try:
             return _kubectl(words)
@@ -322,7 +322,7 @@ def _ask(words: Sequence[str], interrupts: Interrupts) -> str:
             interrupts.check()  # a Ctrl-C at the terminal ends kubectl, too
             if "NotFound" in str(error):
                 raise
-            if time.monotonic() > deadline:
+            if patience.over:
                 raise LaunchError(f"{error}; the job continues: kubectl {' '.join(words)}") from error
         interrupts.wait(_FOLLOW_SECONDS)
 

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 
 import psutil
 
+from zerokit.patience import Patience
+
 MARK = "ZEROKIT_LAUNCH"
 STOPPED_SECONDS = 12.0
 _PARENT_SECONDS = 1.0
@@ -46,7 +48,7 @@ class StoppedProcesses:
 
     def __init__(self) -> None:
         self._killed: set[int] = set()
-        self._since: dict[int, float] = {}
+        self._waits: dict[int, Patience] = {}
 
     def look(self, pids: Iterable[int]) -> None:
         """Check which of these are stopped, and kill those stopped for `STOPPED_SECONDS`."""
@@ -54,8 +56,8 @@ class StoppedProcesses:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_STOPPED:  # a debugger's stop is another
-                    self._since.pop(pid, None)
-                elif time.monotonic() - self._since.setdefault(pid, time.monotonic()) > STOPPED_SECONDS:
+                    self._waits.pop(pid, None)
+                elif self._waits.setdefault(pid, Patience(STOPPED_SECONDS)).over:
                     self._killed.add(pid)
                     process.kill()
 

@@ -18,6 +18,7 @@ from zerokit.launch import agents
 from zerokit.launch.failures import Failure, LaunchError
 from zerokit.launch.network import address_towards, interface_of
 from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
+from zerokit.patience import Patience
 
 _AROUND = ("TORCHELASTIC_", "PET_")
 """Variables of a launch around this one."""
@@ -55,7 +56,7 @@ class Ranks:
         self._launch_id = uuid.uuid4().hex
         self._stopped = StoppedProcesses()
         self._ended: dict[int, float] = {}
-        self._failed_at: float | None = None
+        self._patience: Patience | None = None
         self._code: int | None = None
         variables = {name: value for name, value in os.environ.items() if not name.startswith(_AROUND)}
         variables |= world.environment
@@ -91,11 +92,9 @@ class Ranks:
         for rank, code in codes.items():
             if code is not None:
                 self._ended.setdefault(rank, time.time())
-        if self._failed_at is None and any(codes.values()):
-            self._failed_at = time.monotonic()
-        late = (
-            self._failed_at is not None and time.monotonic() - self._failed_at > agents.PEERS_FOLLOW_SECONDS
-        )
+        if self._patience is None and any(codes.values()):
+            self._patience = Patience(agents.PEERS_FOLLOW_SECONDS)
+        late = self._patience is not None and self._patience.over
         if late or None not in codes.values():
             self._code = int(any(codes.values()))
             # Those that are killed next are no failures.

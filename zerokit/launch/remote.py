@@ -27,6 +27,7 @@ from zerokit.launch.failures import LaunchError, tail
 from zerokit.launch.frames import Peer
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.ranks import World
+from zerokit.patience import Patience
 from zerokit.versions import describe_difference
 
 FORWARDED = re.compile(
@@ -175,13 +176,13 @@ def launch_on(
 
 def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds: float) -> Mapping[str, Any]:
     """What the first says of itself."""
-    deadline = time.monotonic() + seconds
+    patience = Patience(seconds)
     while missing := [agent for agent in agents if agent.hello is None]:
         interrupts.check()
         if any(_never_answered(agent) for agent in missing):
             await_end(missing, 1.0)  # others that fail by the same cause are named too
             raise LaunchError("\n".join(agent.trouble or "" for agent in missing if _never_answered(agent)))
-        if time.monotonic() > deadline:
+        if patience.over:
             names = ", ".join(agent.where for agent in missing)
             raise LaunchError(
                 f"{names} did not answer within {seconds:g} s: check that the machine is up and reachable, or "

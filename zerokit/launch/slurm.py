@@ -21,6 +21,7 @@ from zerokit.launch.failures import LaunchError, tail
 from zerokit.launch.hosts import expand_hostlist
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.remote import RemoteHost, node_command
+from zerokit.patience import Patience
 
 _FOLLOW_SECONDS = 2.0
 # A busy controller leaves some questions unanswered ("Socket timed out").
@@ -274,8 +275,8 @@ def follow(job: str, results: Path, interrupts: Interrupts, show: Callable[[str]
     except Interrupted:
         subprocess.run(["scancel", job], check=False)
         with contextlib.suppress(Interrupted, LaunchError):
-            deadline = time.monotonic() + _CANCEL_SECONDS
-            while _ask(job, Interrupts())["JobState"] not in _ENDED and time.monotonic() < deadline:
+            patience = Patience(_CANCEL_SECONDS)
+            while _ask(job, Interrupts())["JobState"] not in _ENDED and not patience.over:
                 time.sleep(_FOLLOW_SECONDS)
         raise
     final = ", ".join(f"{name} {told[name]}" for name in ("JobState", "Reason", "ExitCode") if name in told)
@@ -297,9 +298,9 @@ _ENDED = (
 
 
 def _await_file(path: Path, seconds: float, interrupts: Interrupts) -> bool:
-    deadline = time.monotonic() + seconds
+    patience = Patience(seconds)
     while not path.exists():
-        if time.monotonic() > deadline:
+        if patience.over:
             return False
         interrupts.wait(0.2)
         with contextlib.suppress(OSError):
@@ -309,7 +310,7 @@ def _await_file(path: Path, seconds: float, interrupts: Interrupts) -> bool:
 
 def _ask(job: str, interrupts: Interrupts) -> dict[str, str]:
     """What Slurm tells of a job; raises `LaunchError` when it does not for so long that it is not merely busy."""
-    deadline = time.monotonic() + _QUEUE_SECONDS
+    patience = Patience(_QUEUE_SECONDS)
     while True:
         done = subprocess.run(
             ["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True, check=False
@@ -318,7 +319,7 @@ def _ask(job: str, interrupts: Interrupts) -> dict[str, str]:
             return told
         if "Invalid job id" in done.stderr:
             raise LaunchError(f"Slurm does not know job {job} any more: see {log_of(job)}")
-        if time.monotonic() > deadline:
+        if patience.over:
             raise LaunchError(
                 f"scontrol has not answered for {_QUEUE_SECONDS:g} s: {done.stderr.strip()}; Slurm's job {job} "
                 f"continues: watch it with squeue --jobs={job} and end it with scancel {job}"

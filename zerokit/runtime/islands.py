@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerokit.errors import UsageError
+from zerokit.errors import ScheduleError, UsageError
 from zerokit.placement import Axis, Mesh, stage_of
 from zerokit.runtime.build import group_of_this_rank, mesh_of
 from zerokit.runtime.collectives.groups import clone, destroy_unused_groups, note_user, timeout_of
@@ -44,9 +44,18 @@ class Islands:
         return self.rank // self.mesh.inner
 
     def group(self, axis: Axis, backend: str, user: object) -> dist.ProcessGroup:
-        """A new process group of the ranks that `axis` joins with this one, for `user`; all ranks call it alike."""
+        """A new process group of the ranks that `axis` joins with this one, for `user`; all ranks call it alike.
+
+        Raises `ScheduleError` where one of them does not come.
+        """
         members = self.mesh.members(axis, self.rank)
-        made = clone(self.everyone, backend, self.timeout, members=members)
+        try:
+            made = clone(self.everyone, backend, self.timeout, members=members)
+        except RuntimeError as error:
+            raise ScheduleError(
+                f"island {self.index} (rank {self.rank}): the ranks {', '.join(map(str, members))} did not all come "
+                f"together within {self.timeout.total_seconds():g} s: {error}: look for the others' first error"
+            ) from error
         if backend == "gloo":
             note_user(self.everyone, user, {str(axis): made})
         return made

@@ -6,7 +6,7 @@ import zlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ class Average(Protocol):
     def applied(self) -> AbstractContextManager[None]: ...
 
 
+_T = TypeVar("_T")
+
+
 class BetweenIslands(Protocol):
     """The interface of local steps for the optimizer and its checkpoints: `zerokit.LocalSteps`."""
 
@@ -43,8 +46,8 @@ class BetweenIslands(Protocol):
     def restore(
         self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
     ) -> None: ...
-    def committed(self, step: int) -> None: ...
-    def agree_on_step(self, steps: set[int]) -> int | None: ...
+    def at_save(self, step: int, value: _T) -> list[_T]: ...
+    def at_load(self, value: _T) -> list[_T]: ...
 
 
 _AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"

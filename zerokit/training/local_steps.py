@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from zerokit.training.fragments import Part, divide
 from zerokit.training.masters import Masters
 from zerokit.training.outer import ANCHOR, KEPT_APART, Outer, OuterOptimizer
 from zerokit.training.round_traffic import predict_traffic, take_traffic, total
+
+_T = TypeVar("_T")
 
 DILOCO: OuterOptimizer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -325,13 +327,13 @@ class LocalSteps:
         for index, left in plain["pending"]:
             self._pending.append(_Pending(self._parts[index], self.steps + left, None, regions[index]))
 
-    def committed(self, step: int) -> None:
-        """Return when the save of `step` is complete on every island. Called by one rank of each."""
-        self._saves.all(f"save of step {step}", step)
+    def at_save(self, step: int, value: _T) -> list[_T]:
+        """Every island's `value` in the save of `step`, in order. Called by one rank of each."""
+        return self._saves.all(f"save of step {step}", value)
 
-    def agree_on_step(self, steps: set[int]) -> int | None:
-        """The greatest of `steps` that every island has; None where there is none."""
-        return max(set.intersection(*self._exchange.all("load", steps)), default=None)
+    def at_load(self, value: _T) -> list[_T]:
+        """Every island's `value` in a load, in order."""
+        return self._exchange.all("load", value)
 
     def _forget(self) -> None:
         self._arrive()

@@ -12,8 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import FrameType, TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.training.arguments import require_zero_optimizer
 from zerokit.training.exchange import Exchange
+from zerokit.workers import taking
 
 END_TIME = "SLURM_JOB_END_TIME"
 """Where Slurm (22.05 and later) states when the job will be ended, in seconds since 1970."""
@@ -41,8 +42,14 @@ class StopSignal:
                     break
 
     `srun` passes signals on to the ranks, so `#SBATCH --signal=USR1@300` does; `torchrun` passes SIGTERM on and kills
-    30 s later, and SIGUSR1 would end it itself: there the deadline is the better way. Processes that a rank forks
-    inside, such as data loaders' workers, are ended by SIGTERM as ever, and let the other signals pass.
+    30 s later; SIGUSR1 ends it unless it is named in torchrun's `--signals-to-handle`.
+
+    Clusters signal a rank's workers too. Those of data loaders, `multiprocessing` pools, executors and managers, and
+    other daemonic children of `multiprocessing`, outlive the signals while the context is entered, so that the rank
+    gets its next batch and comes to its save. They may be forked or spawned before or inside the context, but zerokit
+    must have been imported: by then, or for spawned ones by the main module. Signals from the rank itself
+    (`terminate()`) end workers as ever. Programs that workers start with `subprocess` have these signals blocked: end
+    them with `kill()`. Other processes that a rank forks inside are ended by SIGTERM, and let other signals pass.
 
     Args:
         optimizer: its ranks agree, those of all islands too.
@@ -77,7 +84,7 @@ class StopSignal:
         self._group: dist.ProcessGroup | None = None
         self._exchange: Exchange | None = None
         self._signals = tuple(map(signal.Signals, signals))
-        self._former: dict[signal.Signals, Any] = {}
+        self._handling = ExitStack()
         self._noted = 0
         self._process = os.getpid()
         self._entered = False
@@ -91,18 +98,15 @@ class StopSignal:
                 "signals=() to use only the deadline"
             )
         self._entered, self._process = True, os.getpid()
-        for number in self._signals:
-            self._former[number] = signal.signal(number, self._note)
+        if self._signals:
+            self._handling.enter_context(taking(self._signals, self._note))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered = False
-        while self._former:
-            number, former = self._former.popitem()
-            # A handler that was not installed from Python is None here, and cannot be restored.
-            signal.signal(number, signal.SIG_DFL if former is None else former)
+        self._handling.close()
 
     def requested(self) -> bool:
         """Whether to stop now; the answer is equal on every rank. Collective: all ranks call it after the same steps.

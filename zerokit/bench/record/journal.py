@@ -3,7 +3,7 @@
     RUN/elastic/job.json          the identity of the record to be, and where it goes
     RUN/elastic/part-0000.jsonl   one file a part: its beginning, its steps, the losses up to each save, its end
     RUN/elastic/part-0001.jsonl   after a restart: it begins where a checkpoint was, and repeats the steps since then
-    RUN/elastic-0f3a9c12/         a job that is finished; the next one in RUN begins anew
+    RUN/elastic-0f3a9c12/         a job that is finished, and was followed by another one in RUN
 
 A part is as long as its processes live: each restart begins one, at its own world size. Rank 0 of a part is the only
 one that writes steps into its file, so that a process which lives longer than it should disturbs no later part; the
@@ -81,13 +81,13 @@ def note(part: Path, **line: Any) -> None:
 
 
 class Journal:
-    """The journal of an unfinished job, in a run's directory."""
+    """The journal of a run's newest job, in the run's directory."""
 
     def __init__(self, run: Path) -> None:
         self._folder = run / _FOLDER
 
     def open_job(self, record: Path | None, default: Callable[[], Path]) -> Job:
-        """Open the run's unfinished job, or begin a new one; raises `UsageError` where it cannot be read or written.
+        """Open the run's job, or begin a new one; raises `UsageError` where it cannot be read or written.
 
         Its record goes where the user wants, by default to the job's own path, for a new one that of `default`.
         """
@@ -158,7 +158,7 @@ class Journal:
         return story
 
     def finish(self) -> None:
-        """Finish the job after its record was written; the next one starts from the beginning."""
+        """Put a job with a record aside; the next one starts from the beginning."""
         try:
             identity = json.loads((self._folder / _JOB).read_text(encoding="utf-8"))["id"]
         except FileNotFoundError:

@@ -18,7 +18,7 @@ import tempfile
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,11 @@ from zerokit.bench.record.status import Outcome, Progress, Status, oom_kills, re
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
 from zerokit.launch.failures import Failure, WorkerFailed
+
+_NOT_THE_JOBS = {
+    *("nodes", "nproc_per_node", "mesh", "every", "fragments", "delay"),  # as `remaining` changes them
+    *("bucket_mb", "warmup", "save", "save_every", "repeat"),
+}
 
 
 def remaining(settings: Settings, error: WorkerFailed) -> Settings | None:
@@ -58,6 +63,18 @@ def remaining(settings: Settings, error: WorkerFailed) -> Settings | None:
         elif settings.mesh:
             left["mesh"] = f"{nodes}x{ranks}"
     return replace(settings, **left)
+
+
+def same_job(asked: Settings, done: Settings) -> bool:
+    """Whether the record of a finished elastic bench, with the settings `done`, answers a command.
+
+    Ranks may be others each time, and what the command leaves open was chosen by the job.
+    """
+    return all(
+        value is None or value == getattr(done, name)
+        for name, value in asdict(asked).items()
+        if name not in _NOT_THE_JOBS
+    )
 
 
 def _killed(error: WorkerFailed) -> list[Failure]:

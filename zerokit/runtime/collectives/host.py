@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerokit.patience import Patience
 from zerokit.runtime.collectives.base import DONE, Collectives, Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 
@@ -68,7 +69,7 @@ class Progress:
 
         Raises `RuntimeError` after the time-out, or where a rank that must still act has ended.
         """
-        start, pause = time.monotonic(), _FIRST_PAUSE_S
+        patience, pause = Patience(self.timeout_s), _FIRST_PAUSE_S
         while not condition():
             self.attempt_all()
             if pause >= _LONGEST_PAUSE_S:
@@ -78,7 +79,7 @@ class Progress:
                     if condition():  # it did its part and left
                         return
                     raise
-            if time.monotonic() - start > self.timeout_s:
+            if patience.over:
                 raise RuntimeError(f"timed out after {self.timeout_s:g} s")
             hop.pause(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.errors import UsageError
+from zerokit.patience import Patience
 from zerokit.placement import Axis, Mesh
 from zerokit.runtime.collectives.base import Collectives, Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.groups import clone
@@ -184,10 +185,10 @@ class NcclCollectives(Collectives):
     def until(self, arrived: Callable[[], Tensor | None]) -> Tensor:
         """Wait for the device. Raises `ScheduleError` after the time-out, naming the unfinished operation."""
         name, timeout_s = "computation of a step", self._timeout.total_seconds()
-        start, pause = time.monotonic(), _FIRST_PAUSE_S
+        patience, pause = Patience(timeout_s), _FIRST_PAUSE_S
         with self.reporter.waiting(lambda: name):
             while (values := arrived()) is None:
-                if time.monotonic() - start > timeout_s:
+                if patience.over:
                     name = next(filter(None, (stream.unfinished() for stream in self._streams)), name)
                     raise RuntimeError(f"timed out after {timeout_s:g} s")
                 time.sleep(pause)
