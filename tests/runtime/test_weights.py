@@ -170,10 +170,10 @@ def test_a_released_model_is_plain_and_is_trained_anew(given: tuple[str, int]) -
     plain.load_state_dict(model.state_dict())
     for one in (model, plain):
         one(torch.ones(2, 9)).square().sum().backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or (other.grad is not None and torch.equal(one.grad, other.grad))
-        one.grad = other.grad = None
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert mine.grad is None or (theirs.grad is not None and torch.equal(mine.grad, theirs.grad))
+        mine.grad = theirs.grad = None
     losses = [_train(one, _zero(one, "fp32", stage=3 - stage), seed=1) for one in (model, plain)]
     assert losses[0] == losses[1]
     del first
