@@ -1,4 +1,4 @@
-"""In folders that other users may write in, what they have made is neither removed nor replaced, and misleads nobody."""
+"""In folders that other users may write in, what they have made is not removed or replaced, and misleads nobody."""
 
 from __future__ import annotations
 

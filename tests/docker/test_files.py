@@ -109,6 +109,6 @@ def test_slurms_script_is_what_the_command_in_it_prints() -> None:
     printed = CliRunner().invoke(cli, [*shlex.split(line[1]), "--dry-run"])
     assert printed.exit_code == 0, printed.output
     assert printed.output == text
-    started = re.search(r"^srun .* -m zerokit (bench .*)$", text, re.MULTILINE)
+    started = re.search(r"^srun .* -P -m zerokit (bench .*)$", text, re.MULTILINE)
     assert started is not None
     _parses(shlex.split(started[1]), {})

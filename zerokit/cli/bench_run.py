@@ -274,11 +274,15 @@ def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | N
     asked = output if output is not None and output.suffix == ".json" else None
     job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
     require_writable(job.record.parent)
-    finished = None
+    finished, there = None, None
     with suppress(RecordError):
-        record = read_record(job.record)
-        if record.id == job.identity and record.status is Status.OK:
-            finished = record  # its launcher was killed while it filled MLflow
+        there = read_record(job.record)
+    if there is not None and there.id == job.identity and there.status is Status.OK:
+        finished = there  # its launcher was killed while it filled MLflow
+    elif asked is None and job.record.exists() and (there is None or there.id != job.identity):
+        raise UsageError(
+            f"{run} names {job.record} as its record, which is another file: name one with --output FILE.json"
+        )
     if finished is not None and finished.settings.steps < settings.steps:
         Journal(run).finish()  # more steps are another job
         return _record_file(settings, output)

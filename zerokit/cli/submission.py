@@ -14,6 +14,7 @@ import click
 
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.cli.launchers import given_arguments, is_given, read_variables
+from zerokit.launch.trust import SECRET
 from zerokit.text import printable, without_secrets, without_secrets_named
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
     Raises `click.UsageError` for a password or a token, which would appear in the manifest.
     """
     options, tracking = request.chosen.options, request.tracking
-    environment = {name: value for name, value in os.environ.items() if _FOR_PODS.fullmatch(name)}
+    environment = {
+        name: value for name, value in os.environ.items() if _FOR_PODS.fullmatch(name) and name != SECRET
+    }
     served = tracking is not None and re.match(r"https?://", tracking.uri) is not None
     if tracking is not None and served:
         environment["MLFLOW_TRACKING_URI"] = tracking.uri
@@ -159,7 +162,7 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
         inside /= f"{datetime.now():%Y%m%d-%H%M%S-%f}.json"
     python = options["remote_python"] or sys.executable
     arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
-    command = [python, "-m", "zerokit", "bench", *arguments, "--launcher", "env"]
+    command = [python, "-P", "-m", "zerokit", "bench", *arguments, "--launcher", "env"]
     given = allocation.variables.items()
     if any(without_secrets(word) != word for word in command) or any(
         without_secrets_named(name, value) != value for name, value in given

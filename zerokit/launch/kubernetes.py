@@ -24,6 +24,7 @@ from zerokit.errors import UsageError
 from zerokit.launch.failures import LaunchError, quote_tail
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.membership import DEFAULT_PORT
+from zerokit.launch.trust import SECRET
 
 _NODE = "node"
 _FOLLOW_SECONDS = 2.0
@@ -104,7 +105,10 @@ def _verbatim(text: str) -> str:
 
 
 def _variables(pods: Pods) -> list[dict[str, Any]]:
-    return [{"name": name, "value": _verbatim(value)} for name, value in pods.environment.items()]
+    known = [{"name": name, "value": _verbatim(value)} for name, value in pods.environment.items()]
+    # The job's own number, which the server draws at random and every pod has: by it they know each other.
+    number = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}}
+    return [{"name": SECRET, "valueFrom": number}, *known]
 
 
 def _program(pods: Pods) -> dict[str, Any]:

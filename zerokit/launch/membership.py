@@ -10,6 +10,7 @@ a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_AD
 
 from __future__ import annotations
 
+import ipaddress
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ class Membership:
         return self.index == 0
 
     @property
+    def on_one_machine(self) -> bool:
+        """Whether all processes are on this machine: on one node, or where they meet at a loopback address."""
+        return self.nodes == 1 or self.master_addr == "localhost" or _is_loopback(self.master_addr)
+
+    @property
     def nodes(self) -> int:
         """How many nodes there are."""
         return self.node_of(self.count)
@@ -72,6 +78,13 @@ class Membership:
         """This member's number and the count, as text."""
         what = "node" if self.whole_node else "rank"
         return f"{what} {self.index} of {self.count} that {self.scheme} started"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
 
 
 def find_membership(environment: Mapping[str, str]) -> Membership | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import zerokit
 from zerokit.launch import agents
 from zerokit.launch.failures import Failure, LaunchError
 from zerokit.launch.network import address_towards, interface_of
@@ -127,10 +128,17 @@ class Ranks:
 
 
 def start_rank(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start one rank, whose output goes to this folder."""
+    """Start one rank, whose output goes to this folder.
+
+    Python looks for modules in no working directory (`-P`): a file `secrets.py` there would be run in place of its own.
+    """
+    root = str(Path(zerokit.__file__).parents[1])
+    if sys.path[0] == root:  # `python -m zerokit` in a clone: ranks run the same files
+        path = variables.get("PYTHONPATH")
+        variables = {**variables, "PYTHONPATH": root if path is None else f"{root}{os.pathsep}{path}"}
     with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
         return subprocess.Popen(
-            [sys.executable, "-m", "zerokit.launch.rank", *command],
+            [sys.executable, "-P", "-m", "zerokit.launch.rank", *command],
             env={**variables, "ZEROKIT_ERROR_FILE": str(folder / "error.json")},
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -21,6 +21,7 @@ from zerokit.launch.failures import LaunchError, tail
 from zerokit.launch.hosts import expand_hostlist
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.remote import RemoteHost, node_command
+from zerokit.launch.trust import SECRET
 
 _FOLLOW_SECONDS = 2.0
 # A busy controller leaves some questions unanswered ("Socket timed out").
@@ -218,6 +219,8 @@ def render_script(request: Request, command: Sequence[str], made_by: str = "") -
             *(f"#SBATCH {line}" for line in head),
             *([f"# {made_by}"] if made_by else []),
             "# Shortly before the time limit Slurm tells the ranks to end: zerokit then ends its MLflow run, too.",
+            "# By which ranks on several nodes know each other (SECURITY.md); srun hands it on.",
+            f"export {SECRET}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
             *(f"export {name}={shlex.quote(value)}" for name, value in sorted(request.variables.items())),
             f'folder="{folder_of("$SLURM_JOB_ID")}"',
             'mkdir -p "$folder"',
