@@ -13,8 +13,6 @@ MOST_BYTES = 1 << 28
 """zerokit's own documents are smaller by far; a device that never ends could be named as well."""
 _DEEPEST = 64
 """Lists and objects in each other. A record of zerokit's has seven; a parser's stack ends at about a thousand."""
-_MOST_DIGITS = 300
-"""Of an integer: all of them fit into a float."""
 
 
 def read_text(path: Path) -> str:
@@ -29,7 +27,7 @@ def read_text(path: Path) -> str:
 def parse_json(text: str, deepest: int = _DEEPEST) -> Any:
     """The value of a JSON document, whose lists and objects are at most `deepest` in each other."""
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text)
         require_shallow(value, deepest)
     except RecursionError:
         raise ValueError("values are nested too deep") from None
@@ -45,7 +43,6 @@ def parse_toml(text: str) -> dict[str, Any]:
         require_shallow(value, _DEEPEST)
     except RecursionError:
         raise ValueError("values are nested too deep") from None
-    _require_short(value)
     return value
 
 
@@ -62,18 +59,3 @@ def require_shallow(plain: object, deepest: int, stated: int | None = None) -> N
             for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"an integer of {len(digits)} digits")
-    return int(digits)
-
-
-def _require_short(value: object) -> None:
-    """TOML's integers, which no hook of its parser sees; it refuses those of more than 4300 digits by itself."""
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            _require_short(inner)
-    elif isinstance(value, int) and abs(value) >= 10**_MOST_DIGITS:
-        raise ValueError(f"an integer of more than {_MOST_DIGITS} digits")

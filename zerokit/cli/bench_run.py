@@ -52,7 +52,7 @@ from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_g
 from zerokit.errors import UsageError
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.joined import Leader
-from zerokit.text import printable, without_secrets
+from zerokit.text import printable, printable_json, without_secrets
 
 _CHECKPOINTS = [name for name, how in OPTIONS.items() if how.heading == CHECKPOINTS]
 """Settings for a single bench: cells that write the same checkpoints would continue each other's."""
@@ -211,7 +211,7 @@ def _run_single(request: Request, leader: Leader | None) -> int:
         # Last of all: until then the same command completes what a kill has left.
         Journal(Path(str(settings.save))).finish()
     if request.as_json:
-        click.echo(record.to_json(), nl=False)
+        click.echo(printable_json(record.to_json()), nl=False)
     elif well:
         display.table([record])
     display.files({"record": str(path)}, tracker, to_stderr=request.as_json or not well)
@@ -253,7 +253,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
         tracker.push(Found(list(zip(paths, records, strict=True)), sweeps, []))
     if request.as_json:
         content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
-        click.echo(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+        click.echo(printable_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)))
     else:
         display.table(records)
     display.files(written, tracker, to_stderr=request.as_json)

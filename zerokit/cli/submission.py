@@ -15,7 +15,7 @@ import click
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.cli.launchers import given_arguments, is_given, read_variables
 from zerokit.launch.trust import SECRET
-from zerokit.text import printable, without_secrets, without_secrets_named
+from zerokit.text import printable, printable_json, printable_lines, without_secrets, without_secrets_named
 
 if TYPE_CHECKING:
     from zerokit.cli.bench_run import Request
@@ -176,7 +176,8 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))]))
     script = render_script(allocation, command, made_by)
     if options["dry_run"]:
-        click.echo(script, nl=False)
+        # Unchanged for a program, escaped for a terminal.
+        click.echo(printable_lines(script) if sys.stdout.isatty() else script, nl=False)
         return 0
     scripts = folder_of("").parent
     require_writable(scripts)
@@ -213,10 +214,10 @@ def _show(target: Path, display: Display, *, as_json: bool, single: bool, log: P
     if single and target.exists():
         record = read_record(target)
         if as_json:
-            click.echo(record.to_json(), nl=False)
+            click.echo(printable_json(record.to_json()), nl=False)
         elif record.status == "ok":
             display.table([record])
         else:
             display.warn(f"{record.status}: {record.reason}")
     lines = [f"\n{'record' if single else 'records'}  {target}", *([] if log is None else [f"log     {log}"])]
-    click.echo("\n".join(lines), err=as_json)
+    click.echo(printable_lines("\n".join(lines)), err=as_json)

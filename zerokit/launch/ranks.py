@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import zerokit
+from zerokit.documents import parse_json, read_text
 from zerokit.launch import agents
 from zerokit.launch.failures import Failure, LaunchError
 from zerokit.launch.network import address_towards, interface_of
@@ -106,14 +105,13 @@ class Ranks:
 
     def _failure(self, rank: int, code: int) -> Failure:
         pid = self._processes[rank].pid
-        said: dict[str, Any] = {
-            "message": self._stopped.explain(pid),
-            "expected": False,
-            "time": self._ended[rank],
-        }
-        with contextlib.suppress(OSError, ValueError):
-            said = json.loads((self._logs / f"rank-{rank}" / "error.json").read_text())
-        return Failure(rank, rank // self._each, pid, code, **said)
+        found = Failure(
+            rank, rank // self._each, pid, code, self._stopped.explain(pid), False, self._ended[rank]
+        )
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            said = parse_json(read_text(self._logs / f"rank-{rank}" / "error.json"))
+            found = replace(found, **said)
+        return found
 
     def send_signal(self, number: int) -> None:
         for process in self._processes.values():

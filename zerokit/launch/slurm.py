@@ -156,7 +156,7 @@ def _gpus_of_a_node() -> int:
     """Where the job has so many GPUs in all or for a task, of which srun would ask for too many or too few."""
 
     def number(name: str) -> int:  # "8", "a100:8", "a100:4,h100:4"
-        return sum(int(part.rpartition(":")[2] or 0) for part in os.environ.get(name, "").split(","))
+        return sum(map(int, re.findall(r"(?:^|[:,])([0-9]{1,9})(?=,|$)", os.environ.get(name, ""))))
 
     gpus = number("SLURM_GPUS") or number("SLURM_GPUS_PER_TASK") * number("SLURM_NTASKS")
     return gpus // max(1, number("SLURM_JOB_NUM_NODES"))
