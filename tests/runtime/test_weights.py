@@ -53,7 +53,7 @@ def _train(model: nn.Module, optimizer: Any, steps: int = 3, seed: int = 0) -> l
     return losses
 
 
-def _masters(optimizer: zerokit.ZeroOptimizer) -> dict[str, Tensor]:
+def _masters(optimizer: zerokit.ZeroOptimizer) -> dict[str, tuple[int, Tensor]]:
     """This rank's part of the masters, by name and place in the flattened parameter."""
     found = {}
     for unit, master, _ in optimizer.runtime.masters():

@@ -26,8 +26,8 @@ from typing import Any
 from zerokit.checkpoint.manifest import MAX_STEP, MAX_WORLD, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.strict import bounded, canonical, member, members, parse_json, typed, within
+from zerokit.documents import require_shallow
 from zerokit.errors import CheckpointError
-from zerokit.nesting import require_shallow
 
 MARKER = "$"
 MAX_DEPTH = 64

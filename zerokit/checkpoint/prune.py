@@ -18,7 +18,7 @@ from zerokit.checkpoint import run as runs
 from zerokit.checkpoint.disk import entries_of, explained
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
-from zerokit.checkpoint.staging import Leftover, finish_replacements, leftovers, remove
+from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
 from zerokit.errors import CheckpointError, UsageError
 
 _STEP_FILE = re.compile(
@@ -95,7 +95,7 @@ class Doomed:
         if self.leftover is None:
             _remove_step(self.path)
             return
-        remove(self.leftover)
+        files.remove_tree(self.path)
         if os.path.lexists(self.path):
             raise CheckpointError(
                 f"{self.path}: cannot be removed: check its permissions and its owner, and those of its contents"
@@ -133,9 +133,10 @@ def prune(
         keep: and but for those for which this returns True. Without any of the three only leftovers go.
         dry_run: remove nothing, only list what would go.
 
-    The newest step, the newest that is whole and the one that `latest` names always stay; superseded ones go. A step is
-    renamed before its files go. Raises `UsageError` for numbers below 1, and `CheckpointError` where `run` is no
-    directory, has no step that could stay or a damaged `latest`, or something cannot be removed.
+    The newest step, the newest that is whole and the one that `latest` names always stay, and so does what belongs to
+    other users; superseded ones go. A step is renamed before its files go. Raises `UsageError` for numbers below 1, and
+    `CheckpointError` where `run` is no directory, has no step that could stay or a damaged `latest`, or something
+    cannot be removed.
     """
     run, retention = Path(run), Retention(keep_last, keep_every, keep)
     retention.check()
@@ -151,7 +152,9 @@ def prune(
     removed = [Doomed(left.path, left.size, left) for left in begun if left.gone]
     kept = [(left.path, left.describe()) for left in begun if not left.gone]
     for step in _superfluous(run, retention) if retention.wanted else ():
-        if strange := foreign_to_step(step):
+        if not belongs_to_this_user(step):
+            kept.append((step, "is another user's"))
+        elif strange := foreign_to_step(step):
             kept.append((step, f"holds {strange}, which zerokit has not written there"))
         else:
             removed.append(Doomed(step, files.measured(step)[0]))
@@ -163,11 +166,11 @@ def prune(
 def prune_after_save(run: Path, retention: Retention) -> None:
     """Remove the steps of a run that `retention` does not keep.
 
-    Steps that hold foreign files stay. So do superseded ones that the training has not reached yet: a user may
-    still resume from them. Raises as `prune` does.
+    Steps of other users, or with foreign files, stay. So do superseded ones that the training has not reached yet: a
+    user may still resume from them. Raises as `prune` does.
     """
     for step in _superfluous(run, retention, later=False):
-        if not foreign_to_step(step):
+        if belongs_to_this_user(step) and not foreign_to_step(step):
             _remove_step(step)
 
 

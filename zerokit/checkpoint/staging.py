@@ -33,12 +33,14 @@ _PATIENCE_SECONDS = 2.0
 class Leftover:
     """A leftover of a writer: `target` is the intended name (its first 60 bytes), `size` is in bytes.
 
-    `alive` is None where that cannot be checked. `gone`: it will never be finished.
+    `own`: it belongs to the user of this process. `alive` is None where that cannot be checked. `gone`: it is own and
+    will never be finished.
     """
 
     path: Path
     target: str
     writer: Process
+    own: bool
     alive: bool | None
     gone: bool
     size: int
@@ -47,7 +49,9 @@ class Leftover:
         who = f"process {self.writer.pid} on {self.writer.host}"
         if self.gone:
             return f"left by {who}, which is gone"
-        return f"{who} is writing it" if self.alive else f"of {who}, which cannot be checked from here"
+        if self.alive:
+            return f"{who} is writing it"
+        return f"of {who}, {'which cannot be checked from here' if self.own else 'of another user'}"
 
     def plain(self) -> dict[str, object]:
         return {
@@ -121,12 +125,12 @@ class Staging:
 def finish_replacement(target: Path, *, patience: float = _PATIENCE_SECONDS) -> None:
     """Put back what a writer had set aside that was killed between the two renames of a replacement.
 
-    A living one is given `patience` seconds for the second. Nothing is done where nothing may be written. Raises
-    `OSError`.
+    A living one is given `patience` seconds for the second. Nothing is done where nothing may be written, nor with what
+    another user has set aside. Raises `OSError`.
     """
     aside = target.parent.resolve() / _ASIDE.format(target.name)
     deadline = time.monotonic() + patience
-    while target.name and os.path.lexists(aside) and not os.path.lexists(target):
+    while target.name and belongs_to_this_user(aside) and not os.path.lexists(target):
         if time.monotonic() > deadline:
             if os.access(target.parent, os.W_OK):
                 with suppress(FileNotFoundError):  # another reader was quicker
@@ -177,6 +181,10 @@ def require_vacant(target: Path, *, force: bool, foreign: Foreign | None = None)
             )
         if target.is_symlink() or not target.is_dir():
             raise CheckpointError(f"{target}: exists and is not a directory: it is not replaced")
+        if not belongs_to_this_user(target):
+            raise CheckpointError(
+                f"{target}: exists and is another user's: it is not replaced: choose another output"
+            )
         if any(target.iterdir()) and (strange := foreign(target) if foreign else "files"):
             raise CheckpointError(
                 f"{target}: holds {strange}: only an earlier output of this kind is replaced: choose another output, "
@@ -193,8 +201,9 @@ def leftovers(folder: Path) -> list[Leftover]:
         if match and writer and not entry.is_symlink():
             path = Path(entry.path)
             lives, (size, newest) = writer.lives(), files.measured(path)
-            gone = time.time() - newest > IDLE_SECONDS if lives is None else not lives
-            unfinished.append(Leftover(path, match["target"], writer, lives, gone, size))
+            own = belongs_to_this_user(path)
+            gone = own and (time.time() - newest > IDLE_SECONDS if lives is None else not lives)
+            unfinished.append(Leftover(path, match["target"], writer, own, lives, gone, size))
     return unfinished
 
 
@@ -206,14 +215,12 @@ def remove_gone(folder: Path, *names: str) -> None:
     targets = {files.stem(name) for name in names}
     for left in leftovers(folder):
         # Two optimizers, say, may be saved into one run: what a living one writes stays.
-        if not left.alive and (left.gone or left.target in targets):
-            remove(left)
+        if not left.alive and (left.gone or (left.own and left.target in targets)):
+            files.remove_tree(left.path)
 
 
-def remove(left: Leftover) -> None:
-    """Remove as much of a leftover as possible."""
-    if left.path.is_dir():
-        files.remove_tree(left.path)
-    else:
-        with suppress(OSError):
-            files.system().unlink(left.path)
+def belongs_to_this_user(path: Path) -> bool:
+    """Whether the user of this process has made what is there, a link itself; False where nothing is."""
+    with suppress(OSError):
+        return files.is_own(path.lstat().st_uid, path.parent)
+    return False

@@ -262,7 +262,7 @@ def _print_differences(comparison: Comparison) -> None:
                 f"         and {len(differences) - _SHOWN} more of {printable(stream)} (--json lists all)"
             )
     for line in comparison.layout:
-        click.echo(f"layout   {line} (no difference of the state)")
+        say(f"layout   {line} (no difference of the state)")
     differ = counted(len(comparison.differences), "difference") if comparison.differences else "no difference"
     click.echo(f"{differ}; {comparison.equal} equal by CRC-32")
 

@@ -332,5 +332,5 @@ def _complete(directory: Path) -> bool:
     try:
         json.loads((directory / STATE_NAME).read_text())
         return directory.name == f"{PREFIX_CHECKPOINT_DIR}-{zerokit.Checkpoint(directory).step}"
-    except (OSError, ValueError, CheckpointError):
+    except (OSError, ValueError, RecursionError, CheckpointError):
         return False

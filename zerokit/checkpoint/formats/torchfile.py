@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerokit.checkpoint.checksum import crc32, damaged
-from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.disk import explained, opened, read_exactly
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import (
     MAX_PICKLE_BYTES,
@@ -158,9 +158,9 @@ def is_marked(path: Path) -> bool:
 def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
     """Every entry's bytes, by its name. The central directory is the zip library's to read."""
     try:
-        with zipfile.ZipFile(_Window(fd, offset, size)) as archive:
+        with zipfile.ZipFile(_Window(path, fd, offset, size)) as archive:
             listed = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError) as error:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError, OSError) as error:
         raise CheckpointError(f"{path}: not a file of torch.save, or truncated: {error}") from None
     require(len(listed) <= _MAX_ENTRIES, path, f"{len(listed)} entries, more than {_MAX_ENTRIES}")
     entries: dict[str, Blob] = {}
@@ -224,8 +224,10 @@ def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str) -> St
 
 
 class _Window(io.RawIOBase):
-    def __init__(self, fd: int, offset: int, size: int) -> None:
-        self._fd, self._offset, self._size, self._position = fd, offset, size, 0
+    """Part of a file. Where it cannot be read that is said, which the zip library would take for another format."""
+
+    def __init__(self, path: Path, fd: int, offset: int, size: int) -> None:
+        self._path, self._fd, self._offset, self._size, self._position = path, fd, offset, size, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
@@ -239,6 +241,7 @@ class _Window(io.RawIOBase):
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > _MAX_DIRECTORY_BYTES:
             raise ValueError(f"a directory of {wanted} bytes, more than {_MAX_DIRECTORY_BYTES}")
-        content = os.pread(self._fd, wanted, self._offset + self._position)
+        with explained(self._path, "read"):
+            content = os.pread(self._fd, wanted, self._offset + self._position)
         self._position += len(content)
         return content
