@@ -157,7 +157,7 @@ def test_a_released_model_is_plain_and_is_trained_anew(given: tuple[str, int]) -
     assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
     assert {type(p) for p in parameters} == {nn.Parameter}
     assert {p.dtype for p in parameters} == {torch.float32}
-    assert model[2][0].weight is model[0][0].weight
+    assert model.get_submodule("2.0").weight is model.get_submodule("0.0").weight
     assert all(torch.equal(value, state[name].float()) for name, value in model.state_dict().items())
     assert vars(model).keys() == vars(plain).keys()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
