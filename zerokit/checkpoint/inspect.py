@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
+from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.run import committed, read_sound, superseded
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Leftover, leftovers
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +162,12 @@ def _run(run: Path) -> RunSummary:
         try:
             weights_only = read_sound(path)[0].weights_only
         except CheckpointError as error:
-            if not path.exists():
+            if not is_there(path):
                 continue  # a save beside this has removed it
+            if isinstance(error, StorageError):
+                raise
             damaged = str(error)
-        size, _ = files.measured(path)
+        with explained(path, "looked at"):
+            size, _ = files.measured(path)
         steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged))
     return RunSummary(run, tuple(steps), tuple(leftovers(run)))

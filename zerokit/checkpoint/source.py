@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from zerokit.checkpoint.by_rank import decode_by_rank
 from zerokit.checkpoint.checksum import Piece, Pieces
 from zerokit.checkpoint.disk import read_part
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode
@@ -171,12 +172,15 @@ class Source(ABC):
                 )
 
     def extra(self) -> dict[str, Any]:
-        """The members of `extra.json`; "user" is the `extra` given to `save`.
+        """The members of `extra.json`; "user" is the `extra` given to `save`, with `ByRank` where ranks' values differ.
 
         Tensors come as numpy arrays, torch's too; bfloat16 and float8 elements as float32, exactly.
         """
         tensors, where = Tensors(self, to_array), self.path / self.manifest.extra.name
-        return {key: decode(value, tensors, f"{where}: {key}") for key, value in self.extra_plain().items()}
+        return {
+            key: (decode_by_rank if key == "user" else decode)(value, tensors, f"{where}: {key}")
+            for key, value in self.extra_plain().items()
+        }
 
 
 def to_array(content: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:

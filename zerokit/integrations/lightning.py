@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.checkpoint.extra import encode
-from zerokit.checkpoint.load import load, read_extra
+from zerokit.checkpoint.load import load
 from zerokit.checkpoint.manifest import BUFFER_PREFIX
+from zerokit.checkpoint.plan import read_extra
 from zerokit.checkpoint.prune import foreign_to_step
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.save import save
@@ -252,7 +253,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                 run,
                 zero,
                 step=int(checkpoint["global_step"]),
-                extra=extra,
+                extra=extra if zero.runtime.collectives.rank == 0 else None,  # as Lightning's own strategies
                 weights_only="optimizer_states" not in checkpoint,  # Lightning's mark of save_weights_only
             )
             together.on_first(commit)
@@ -278,7 +279,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         else:
             checkpoint = Checkpoint(path)
             self.lightning_module.load_state_dict(_weights(checkpoint), strict=strict)
-            loaded = read_extra(checkpoint, weights_only=True)["user"]
+            loaded = read_extra(checkpoint, rank=0, weights_only=True)["user"]
         if not isinstance(loaded, dict) or "loops" not in loaded:
             raise CheckpointError(
                 f"{path} was not saved by Lightning: take its weights with zerokit consolidate, or its whole state "

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
-from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.disk import opened, read_whole
+from zerokit.checkpoint.disk import despite_damage, entries_of, is_directory, is_file, opened, read_whole
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import Record
 from zerokit.checkpoint.formats.torchfile import Blob, read_torch_file
@@ -58,27 +56,27 @@ class Files:
 
 def find_tag(path: Path) -> Path | None:
     """The directory of the checkpoint at `path`: itself, or the tag that `latest` names; None where there is none."""
-    if not path.is_dir():
+    if not is_directory(path):
         return None
     if _has_model(path):
         return path
     latest = path / LATEST
-    with suppress(CheckpointError):  # a run of zerokit's has a `latest` as well, and does without it
+    with despite_damage():  # a run of zerokit's has a `latest` as well, and does without it
         name = read_whole(latest, limit=4096).decode("utf-8", "replace").strip()
         folder = path / name
-        if name and "/" not in name and name != ".." and folder.is_dir() and _has_model(folder):
+        if name and "/" not in name and name != ".." and is_directory(folder) and _has_model(folder):
             return folder
     return None
 
 
 def find_tags(path: Path) -> list[str]:
     """Directories in `path` that hold a checkpoint each."""
-    folders = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
-    return sorted(entry.name for entry in folders if any(isfile(entry / name) for name in _FIRST))
+    folders = [entry for entry in entries_of(path) if is_directory(entry)]
+    return [entry.name for entry in folders if any(is_file(path / entry.name / name) for name in _FIRST)]
 
 
 def _has_model(folder: Path) -> bool:
-    return any(_MODEL.fullmatch(entry.name) for entry in folder.iterdir())
+    return any(_MODEL.fullmatch(entry.name) for entry in entries_of(folder))
 
 
 def find_files(folder: Path) -> Files:
@@ -86,7 +84,7 @@ def find_files(folder: Path) -> Files:
     models: dict[int, Path] = {}
     optimizers: dict[int, Path] = {}
     advice = "which zerokit does not read: convert it with DeepSpeed's own tools first"
-    for entry in sorted(folder.iterdir()):
+    for entry in (folder / found.name for found in entries_of(folder)):
         experts = _EXPERTS.fullmatch(entry.name)
         require(not experts, entry, f"belongs to a mixture of experts or a pipeline, {advice}")
         for pattern, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerokit.checkpoint.disk import entries_of
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
 from zerokit.checkpoint.source import Stretch, to_array
 from zerokit.errors import CheckpointError
@@ -93,7 +94,7 @@ class Description:
 
 def beside(folder: Path) -> list[str]:
     """Files of a training program in a checkpoint's folder that are not carried over, by name."""
-    return sorted(entry.name for entry in folder.iterdir() if _BESIDE.fullmatch(entry.name))
+    return [entry.name for entry in entries_of(folder) if _BESIDE.fullmatch(entry.name)]
 
 
 def stretches_of(tensor: StoredTensor, file: int, what: str) -> StoredStream:

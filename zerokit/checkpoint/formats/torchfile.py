@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerokit.checkpoint.checksum import crc32, damaged
-from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.disk import despite_damage, explained, opened, read_exactly, size_of
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import (
     MAX_PICKLE_BYTES,
@@ -114,7 +114,7 @@ def read_torch_file(
     Tensors come as `StoredTensor`, their bytes unread and added to `blobs`. Raises `CheckpointError` for what is no
     such file, has compressed entries, or a tensor outside its storage.
     """
-    whole = os.fstat(fd).st_size
+    whole = size_of(fd, path)
     size = whole - offset if size is None else size
     inside = offset >= 0 and 0 <= size <= whole - offset
     require(inside, path, f"truncated: {whole} bytes, at least {offset + size} expected")
@@ -148,17 +148,15 @@ def read_torch_file(
 
 def is_marked(path: Path) -> bool:
     """Whether zerokit has written the file."""
-    try:
-        with opened(path) as fd:
-            return any(name.endswith(f"/{PRODUCER}") for name in _entries(path, fd, 0, os.fstat(fd).st_size))
-    except CheckpointError:
-        return False
+    with despite_damage(), opened(path) as fd:
+        return any(name.endswith(f"/{PRODUCER}") for name in _entries(path, fd, 0, size_of(fd, path)))
+    return False
 
 
 def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
     """Every entry's bytes, by its name. The central directory is the zip library's to read."""
     try:
-        with zipfile.ZipFile(_Window(fd, offset, size)) as archive:
+        with zipfile.ZipFile(_Window(path, fd, offset, size)) as archive:
             listed = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError) as error:
         raise CheckpointError(f"{path}: not a file of torch.save, or truncated: {error}") from None
@@ -224,8 +222,8 @@ def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str) -> St
 
 
 class _Window(io.RawIOBase):
-    def __init__(self, fd: int, offset: int, size: int) -> None:
-        self._fd, self._offset, self._size, self._position = fd, offset, size, 0
+    def __init__(self, path: Path, fd: int, offset: int, size: int) -> None:
+        self._path, self._fd, self._offset, self._size, self._position = path, fd, offset, size, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
@@ -239,6 +237,7 @@ class _Window(io.RawIOBase):
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > _MAX_DIRECTORY_BYTES:
             raise ValueError(f"a directory of {wanted} bytes, more than {_MAX_DIRECTORY_BYTES}")
-        content = os.pread(self._fd, wanted, self._offset + self._position)
+        with explained(self._path, "read"):  # zipfile takes an OSError for a file that is no zip
+            content = os.pread(self._fd, wanted, self._offset + self._position)
         self._position += len(content)
         return content
