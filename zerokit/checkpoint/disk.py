@@ -47,7 +47,7 @@ _ADVICE = {
 def explained(where: str | Path, task: str, *, needed: int = 0, fd: int | None = None) -> Iterator[None]:
     """Raise an `OSError` of the body as `CheckpointError`: "WHERE: cannot be TASK: …", with advice.
 
-    It is a `StorageError`, unless there is nothing at a path.
+    A file in the directory `where` is named where the error names it. It is a `StorageError`, unless nothing is there.
 
     `needed` bytes are compared with what is free on the disk of `fd` (or of `where`) if that is full.
     """
@@ -59,6 +59,8 @@ def explained(where: str | Path, task: str, *, needed: int = 0, fd: int | None =
             advice = f"{needed} bytes are needed, {_free_bytes(where if fd is None else fd)} are free"
         else:
             advice = _ADVICE.get(error.errno or 0, "")
+        inner = isinstance(error.filename, str) and error.filename.startswith(f"{where}{os.sep}")
+        where = error.filename if inner else where
         kind = CheckpointError if error.errno in _ABSENT else StorageError
         raise kind(f"{where}: cannot be {task}: {reason}{': ' if advice else ''}{advice}") from error
 

@@ -49,6 +49,11 @@ _REBUILT = {
     "torch._utils._rebuild_tensor_v3",
 }
 _LOCAL_HEADER_BYTES = 30
+"""Without the entry's name. They end with the lengths of that and of what follows it."""
+
+_UTF_8 = 1 << 11
+"""The flag of an entry whose name is not in code page 437."""
+
 _MAX_ENTRIES = 1 << 20
 _MAX_DIRECTORY_BYTES = 1 << 26
 """The zip's directory: it is held in memory ten times over."""
@@ -163,17 +168,18 @@ def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
     require(len(listed) <= _MAX_ENTRIES, path, f"{len(listed)} entries, more than {_MAX_ENTRIES}")
     entries: dict[str, Blob] = {}
     for entry in listed:
-        name, start, head = (
-            f"entry {entry.filename[:200]!r}",
-            entry.header_offset,
-            bytearray(_LOCAL_HEADER_BYTES),
-        )
+        name, start = f"entry {entry.filename[:200]!r}", entry.header_offset
+        own = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
+        head = bytearray(_LOCAL_HEADER_BYTES + len(own))
         stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
         require(stored, path, f"{name} is compressed, as torch.save never writes it")
         require(0 <= start <= size - len(head), path, f"{name} lies outside the file")
         read_exactly(fd, [head], offset + start, path)
         require(head[:4] == b"PK\x03\x04", path, f"{name} has no header of its own")
-        start += len(head) + sum(struct.unpack_from("<2H", head, 26))
+        lengths = struct.unpack_from("<2H", head, _LOCAL_HEADER_BYTES - 4)
+        same = lengths[0] == len(own) and head[_LOCAL_HEADER_BYTES:] == own
+        require(same, path, f"{name} has another name in its own header")
+        start += _LOCAL_HEADER_BYTES + sum(lengths)
         require(start + entry.file_size <= size, path, f"{name} ends behind the file")
         require(entry.filename not in entries, path, f"{name} is there twice")
         entries[entry.filename] = Blob(offset + start, entry.file_size, entry.CRC)
