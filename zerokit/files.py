@@ -194,7 +194,11 @@ def measured(path: Path) -> tuple[int, float]:
 def remove_tree(path: Path) -> None:
     """Remove a directory and as much of its contents as possible; links are not followed."""
     calls = system()
-    if path.is_symlink():
+    try:
+        link = path.is_symlink()
+    except OSError:
+        return
+    if link:
         with suppress(OSError):
             calls.unlink(path)
         return

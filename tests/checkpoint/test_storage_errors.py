@@ -74,8 +74,8 @@ def _load_and_save(directory: str) -> None:
         assert "Stale file handle" in fault
         newest = zerokit.list_steps(run)[-1]
         assert newest in (step - 1, step)
-        assert zerokit.load(run, zero) == newest
         if newest < step:
+            assert zerokit.load(run, zero) == newest
             zerokit.save(run, zero, step=step, extra=step)
     zerokit.save(run, zero, step=60, overwrite=True)
 

@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count, cycle
 from pathlib import Path
@@ -53,8 +53,9 @@ class Refusing:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        calls = {name: self._around(name, getattr(os, name)) for name in CALLS}
-        with patch.multiple(os, **calls):
+        with ExitStack() as stack:
+            for name in CALLS:
+                stack.enter_context(patch.object(os, name, self._around(name, getattr(os, name))))
             yield
 
 

@@ -89,7 +89,8 @@ class Summary:
     """The contents of a checkpoint. `trainable_numel` and `frozen_numel` count elements, tied ones once.
 
     `weights_only`: parameters and buffers, without an optimizer's state. `run`: the one whose newest step this is;
-    None where a step was named. `notes`: why it is not the step that `latest` names.
+    None where a step was named. `notes`: why it is not the step that `latest` names. `by_rank`: members of `extra`
+    that `extra_ranks` ranks gave each for itself, "" for all of it.
     """
 
     path: Path
@@ -107,6 +108,8 @@ class Summary:
     run: RunSummary | None = None
     notes: tuple[str, ...] = ()
     format: str = "zerokit"
+    extra_ranks: int = 0
+    by_rank: tuple[str, ...] = ()
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
@@ -152,6 +155,8 @@ def _summary(checkpoint: Source) -> Summary:
         None if checkpoint.run is None or checkpoint.format != "zerokit" else _run(checkpoint.run),
         checkpoint.notes,
         checkpoint.format,
+        manifest.extra_ranks,
+        tuple(name or "" for name in checkpoint.by_rank),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.by_rank import Member, decode_by_rank, shown
-from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode, ranks_in
+from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
 from zerokit.checkpoint.matching import NOT_THE_OPTIMIZERS, Match, Shared, match_state
 from zerokit.checkpoint.run import find_step
@@ -57,9 +57,8 @@ def plan_of(
         checkpoint.check_files()
     match = match_state(checkpoint, optimizer, strict=strict, weights_only=weights_only)
     collectives = optimizer.runtime.collectives
-    ranks, left_out = checkpoint.manifest.extra_ranks, list[Member]()
-    if ranks != collectives.world:
-        left_out = list(ranks_in(checkpoint.extra_plain()["user"]))
+    ranks = checkpoint.manifest.extra_ranks
+    left_out = [] if ranks == collectives.world else checkpoint.by_rank
     if left_out and strict and not weights_only:
         names = ", ".join(map(shown, left_out))
         raise CheckpointError(

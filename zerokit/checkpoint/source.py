@@ -15,10 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from zerokit.checkpoint.by_rank import decode_by_rank
+from zerokit.checkpoint.by_rank import Member, decode_by_rank
 from zerokit.checkpoint.checksum import Piece, Pieces
 from zerokit.checkpoint.disk import read_part
-from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode
+from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode, ranks_in
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, File, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
@@ -160,6 +160,11 @@ class Source(ABC):
     @abstractmethod
     def extra_plain(self) -> dict[str, Any]:
         """The members of `extra.json`, as plain data, valid as FORMAT.md defines them."""
+
+    @property
+    def by_rank(self) -> list[Member]:
+        """The members of `extra` that each of the manifest's `extra_ranks` gave for itself; None for all of it."""
+        return list(ranks_in(self.extra_plain()["user"])) if self.manifest.extra_ranks else []
 
     def check_generators(self, plain: dict[str, Any]) -> None:
         """Raises `CheckpointError` unless generators' states have a row for each rank that `extra.json` lists."""

@@ -184,6 +184,8 @@ def _check_optimizer(path: Path, states: Mapping[str, Any]) -> None:
     own = expect(path, "optimizer_state_dict", states.get("optimizer_state_dict", _MISSING), dict)
     if "ds_zero_partition_groups" in own:
         return  # it is refused as what it is
+    for key in ("param_alignment_paddings", "param_slice_mappings"):
+        expect(path, key, own.get(key), list, _NONE)
     last = stage_of(own, path) == 3
     masters = "fp32_flat_groups" if last else "single_partition_of_fp32_groups"
     for number, master in enumerate(expect(path, masters, own.get(masters, _MISSING), list)):

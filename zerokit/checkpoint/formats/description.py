@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerokit.checkpoint.by_rank import ByRank
 from zerokit.checkpoint.disk import entries_of
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
 from zerokit.checkpoint.source import Stretch, to_array
@@ -137,7 +138,7 @@ def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
                 elif (plain := visit(part, inner, depth + 1)) is not _DROPPED:
                     carried[key] = plain
             return carried
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not isinstance(value, ByRank):
             parts = [visit(part, f"{path}[{number}]", depth + 1) for number, part in enumerate(value)]
             if any(part is _DROPPED for part in parts):
                 return _DROPPED
