@@ -335,7 +335,7 @@ class _Buffered(nn.Module):
         for name, value in buffers.items():
             self.register_buffer(name, value)
 
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
+    def forward(self, values: torch.Tensor) -> Any:
         return self.linear(values)
 
 

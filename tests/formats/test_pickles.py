@@ -116,7 +116,7 @@ class Stage(enum.IntEnum):
 
 def test_python_reads_names_in_names_as_they_are_written() -> None:
     for protocol in range(2, 6):
-        for value in (Stage.ONE, Stage.Inner.Deep.A, Stage.Inner.Deep):  # type: ignore[attr-defined]
+        for value in (Stage.ONE, Stage.Inner.Deep.A, Stage.Inner.Deep):
             again = to_pickle(parse_pickle(pickle.dumps(value, protocol), "x"))
             assert pickle.loads(again) is value
     named = to_pickle(Name(f"{__name__}.Stage.ONE", 2))

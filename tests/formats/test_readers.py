@@ -191,7 +191,7 @@ def test_the_stage_is_read_in_every_form_that_pythons_write(
         (
             "zero_stage",
             Name(f"{STAGE}.disabled", 2),
-            "its zero_stage is deepspeed.runtime.zero.config.ZeroStageEnum.disabled",
+            f"its zero_stage is {STAGE}.disabled, expected 1, 2",
         ),
         ("zero_stage", Record("os.system", ("2",)), r"its zero_stage is os.system('2')"),
         ("zero_stage", 4, "its zero_stage is 4, expected 1, 2 or 3"),
@@ -199,7 +199,7 @@ def test_the_stage_is_read_in_every_form_that_pythons_write(
         (
             "single_partition_of_fp32_groups",
             [None],
-            "its single_partition_of_fp32_groups[0] is None, expected a tensor",
+            "its single_partition_of_fp32_groups[0] is None",
         ),
         ("single_partition_of_fp32_groups", [], "0 groups of masters, expected 2"),
     ],
