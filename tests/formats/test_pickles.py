@@ -109,6 +109,8 @@ def test_every_python_s_enums_are_names_or_records_and_written_so(content: bytes
 class Stage(enum.IntEnum):
     ONE = 1
 
+
+class Outer:
     class Inner:
         class Deep(enum.Enum):
             A = "a"
@@ -116,7 +118,7 @@ class Stage(enum.IntEnum):
 
 def test_python_reads_names_in_names_as_they_are_written() -> None:
     for protocol in range(2, 6):
-        for value in (Stage.ONE, Stage.Inner.Deep.A, Stage.Inner.Deep):
+        for value in (Stage.ONE, Outer.Inner.Deep.A, Outer.Inner.Deep):
             again = to_pickle(parse_pickle(pickle.dumps(value, protocol), "x"))
             assert pickle.loads(again) is value
     named = to_pickle(Name(f"{__name__}.Stage.ONE", 2))

@@ -185,7 +185,11 @@ def _check_optimizer(path: Path, states: Mapping[str, Any]) -> None:
     if "ds_zero_partition_groups" in own:
         return  # it is refused as what it is
     for key in ("param_alignment_paddings", "param_slice_mappings"):
-        expect(path, key, own.get(key), list, _NONE)
+        for number, part in enumerate(expect(path, key, own.get(key), list, _NONE) or ()):
+            kinds = (dict, _NONE) if key.endswith("mappings") else (list, _NONE)
+            expect(path, f"{key}[{number}]", part, *kinds)
+            for element in part if isinstance(part, list) else ():
+                expect(path, f"an element of {key}[{number}]", element, int)
     last = stage_of(own, path) == 3
     masters = "fp32_flat_groups" if last else "single_partition_of_fp32_groups"
     for number, master in enumerate(expect(path, masters, own.get(masters, _MISSING), list)):
