@@ -164,7 +164,7 @@ class _Reader(Items):
         for options, _ in groups:
             options.pop("param_names", None)
         return [
-            (description.plain_value(options, "param_groups", self.dropped), names)
+            (description.plain_value(options, "param_groups", self.dropped, self.path), names)
             for options, names in groups
         ]
 
@@ -232,7 +232,7 @@ class _Reader(Items):
             for part in path[:-1]:
                 place = place.setdefault(part, {})
             place[path[-1]] = value
-        carried = description.plain_value(_with_lists(own), "", self.dropped)
+        carried = description.plain_value(_with_lists(own), "", self.dropped, self.path)
         step = next(
             (int(value) for value in _named(carried, ("step", "global_step")) if type(value) is int), None
         )

@@ -152,7 +152,7 @@ class Reader:
             buffers=buffers,
             groups=self._groups(0, self.dropped),
             identity=self.identity,
-            user=plain_value(own, "client_state", self.dropped),
+            user=plain_value(own, "client_state", self.dropped, path),
             scaler=self._scaler(),
             blobs=self.blobs,
             dropped=self.dropped,
@@ -268,7 +268,9 @@ class Reader:
         """The options that are no bookkeeping, as plain data; paths of others are added to `dropped`."""
         left_out = ("params", "param_names", "step")
         groups = [{k: v for k, v in group.items() if k not in left_out} for group in self.options(rank)]
-        plain: list[dict[str, Any]] = plain_value(groups, "param_groups", dropped)
+        plain: list[dict[str, Any]] = plain_value(
+            groups, "param_groups", dropped, self.files.optimizers[rank]
+        )
         return plain
 
     def masters(self, rank: int) -> list[StoredTensor]:

@@ -114,10 +114,11 @@ def as_frozen(name: str, shape: tuple[int, ...], stream: StoredStream) -> Stored
     return StoredParameter(Parameter(name, shape, stream.dtype, trainable=False), {PARAM: stream})
 
 
-def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
+def plain_value(root: Any, name: str, dropped: list[str], where: Path | None = None) -> Any:
     """A program's own data as plain containers; paths of unsupported values are added to `dropped`.
 
-    Raises `CheckpointError` for data that grows without end where shared parts are written out.
+    Raises `CheckpointError`, naming the file `where` if given, for data that grows without end where shared parts are
+    written out.
     """
     count = 0
 
@@ -125,7 +126,10 @@ def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
         nonlocal count
         count += 1
         if count > _MOST_PLAIN or depth > _DEEPEST_PLAIN:
-            raise CheckpointError(f"{name}: over {_MOST_PLAIN} values, or nested over {_DEEPEST_PLAIN} deep")
+            file = "" if where is None else f"{where}: "
+            raise CheckpointError(
+                f"{file}{name}: over {_MOST_PLAIN} values, or nested over {_DEEPEST_PLAIN} deep"
+            )
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return value
         if isinstance(value, dict):
