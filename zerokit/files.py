@@ -175,15 +175,20 @@ def make_directories(path: Path) -> None:
 def measured(path: Path) -> tuple[int, float]:
     """Bytes of the files in a directory, or of one file, and when the newest of all was changed (seconds, epoch).
 
-    Links are not followed; what goes away meanwhile does not count.
+    Links are not followed; what goes away meanwhile does not count. Raises `OSError` for what cannot be looked at.
     """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
     size, newest = 0, 0.0
     entries = [path]
     if not path.is_symlink():
-        for folder, folders, names in os.walk(path):  # which passes over what it cannot list
+        for folder, folders, names in os.walk(path, onerror=refuse):
             entries += [Path(folder, name) for name in (*folders, *names)]
     for entry in entries:
-        with suppress(OSError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             status = entry.lstat()
             newest = max(newest, status.st_mtime)
             size += status.st_size if stat.S_ISREG(status.st_mode) else 0

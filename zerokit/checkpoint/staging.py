@@ -7,7 +7,8 @@ the old one has a name beside it for a moment, from which the next command puts 
 
 from __future__ import annotations
 
-import os
+import math
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.disk import entries_of, explained
+from zerokit.checkpoint.disk import entries_of, explained, is_directory, is_there, status_of
 from zerokit.errors import CheckpointError
 from zerokit.process import Process
 
@@ -103,7 +104,7 @@ class Staging:
 
     def _put(self) -> None:
         calls = files.system()
-        if not os.path.lexists(self.target):
+        if not is_there(self.target):
             # A plain rename would also replace an empty directory that another process has just made.
             calls.rename_new(self.work, self.target)
             return
@@ -125,17 +126,16 @@ class Staging:
 def finish_replacement(target: Path, *, patience: float = _PATIENCE_SECONDS) -> None:
     """Put back what a writer had set aside that was killed between the two renames of a replacement.
 
-    A living one is given `patience` seconds for the second. Nothing is done where nothing may be written, nor with what
-    another user has set aside. Raises `OSError`.
+    A living one is given `patience` seconds for the second. Nothing is done with what another user has set aside.
+    Raises `OSError` where nothing may be written: an older step would look like the newest.
     """
     aside = target.parent.resolve() / _ASIDE.format(target.name)
     deadline = time.monotonic() + patience
-    while target.name and belongs_to_this_user(aside) and not os.path.lexists(target):
+    while target.name and is_there(aside) and belongs_to_this_user(aside) and not is_there(target):
         if time.monotonic() > deadline:
-            if os.access(target.parent, os.W_OK):
-                with suppress(FileNotFoundError):  # another reader was quicker
-                    files.system().rename(aside, target)
-                    files.system().sync_directory(target.parent)
+            with suppress(FileNotFoundError):  # another reader was quicker
+                files.system().rename(aside, target)
+                files.system().sync_directory(target.parent)
             return
         time.sleep(0.02)
 
@@ -143,11 +143,13 @@ def finish_replacement(target: Path, *, patience: float = _PATIENCE_SECONDS) -> 
 def finish_replacements(folder: Path) -> None:
     """`finish_replacement` of everything in a directory, whose replaced directories are removed."""
     head, tail = _ASIDE.split("{}")
-    for aside in folder.glob(f"{head}*{tail}"):
-        target = folder / aside.name.removeprefix(head).removesuffix(tail)
+    for entry in entries_of(folder):
+        if not (entry.name.startswith(head) and entry.name.endswith(tail)):
+            continue
+        target = folder / entry.name.removeprefix(head).removesuffix(tail)
         finish_replacement(target)
-        if os.path.lexists(target):
-            files.remove_tree(aside)
+        if is_there(target):
+            files.remove_tree(Path(entry.path))
 
 
 def require_apart(source: Path, target: Path) -> None:
@@ -169,23 +171,24 @@ def require_vacant(target: Path, *, force: bool, foreign: Foreign | None = None)
     Only an empty directory, or one in which there is nothing `foreign`, is ever replaced.
     """
     with explained(target, "looked at"):
-        if not target.parent.is_dir():
+        if not is_directory(target.parent):
             raise CheckpointError(
                 f"{target}: its parent directory {target.parent} does not exist: create it first"
             )
-        if not os.path.lexists(target):
+        status = status_of(target, follow=False)
+        if status is None:
             return
         if not force:
             raise CheckpointError(
                 f"{target}: exists: choose another output, or --force (force=True) to replace it"
             )
-        if target.is_symlink() or not target.is_dir():
+        if not stat.S_ISDIR(status.st_mode):
             raise CheckpointError(f"{target}: exists and is not a directory: it is not replaced")
         if not belongs_to_this_user(target):
             raise CheckpointError(
                 f"{target}: exists and is another user's: it is not replaced: choose another output"
             )
-        if any(target.iterdir()) and (strange := foreign(target) if foreign else "files"):
+        if entries_of(target) and (strange := foreign(target) if foreign else "files"):
             raise CheckpointError(
                 f"{target}: holds {strange}: only an earlier output of this kind is replaced: choose another output, "
                 "or remove it yourself"
@@ -199,9 +202,12 @@ def leftovers(folder: Path) -> list[Leftover]:
         match = files.TEMPORARY.fullmatch(entry.name)
         writer = Process.parse(match["writer"]) if match else None
         if match and writer and not entry.is_symlink():
-            path = Path(entry.path)
-            lives, (size, newest) = writer.lives(), files.measured(path)
+            path, lives = Path(entry.path), writer.lives()
             own = belongs_to_this_user(path)
+            try:
+                size, newest = files.measured(path)
+            except OSError:  # it is not seen to be idle
+                size, newest = 0, math.inf
             gone = own and (time.time() - newest > IDLE_SECONDS if lives is None else not lives)
             unfinished.append(Leftover(path, match["target"], writer, own, lives, gone, size))
     return unfinished

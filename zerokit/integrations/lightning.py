@@ -19,7 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.checkpoint.extra import encode
-from zerokit.checkpoint.load import load, read_extra
+from zerokit.checkpoint.load import load
+from zerokit.checkpoint.plan import read_extra
 from zerokit.checkpoint.prune import foreign_to_step
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.save import save
@@ -252,7 +253,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                 run,
                 zero,
                 step=int(checkpoint["global_step"]),
-                extra=extra,
+                extra=extra if zero.runtime.collectives.rank == 0 else None,  # as Lightning's own strategies
                 weights_only="optimizer_states" not in checkpoint,  # Lightning's mark of save_weights_only
             )
             together.on_first(commit)
@@ -278,7 +279,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         else:
             checkpoint = Checkpoint(path)
             self.lightning_module.load_state_dict(whole_weights(checkpoint), strict=strict)
-            loaded = read_extra(checkpoint, weights_only=True)["user"]
+            loaded = read_extra(checkpoint, rank=0, weights_only=True)["user"]
         return {**of_lightning(path, loaded), "state_dict": {}, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerokit.checkpoint.load import read_extra
+from zerokit.checkpoint.plan import read_extra
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.errors import CheckpointError
 from zerokit.integrations.pretrained import whole_weights
@@ -27,7 +27,7 @@ def read_sharded(package: str) -> None:
         if isinstance(map_location, str | torch.device):
             weights = {name: value.to(map_location) for name, value in weights.items()}
         return {
-            **of_lightning(path, read_extra(checkpoint, weights_only=True)["user"]),
+            **of_lightning(path, read_extra(checkpoint, rank=0, weights_only=True)["user"]),
             "state_dict": weights,
         }
 

@@ -14,6 +14,7 @@ import functools
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_
 
 import zerokit
 from zerokit.checkpoint import rng
+from zerokit.checkpoint.disk import despite_damage, read_whole
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.accelerate import ZeroAccelerator, choose_precision
@@ -196,16 +198,25 @@ class ZeroTrainer(Trainer):
 
     def _newest_complete(self) -> str:
         """The newest checkpoint that was written to its end; rank 0 looks, all ranks take the same."""
-        newest = [""]
+        newest, fault = "", ""
         if self.args.process_index == 0:
-            complete = [path for path in sort_checkpoints(str(self.args.output_dir)) if _complete(Path(path))]
-            newest = complete[-1:] or [""]
-        torch.distributed.broadcast_object_list(newest)
-        if not newest[0]:
+            try:
+                complete = [
+                    path for path in sort_checkpoints(str(self.args.output_dir)) if _complete(Path(path))
+                ]
+                newest = complete[-1] if complete else ""
+            except (OSError, CheckpointError) as error:
+                fault = str(error)
+        found = [newest, fault]
+        torch.distributed.broadcast_object_list(found)
+        newest, fault = found
+        if fault:
+            raise CheckpointError(fault)
+        if not newest:
             raise CheckpointError(
                 f"{self.args.output_dir}: no complete checkpoint in it: write train() to begin anew"
             )
-        return newest[0]
+        return newest
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check what can be checked before the model is cut; `zerokit.load` then fills the shards."""
@@ -329,8 +340,8 @@ adapter_model.safetensors.
 
 
 def _complete(directory: Path) -> bool:
-    try:
-        json.loads((directory / STATE_NAME).read_text())
+    """Whether a checkpoint was written to its end. Raises `StorageError` where that cannot be read."""
+    with despite_damage(), suppress(ValueError):
+        json.loads(read_whole(directory / STATE_NAME))
         return directory.name == f"{PREFIX_CHECKPOINT_DIR}-{zerokit.Checkpoint(directory).step}"
-    except (OSError, ValueError, RecursionError, CheckpointError):
-        return False
+    return False
