@@ -56,16 +56,16 @@ _replaced: list[tuple[int, Handler, Any]] = []
 @contextlib.contextmanager
 def taking(signals: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     """Handle these signals, and let workers outlive them. In the main thread only; former handlers come back."""
-    depth = len(_replaced)
+    depth, blocked = len(_replaced), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     fd = os.memfd_create(f"{_mark(os.getpid())}{','.join(str(int(number)) for number in signals)},")
-    for number in signals:
-        _replace(number, handler)
-    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     # torch.multiprocessing.spawn ends its ranks by SIGINT when it dies itself, as by a signal to all.
     interrupts = signal.SIGINT not in signals and _parents_death() == signal.SIGINT
-    if interrupts:
-        _libc().prctl(_SET_PDEATHSIG, int(signals[0]))
     try:
+        for number in signals:
+            _replace(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        if interrupts:
+            _libc().prctl(_SET_PDEATHSIG, int(signals[0]))
         yield
     finally:
         if interrupts:
@@ -89,8 +89,7 @@ def _parents_death() -> int:
 
 
 def _replace(number: signal.Signals, handler: Handler) -> None:
-    _replaced.append((number, handler, signal.getsignal(number)))
-    signal.signal(number, handler)
+    _replaced.append((number, handler, signal.signal(number, handler)))
 
 
 def _install(number: int, former: Any) -> None:
@@ -141,13 +140,13 @@ def _pass_over(number: int, frame: FrameType | None) -> None:
 
 
 def _begin_child(_: object = None) -> None:
-    while _replaced:
-        number, handler, former = _replaced.pop()
-        if signal.getsignal(number) == handler:
-            _install(number, former)
     child, parent = multiprocessing.process.current_process(), multiprocessing.process.parent_process()
     module = getattr(getattr(child, "_target", None), "__module__", None) or ""
-    if parent is None or parent.pid is None or not (child.daemon or module.startswith(_LIBRARIES)):
+    works = child.daemon or module.startswith(_LIBRARIES)
+    for number, handler, former in reversed(_replaced):
+        if (works or handler is _pass_over) and signal.getsignal(number) == handler:
+            _install(number, former)
+    if parent is None or parent.pid is None or not works:
         return
     # Blocked, since torch's workers replace the handler of SIGTERM, and only a waiting thread learns who has sent it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -134,12 +134,22 @@ def play(kind: str, number: int, optimizer: zerokit.ZeroOptimizer, *, before: bo
 def without() -> None:
     """No StopSignal is entered: signals act on workers as ever."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        process = multiprocessing.Process(target=time.sleep, args=(3600,), daemon=True)
-        process.start()
-        assert process.pid is not None
+        print(f"alone: {_signalled(number, daemon=True)}", flush=True)
+
+
+def others(optimizer: zerokit.ZeroOptimizer) -> None:
+    """A process that is no worker passes SIGUSR1 over, and SIGTERM ends it."""
+    with zerokit.StopSignal(optimizer):
+        print(f"other: {_signalled(signal.SIGUSR1, signal.SIGTERM, daemon=False)}", flush=True)
+
+
+def _signalled(*numbers: int, daemon: bool) -> int | None:
+    process = multiprocessing.Process(target=time.sleep, args=(3600,), daemon=daemon)
+    process.start()
+    for number in numbers:
         subprocess.run(["kill", f"-{number:d}", str(process.pid)], check=True)
-        process.join()
-        print(f"alone: {process.exitcode}", flush=True)
+    process.join()
+    return process.exitcode
 
 
 def main() -> None:
@@ -149,6 +159,7 @@ def main() -> None:
         model = nn.Linear(4, 4)
         optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=2, precision="fp32", lr=1e-6)
         without()
+        others(optimizer)
         # A script's own handler, which forked workers inherit, does not keep them from being terminated.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
         for kind in sys.argv[2:]:
