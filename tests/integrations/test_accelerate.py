@@ -23,9 +23,9 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
-    TERecipeKwargs,
 )
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -223,6 +223,10 @@ def test_without_a_directory_the_newest_complete_state_is_loaded(tmp_path: Path)
 # ---- precision
 
 
+class _Recipe(KwargsHandler):
+    """A handler of another kind of training, as those for fp8."""
+
+
 @on_ranks(2)
 def test_handlers_are_used_or_refused(tmp_path: Path) -> None:
     as_launched()
@@ -257,7 +261,7 @@ def test_handlers_are_used_or_refused(tmp_path: Path) -> None:
         ("fp32, bfloat16, int8 or int4", "no", _hook(DDPCommunicationHookType.FP16)),
         ("mixed_precision='bf16'", "fp16", GradScalerKwargs(enabled=False)),
         ("mixed_precision='no'", "bf16", AutocastKwargs(enabled=False)),
-        ("TERecipeKwargs", "no", TERecipeKwargs()),
+        ("_Recipe", "no", _Recipe()),
     ):
         with pytest.raises(UsageError, match=words):
             _accelerator(2, mixed_precision=mixed, kwargs_handlers=[handler])
