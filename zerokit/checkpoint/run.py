@@ -136,8 +136,13 @@ def partners(runs: Sequence[Path], save: str) -> list[Path]:
 def saved_with(step: Path) -> str:
     """What the step's file `islands` says, equal on all islands that have written it together; "" without one."""
     path = step / ISLANDS_NAME
-    with explained(path, "looked at"):
-        return read_whole(path).decode("latin-1") if os.path.lexists(path) else ""
+    while is_there(path):
+        try:
+            return read_whole(path).decode("latin-1")
+        except CheckpointError:
+            if is_there(path):  # else another process replaces the step just now
+                raise
+    return ""
 
 
 def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:

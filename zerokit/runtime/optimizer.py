@@ -360,6 +360,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         load_state(self.runtime, state_dict)
         if self.scaler is not None:
             self.scaler.restore(*state_dict["loss_scale"])
+        self.refusal = ""
 
     def _require_plain(self, call: str) -> None:
         self.require_own_weights(call)
