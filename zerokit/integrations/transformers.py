@@ -213,8 +213,8 @@ class ZeroTrainer(Trainer):
         path = Path(resume_from_checkpoint)
         if not (path / STATE_NAME).is_file():
             raise CheckpointError(
-                f"Can't find a valid checkpoint at {path}: it has no {STATE_NAME}, so it was not written to its end, or "
-                "not by a Trainer"
+                f"Can't find a valid checkpoint at {path}: it has no {STATE_NAME}, so it was not written to its end, "
+                "or not by a Trainer"
             )
         user: Any = None
         try:
