@@ -408,7 +408,7 @@ def test_what_does_not_fit_is_refused_at_construction(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3/trainer_state.json").write_text("{}")
     made = trainer(3, arguments(tmp_path))
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="No valid checkpoint found in output directory"):
         made.train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointError, match="from_pretrained"):
         made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

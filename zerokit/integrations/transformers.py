@@ -214,7 +214,8 @@ class ZeroTrainer(Trainer):
             raise CheckpointError(fault)
         if not newest:
             raise CheckpointError(
-                f"{self.args.output_dir}: no complete checkpoint in it: write train() to begin anew"
+                f"No valid checkpoint found in output directory ({self.args.output_dir}), none that is complete: write "
+                "train() to begin anew"
             )
         return newest
 
@@ -223,7 +224,8 @@ class ZeroTrainer(Trainer):
         path = Path(resume_from_checkpoint)
         if not (path / STATE_NAME).is_file():
             raise CheckpointError(
-                f"{path}: has no {STATE_NAME}: it was not written to its end, or not by a Trainer"
+                f"Can't find a valid checkpoint at {path}: it has no {STATE_NAME}, so it was not written to its end, "
+                "or not by a Trainer"
             )
         user: Any = None
         try:
