@@ -35,7 +35,7 @@ from zerokit.checkpoint.staging import leftovers
 STEPS, SAVE_EVERY = 6, 2
 SWEEP = (
     *("--model", "linear", "--device", "cpu", "--batch-size", "2", "--steps", "4", "--warmup", "1"),
-    *("--no-twin", "--stage", "0,2", "--nproc-per-node", "2"),
+    *("--no-twin", "--stage", "0,2", "--nproc-per-node", "2", "--repeats", "1"),
 )
 PHASES = ("init", "first save", "save", "end", "mlflow")
 BETWEEN = "between saves"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -116,6 +117,25 @@ def test_jobs_that_begin_together_on_a_fresh_store_lose_no_run(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     with contextlib.closing(sqlite3.connect(file)) as database:
         assert database.execute("select count(*) from runs").fetchone() == (4,)
+
+
+def test_a_store_whose_making_was_killed_is_made_anew(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys
+from alembic.ddl.impl import DefaultImpl
+from zerokit.bench.tracking.store import Store, Tracking
+create = DefaultImpl.create_table
+def kill(*given, **more):
+    create(*given, **more)
+    os.kill(os.getpid(), signal.SIGKILL)
+DefaultImpl.create_table = kill
+Store(Tracking(sys.argv[1], "tests"))
+"""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    killed = subprocess.run([sys.executable, "-c", program, uri], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert Store(Tracking(uri, "tests")).create("a run", {})
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_what_is_not_finite_is_left_out_and_names_are_such_as_mlflow_accepts() -> None:

@@ -187,6 +187,19 @@ def _await_lock(folder: int, path: Path) -> None:
         time.sleep(0.05)
 
 
+def _create(uri: str) -> None:
+    """Make a SQLite file with MLflow's tables, whole or not at all: one that was begun MLflow refuses ever after."""
+    file = Path(uri.removeprefix("sqlite:///"))
+    if not uri.startswith("sqlite:///") or "?" in uri or file.exists() or not file.parent.is_dir():
+        return
+    begun = file.with_name(f".{file.name}.begun")
+    with failing(f"MLflow at {uri} cannot be created"):
+        for left in file.parent.glob(f"{begun.name}*"):  # and its journal
+            left.unlink()
+        connect(f"sqlite:///{begun}")
+        begun.rename(file)
+
+
 class Store:
     """One experiment of an MLflow store, created if it does not exist. Only `TrackingError` is ever raised."""
 
@@ -194,6 +207,7 @@ class Store:
         self.tracking, name = tracking, tracking.experiment
         _import_client()  # takes seconds
         with _alone(tracking.uri):
+            _create(tracking.uri)
             self.client = connect(tracking.uri)
             known = self.client.get_experiment_by_name(name)
             if known is not None and known.lifecycle_stage == "deleted":
