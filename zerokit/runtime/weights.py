@@ -81,6 +81,8 @@ class WholeWeights:
     @torch.no_grad()
     def _gathered(self, *, as_built: bool, all_units: bool) -> Iterator[tuple[UnitState, Tensor]]:
         """Units whose parameters are not what is to be shown, or all, each with its whole values for now."""
+        # Another rank may still be reading what this one has offered of a unit: one gather of it at a time.
+        self._gathering.make_current()
         self._gathering.take_changes()
         with self._collectives.counting(TrafficReport()):
             for unit in self._gathering.units:
