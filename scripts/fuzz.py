@@ -13,7 +13,6 @@ import json
 import pickle
 import subprocess
 import sys
-import tarfile
 import tempfile
 import zipfile
 import zlib
@@ -152,11 +151,10 @@ def foreign_seeds(target: str) -> Iterator[bytes]:
     if target == "pickle":
         small = [OrderedDict(a=(1, 2.5, None)), {1: [b"\0", "text"], (2, "b"): {True}}, 1 << 70]
         yield from (pickle.dumps(value, protocol) for value in small for protocol in (2, 4))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tarfile.open(ROOT / "tests/formats/fixtures/deepspeed-3-fp32.tar.xz") as fixture,
-    ):
-        fixture.extractall(folder, filter="data")
+    from tests.support.archives import unpack
+
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(ROOT / "tests/formats/fixtures/deepspeed-3-fp32.tar.xz", Path(folder))
         for path in sorted(Path(folder).rglob("*rank_0_*.pt")):
             with zipfile.ZipFile(path) as archive:
                 name = next(name for name in archive.namelist() if name.endswith("data.pkl"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 
+from zerokit import process
 from zerokit.process import Process
 
 
@@ -21,6 +23,7 @@ def test_this_one_lives_and_says_so_in_text() -> None:
     [
         ({"start": 1}, False),
         ({"pid": 2**22 + 1}, False),
+        ({"pid": 10**19}, False),
         ({"host": "elsewhere"}, None),
         ({"machine": "00000000"}, None),
         ({"boot": "00000000"}, None),
@@ -36,3 +39,22 @@ def test_others_are_gone_or_not_seen(change: dict[str, object], lives: bool | No
 )
 def test_other_text_is_no_process(text: str) -> None:
     assert Process.parse(text) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "lives"), [(None, None), (PermissionError, None), (ProcessLookupError, False)]
+)
+def test_a_process_that_cannot_be_seen_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch, answer: type[OSError] | None, lives: bool | None
+) -> None:
+    """Another user's, where /proc is mounted with hidepid."""
+
+    def ask(pid: int, number: int) -> None:
+        assert number == 0
+        if answer is not None:
+            raise answer
+
+    here = Process.current()
+    monkeypatch.setattr(process, "_seen", lambda pid: None)
+    monkeypatch.setattr(os, "kill", ask)
+    assert replace(Process.current(), start=here.start).lives() is lives

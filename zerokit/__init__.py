@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         ZerokitError,
         ZerokitWarning,
     )
-    from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, ZeroOptimizer
+    from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, ZeroOptimizer, release
     from zerokit.training import Ema, LocalSteps, StopSignal
 
 __version__ = "0.1.0"
@@ -63,6 +63,7 @@ __all__ = [
     "load",
     "plan",
     "prune",
+    "release",
     "reshard",
     "save",
     "verify",
@@ -70,7 +71,8 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"), "zerokit.runtime"
+        ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer", "release"),
+        "zerokit.runtime",
     ),
     **dict.fromkeys(("Ema", "LocalSteps", "StopSignal"), "zerokit.training"),
     "Checkpoint": "zerokit.checkpoint.reader",

@@ -40,3 +40,7 @@ class ZerokitWarning(UserWarning):
 
 class CheckpointError(ZerokitError):
     """A checkpoint cannot be written, or what was read is damaged, incomplete or of another kind than expected."""
+
+
+class StorageError(CheckpointError):
+    """The operating system refused to read or write a checkpoint's file, which says nothing about the file's bytes."""

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from zerokit.process import PATTERN, Process
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 """Errors of a file system that lacks the call."""
 
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -52,7 +54,7 @@ class System:
 
     def sync_directory(self, path: Path) -> None:
         """Make the names in a directory durable, if the file system supports it: some shared folders do not."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, _DIRECTORY)
         try:
             os.fsync(fd)
         except OSError as error:
@@ -74,11 +76,13 @@ class System:
         """Exchange two directories atomically. False if the file system cannot."""
         return _renameat2(one, other, _RENAME_EXCHANGE)
 
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
+    def unlink(self, path: Path, *, folder: int | None = None) -> None:
+        """Remove a file or a link; `folder` is its open directory, which is then not looked up again."""
+        os.unlink(path if folder is None else path.name, dir_fd=folder)
 
-    def rmdir(self, path: Path) -> None:
-        os.rmdir(path)
+    def rmdir(self, path: Path, *, folder: int | None = None) -> None:
+        """Remove an empty directory; `folder` as for `unlink`."""
+        os.rmdir(path if folder is None else path.name, dir_fd=folder)
 
 
 _systems: list[System] = [System()]
@@ -171,34 +175,69 @@ def make_directories(path: Path) -> None:
 def measured(path: Path) -> tuple[int, float]:
     """Bytes of the files in a directory, or of one file, and when the newest of all was changed (seconds, epoch).
 
-    Links are not followed; what goes away meanwhile does not count.
+    Links are not followed; what goes away meanwhile does not count. Raises `OSError` for what cannot be looked at.
     """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
     size, newest = 0, 0.0
     entries = [path]
     if not path.is_symlink():
-        for folder, folders, names in os.walk(path):  # which passes over what it cannot list
+        for folder, folders, names in os.walk(path, onerror=refuse):
             entries += [Path(folder, name) for name in (*folders, *names)]
     for entry in entries:
-        with suppress(OSError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             status = entry.lstat()
             newest = max(newest, status.st_mtime)
             size += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return size, newest
 
 
+def is_own(user: int, folder: Path) -> bool:
+    """Whether a file of the user number `user` in a directory was made by the user of this process.
+
+    A file system may show files as another user's (NFS with root_squash, SMB); a new file then tells whose.
+    """
+    if user == os.geteuid():
+        return True
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_uid == user
+    return False
+
+
 def remove_tree(path: Path) -> None:
-    """Remove a directory and as much of its contents as possible; links are not followed."""
-    calls = system()
-    if path.is_symlink():
-        with suppress(OSError):
-            calls.unlink(path)
-        return
-    with suppress(OSError), os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                remove_tree(Path(entry.path))
-            else:
-                with suppress(OSError):
-                    calls.unlink(Path(entry.path))
+    """Remove a file, a link, or a directory and as much of its contents as possible; other users' files stay.
+
+    Links are not followed, and no directory is found by its name again: whoever may write in the same folder could
+    have put a link in its place since it was looked at.
+    """
     with suppress(OSError):
-        calls.rmdir(path)
+        parent = os.open(path.parent, _DIRECTORY)
+        try:
+            user = os.stat(path.name, dir_fd=parent, follow_symlinks=False).st_uid
+            if is_own(user, path.parent):
+                _remove(path, parent, {user, os.geteuid()})
+        finally:
+            os.close(parent)
+
+
+def _remove(path: Path, parent: int, users: set[int]) -> None:
+    """Remove what `path` names in the open directory `parent`, and is one of these users'."""
+    calls = system()
+    with suppress(OSError):
+        status = os.stat(path.name, dir_fd=parent, follow_symlinks=False)
+        if status.st_uid not in users:
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            calls.unlink(path, folder=parent)
+            return
+        folder = os.open(path.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        try:
+            if os.fstat(folder).st_uid in users:
+                for name in os.listdir(folder):
+                    _remove(path / name, folder, users)
+        finally:
+            os.close(folder)
+        calls.rmdir(path, folder=parent)

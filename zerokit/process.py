@@ -35,7 +35,8 @@ class Process:
     def current() -> Process:
         """This process."""
         pid = os.getpid()
-        return Process(_host(), _digest(_MACHINE), _digest(_BOOT), _space(), pid, _start(pid) or 0)
+        seen = _seen(pid)
+        return Process(_host(), _digest(_MACHINE), _digest(_BOOT), _space(), pid, seen[1] if seen else 0)
 
     @staticmethod
     def parse(text: str) -> Process | None:
@@ -46,13 +47,17 @@ class Process:
         return Process(host, machine, boot, int(space), int(pid), int(start))
 
     def lives(self) -> bool | None:
-        """Whether the process is alive; None if it is on another host or in a container.
+        """Whether the process is alive; None if it is on another host or in a container, or hidden from this user.
 
         Before the last boot counts as elsewhere: machines that were cloned may share their names and identities.
         """
         if astuple(self)[:4] != astuple(Process.current())[:4]:
             return None
-        return _start(self.pid) == self.start
+        seen = _seen(self.pid)
+        if seen is None:  # it is gone, or another user's and /proc is mounted with hidepid
+            return None if _exists(self.pid) else False
+        state, start = seen
+        return state not in "ZX" and start == self.start
 
     def __str__(self) -> str:
         return ".".join(map(str, astuple(self)))
@@ -79,11 +84,22 @@ def _space() -> int:
         return 0
 
 
-def _start(pid: int) -> int | None:
-    """None where there is no such process, or it is a zombie."""
+def _seen(pid: int) -> tuple[str, int] | None:
+    """The state of a process and its start; None where it cannot be seen."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     fields = text[text.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return fields[0], int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    """Whether a process has this number, also where it cannot be seen."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 # A password may hold "/", "?", "#" and "@", as SQLAlchemy reads it: up to the last "@".
@@ -10,18 +11,31 @@ _NAMES = "password|passwd|pwd|token|secret|api_?key|access_?key|odbc_connect"
 _PARAMETER = re.compile(rf"([?&;][\w.-]*(?:{_NAMES})[\w.-]*=)[^&;\s'\"]+", re.IGNORECASE)
 
 
+MOST_LETTERS = 2000
+"""Of one line. A name in a hostile file can have millions."""
+
+
 def printable(text: str) -> str:
-    """The text in one line: control and format characters become escapes such as "\\x1b".
+    """The text in one line: control and format characters become escapes such as "\\x1b", and its length has an end.
 
     A name could move the cursor, change the terminal's title, turn the direction of writing, or begin a line that looks
     like zerokit's own.
     """
+    if len(text) > MOST_LETTERS:
+        text = f"{text[:MOST_LETTERS]} … ({len(text) - MOST_LETTERS:,} more letters)"
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def printable_lines(text: str) -> str:
     """Text of several lines, such as the end of a log, with control characters escaped."""
     return "\n".join(printable(line) for line in text.expandtabs().split("\n"))
+
+
+def printable_json(text: str) -> str:
+    """A JSON document for a terminal, the same for a program: what `printable` escapes is escaped as JSON does."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text
+    )
 
 
 def without_secrets(text: str) -> str:

@@ -216,7 +216,7 @@ def _stop() -> None:
 def _absent(folder: str, way: str, blocking: bool) -> list[str]:
     """Rank 1 is not there for one save; then both train, and save again."""
     rank, run = dist.get_rank(), Path(folder, "run")
-    optimizer = small_optimizer(timeout=3)
+    optimizer = small_optimizer(timeout=20)
     assert not _attempt(run, optimizer, 1, blocking)
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
@@ -251,7 +251,7 @@ def test_after_a_save_without_all_ranks_the_next_one_works(tmp_path: Path, way: 
 
 def _dies(folder: str) -> list[str]:
     rank, run, said = dist.get_rank(), Path(folder, "run"), []
-    optimizer = small_optimizer(timeout=3)
+    optimizer = small_optimizer(timeout=20)
     assert not _attempt(run, optimizer, 1, False)
     dist.barrier()
     disk = Meets(lambda: os.kill(os.getpid(), signal.SIGKILL)) if rank == 1 else Unsynced()

@@ -22,7 +22,7 @@ from tests.support.models import CASES
 from tests.support.saving import Held, in_turn
 from tests.support.training import Run, Trajectory, build_seeded, one_step, wrap
 from zerokit import files
-from zerokit.checkpoint import load as load_module
+from zerokit.checkpoint import plan as plan_module
 from zerokit.checkpoint import run as run_module
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
@@ -135,7 +135,7 @@ def _pruned_meanwhile(directory: str) -> None:
     zero = _trained()
     for step in (1, 2, 3):
         save(directory, zero, step=step, extra=step)
-    read = load_module.read_extra
+    read = plan_module.read_extra
 
     def prune_and_read(checkpoint: Any, **options: Any) -> Any:
         dist.barrier()  # all have found the step
@@ -145,7 +145,7 @@ def _pruned_meanwhile(directory: str) -> None:
         dist.barrier()
         return read(checkpoint, **options)
 
-    with patch.object(load_module, "read_extra", prune_and_read), warnings.catch_warnings():
+    with patch.object(plan_module, "read_extra", prune_and_read), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no `latest`
         assert load(directory, zero) == 2
     if dist.get_rank():

@@ -231,7 +231,7 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
     leave_work(tmp_path, ended_process())
 
     class Denied(files.System):
-        def unlink(self, path: Path) -> None:
+        def unlink(self, path: Path, *, folder: int | None = None) -> None:
             raise PermissionError
 
     with (

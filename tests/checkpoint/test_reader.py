@@ -37,7 +37,7 @@ from zerokit.checkpoint.run import list_steps
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out, rank_file
 from zerokit.checkpoint.source import to_array
 from zerokit.checkpoint.verify import verify
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError, StorageError, UsageError
 from zerokit.layout import Layout, Parameter, Segment, Unit, build_layout
 
 
@@ -143,9 +143,15 @@ def test_what_this_user_may_not_read_is_told_and_not_passed_over(
 
     for name in closed:
         close(name, getattr(os, name))
-    found = inspect(step.parent)
-    assert (found.path, list_steps(step.parent)) == (step, [100, 101])
-    assert [note.split(": ")[-2] for note in found.notes[:2]] == ["Permission denied"] * 2
+    for look in (Checkpoint, inspect, verify, list_steps):
+        with pytest.raises(
+            StorageError, match=r"(latest|101/manifest\.json): cannot be .*: Permission denied"
+        ):
+            look(step.parent)
+    closed["open"].remove("latest")
+    with pytest.raises(StorageError, match=r"step-00000101/manifest\.json: cannot be .*: Permission denied"):
+        Checkpoint(step.parent)
+    assert Checkpoint(step).step == 100
     closed["scandir"].add("run")
     with pytest.raises(CheckpointError, match="run: cannot be listed: Permission denied"):
         list_steps(step.parent)

@@ -328,6 +328,59 @@ def _unfit(folder: str) -> None:
         assert zero.refusal == ""
 
 
+class _Buffered(nn.Module):
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, values: torch.Tensor) -> Any:
+        return self.linear(values)
+
+
+def _unfit_buffers(folder: str) -> None:
+    """Found before a weight changes; `strict=False` takes those that fit."""
+
+    def built(**buffers: torch.Tensor) -> tuple[_Buffered, zerokit.ZeroOptimizer]:
+        torch.manual_seed(0)
+        model = _Buffered(**buffers)
+        return model, zerokit.ZeroOptimizer(model, torch.optim.AdamW, precision="fp32", lr=0.1)
+
+    def step(model: _Buffered, zero: zerokit.ZeroOptimizer) -> None:
+        zero.backward(model(torch.ones(2, 3)).square().sum())
+        zero.step()
+
+    mean, seen = torch.arange(4.0), torch.tensor(3)
+    model, zero = built(mean=mean.clone(), seen=seen.clone())
+    step(model, zero)
+    save(f"{folder}/buffers", zero, step=1)
+    saved = digest(whole_weights(model).items())
+    for buffers, message in (
+        ({"mean": mean}, "buffers on one side only: seen"),
+        ({"mean": mean, "seen": seen, "more": mean}, "buffers on one side only: more"),
+        ({"mean": torch.zeros(5), "seen": seen}, r"mean is \[4\] there and \[5\] here"),
+        ({"mean": mean, "seen": torch.tensor(0.5)}, "seen is int64 there and float32 here"),
+        ({"mean": torch.zeros(4, dtype=torch.int64), "seen": seen}, "mean is float32 there and int64 here"),
+    ):
+        for weights_only in (False, True):
+            model, zero = built(**{name: torch.zeros_like(value) for name, value in buffers.items()})
+            before = digest(whole_weights(model).items()), digest(model.named_buffers())
+            with pytest.raises(zerokit.CheckpointError, match=message):
+                load(f"{folder}/buffers", zero, weights_only=weights_only)
+            assert (digest(whole_weights(model).items()), digest(model.named_buffers())) == before
+            assert not zero.refusal
+            assert not any(zero.state.values())
+            step(model, zero)
+        warns: Any = pytest.warns(UserWarning, match=message)
+        with contextlib.nullcontext() if dist.get_rank() else warns:
+            load(f"{folder}/buffers", zero, strict=False)
+        assert digest(whole_weights(model).items()) == saved
+    model, zero = built(mean=torch.zeros(4, dtype=torch.bfloat16), seen=torch.tensor(0))
+    load(f"{folder}/buffers", zero)  # floating-point numbers are converted, as those of weights are
+    assert (model.get_buffer("mean").tolist(), model.get_buffer("seen").item()) == ([0.0, 1.0, 2.0, 3.0], 3)
+
+
 def _of_another_optimizer(folder: str) -> None:
     """Its states begin anew, and its options are not taken; those of Adam do not make one of AdamW."""
     built = partial(zerokit.ZeroOptimizer, precision="fp32")
@@ -394,7 +447,7 @@ def test_loads_of_what_is_damaged_hostile_or_does_not_fit(tmp_path: Path) -> Non
     for name, (change, _) in HOSTILE.items():
         shutil.copytree(tmp_path / "run" / "step-00000002", tmp_path / name)
         with_extra(tmp_path / name, change)
-    works = [_damaged, _hostile, _unfit, _of_another_optimizer, _untied, _bytes_read]
+    works = [_damaged, _hostile, _unfit, _unfit_buffers, _of_another_optimizer, _untied, _bytes_read]
     run_ranks(2, in_turn, works, str(tmp_path), apart=False)
 
 

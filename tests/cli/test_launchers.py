@@ -53,7 +53,7 @@ def test_what_concerns_the_submission_stays_outside_of_the_job() -> None:
     done = bench(*options.split())
     assert done.exit_code == 0, done.output
     (line,) = (line for line in done.output.splitlines() if line.startswith("srun "))
-    assert line.endswith(' py -m zerokit bench --stage 3 --launcher env --output "$folder"/record.json')
+    assert line.endswith(' py -P -m zerokit bench --stage 3 --launcher env --output "$folder"/record.json')
     assert "\nexport A=1\nexport MASTER_ADDR=n1\n" in done.output
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=3\n" in done.output
     # The submitter waits for this file, in a folder too.

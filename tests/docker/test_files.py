@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest import mock
@@ -32,6 +33,37 @@ def test_the_image_is_pinned_runs_zerokit_without_root_and_asks_the_doctor() -> 
         r'HEALTHCHECK --interval=.* CMD \["zerokit", "doctor", "--quick"\]',
     ):
         assert re.search(rf"^{line}$", text, re.MULTILINE)
+
+
+def test_inputs_are_pinned_by_digest() -> None:
+    """Base images, Python packages but for torch, and the actions of the workflow."""
+    images = [service["image"] for service in COMPOSE.values() if not service["image"].startswith("zerokit")]
+    assert images
+    assert all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in images)
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["steps"]
+    used = [step["uses"] for step in steps if "uses" in step]
+    assert used
+    assert all(re.search(r"@[0-9a-f]{40}$", one) for one in used)
+    pinned: dict[str, str] = {}
+    for name in ("image", "build", "server"):
+        text = (DOCKER / f"pins/{name}.txt").read_text().replace("\\\n", " ")
+        for line in text.splitlines():
+            match = re.fullmatch(
+                r"([\w.-]+)==(\S+)( +--hash=sha256:[0-9a-f]{64})+",
+                line.partition(" ; ")[0]
+                + "".join(re.findall(r" +--hash=sha256:[0-9a-f]{64}", line.partition(" ; ")[2])),
+            )
+            assert match is not None, line
+            pinned[match[1].lower()] = match[2]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {re.split(r"[<>=]", one)[0].lower() for one in project["dependencies"]} - {"torch"}
+    assert needed <= pinned.keys()
+    versions = dict(
+        line.lower().split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    assert {name: versions.get(name, version) for name, version in pinned.items()} == pinned
 
 
 def test_no_interface_is_named_and_no_server_for_logins_is_run() -> None:
@@ -109,6 +141,6 @@ def test_slurms_script_is_what_the_command_in_it_prints() -> None:
     printed = CliRunner().invoke(cli, [*shlex.split(line[1]), "--dry-run"])
     assert printed.exit_code == 0, printed.output
     assert printed.output == text
-    started = re.search(r"^srun .* -m zerokit (bench .*)$", text, re.MULTILINE)
+    started = re.search(r"^srun .* -P -m zerokit (bench .*)$", text, re.MULTILINE)
     assert started is not None
     _parses(shlex.split(started[1]), {})

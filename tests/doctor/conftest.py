@@ -19,4 +19,4 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "ZEROKIT_CMA"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "run").mkdir()
-    return Plan(2, 1, tmp_path / "run", f"sqlite:///{tmp_path}/runs.db")
+    return Plan(2, 1, tmp_path / "run", f"sqlite:///{tmp_path}/runs.db", timeout_s=800.0)

@@ -67,7 +67,8 @@ def test_faults_that_ranks_see_together(plan: Plan) -> None:
     report = examined(plan, "software clock elsewhere unreadable", nproc_per_node=2)
     found = faults(report)
     assert set(found) == {"ZD102", "ZD501", "ZD604"}
-    assert "NCCL: none on rank 0, 2, 3, 2.1 on rank 1" in found["ZD102"].found
+    ours = report.ranks[0].software.nccl or "none"  # torch for CPUs has none
+    assert f"NCCL: {ours} on rank 0, 2, 3, 2.1 on rank 1" in found["ZD102"].found
     assert all("rank 1 " in found[code].where for code in ("ZD501", "ZD604"))
     assert report.group is not None
     assert report.group.offsets[1].seconds == pytest.approx(3600.0, abs=30.0)
@@ -76,12 +77,12 @@ def test_faults_that_ranks_see_together(plan: Plan) -> None:
 
 
 def test_a_rank_that_hangs_is_named_in_time(plan: Plan) -> None:
-    report = examined(plan, "hang", timeout_s=12.0)
+    report = examined(plan, "hang", timeout_s=40.0)
     assert report.exit_code == FAULTS
     found = faults(report)["ZD901"]
     host = socket.gethostname()
     assert found.found == (
-        f"the ranks did not end within 12 s; last seen rank 1 on {host} looking around; rank 0 on {host} meeting the "
+        f"the ranks did not end within 40 s; last seen rank 1 on {host} looking around; rank 0 on {host} meeting the "
         "others"
     )
     # What rank 0 saw before is in the report.

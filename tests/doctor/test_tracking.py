@@ -20,6 +20,7 @@ from tests.support.serving import serving
 from zerokit.doctor import tracking as module
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.doctor.tracking import judge_tracking, look_at_tracking
+from zerokit.launch.network import free_port
 
 HOST_REFUSED = "Invalid Host header - possible DNS rebinding attack detected"
 
@@ -35,8 +36,8 @@ def texts(findings: list[Finding]) -> str:
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[int]:
     """The port of a real server that knows itself as localhost only."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port: int = probe.getsockname()[1]
+    # It binds the port many seconds later: the system must not give it to another process until then.
+    port = free_port()
     command = f"server --host 127.0.0.1 --port {port} --workers 1 --backend-store-uri sqlite:///runs.db"
     process = subprocess.Popen(
         [sys.executable, "-m", "mlflow", *command.split(), "--allowed-hosts", f"localhost:{port}"],

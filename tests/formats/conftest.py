@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.archives import unpack
 from zerokit.checkpoint.source import Source
 from zerokit.layout import Interval
 
@@ -23,8 +23,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every fixture under its name; not to be written to."""
     folder = tmp_path_factory.mktemp("frameworks")
     for archive in ARCHIVES.glob("*.tar.xz"):
-        with tarfile.open(archive) as content:
-            content.extractall(folder, filter="data")
+        unpack(archive, folder)
     return folder
 
 

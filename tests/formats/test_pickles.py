@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import os
 import pickle
 import struct
@@ -69,6 +70,59 @@ def test_torchs_own_types_are_written_as_they_were() -> None:
     assert (type(again), type(again["a"])) == (Ordered, Size)
     storage = Persistent(("storage", Name("torch.FloatStorage"), "0", "cpu", 4))
     assert parse_pickle(to_pickle(storage), "x") == storage
+
+
+MODULE = "deepspeed.runtime.zero.config"
+ENUMS: dict[bytes, Name | tuple[str, Any]] = {
+    # A member by its value, as all Pythons write it but 3.11.0 to 3.11.3, in protocols 2 and 4
+    b"c%b\nZeroStageEnum\nK\x02\x85R.": (f"{MODULE}.ZeroStageEnum", (2,)),
+    b"\x8c\x1d%b\x8c\rZeroStageEnum\x93K\x02\x85R.": (f"{MODULE}.ZeroStageEnum", (2,)),
+    # by its name, as these three do
+    b"c__builtin__\ngetattr\nc%b\nZeroStageEnum\nX\x09\x00\x00\x00gradients\x86R.": Name(
+        f"{MODULE}.ZeroStageEnum.gradients", 2
+    ),
+    b"\x8c\x08builtins\x8c\x07getattr\x93\x8c\x1d%b\x8c\rZeroStageEnum\x93\x8c\tgradients\x86R.": Name(
+        f"{MODULE}.ZeroStageEnum.gradients", 2
+    ),
+    # of an enum in a class
+    b"c__builtin__\ngetattr\nc%b\nOuter\nX\x05\x00\x00\x00Stage\x86RK\x02\x85R.": (
+        f"{MODULE}.Outer.Stage",
+        (2,),
+    ),
+    b"\x8c\x1d%b\x8c\x0bOuter.Stage\x93K\x02\x85R.": (f"{MODULE}.Outer.Stage", (2,)),
+    # of several flags together
+    b"c_operator\nor_\nc__builtin__\ngetattr\nc%b\nF\nX\x01\x00\x00\x00A\x86RK\x08\x86R.": (
+        "_operator.or_",
+        (Name(f"{MODULE}.F.A", 2), 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("content", ENUMS)
+def test_every_python_s_enums_are_names_or_records_and_written_so(content: bytes) -> None:
+    expected = ENUMS[content]
+    found = parse_pickle(b"\x80\x04" + content.replace(b"%b", MODULE.encode()), "x")
+    for value in (found, parse_pickle(to_pickle(found), "x")):
+        assert value == expected or (value.name, value.args) == expected
+
+
+class Stage(enum.IntEnum):
+    ONE = 1
+
+
+class Outer:
+    class Inner:
+        class Deep(enum.Enum):
+            A = "a"
+
+
+def test_python_reads_names_in_names_as_they_are_written() -> None:
+    for protocol in range(2, 6):
+        for value in (Stage.ONE, Outer.Inner.Deep.A, Outer.Inner.Deep):
+            again = to_pickle(parse_pickle(pickle.dumps(value, protocol), "x"))
+            assert pickle.loads(again) is value
+    named = to_pickle(Name(f"{__name__}.Stage.ONE", 2))
+    assert pickle.loads(named) is Stage.ONE
 
 
 class Harmful:

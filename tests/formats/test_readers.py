@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import struct
 import warnings
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -25,6 +27,7 @@ from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.deepspeed_files import read_states
 from zerokit.checkpoint.formats.description import ModelNames
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.formats.pickles import Name, Record, parse_pickle, to_pickle
 from zerokit.checkpoint.safetensors import Stream
 from zerokit.checkpoint.verify import verify
 from zerokit.errors import CheckpointError, ZerokitWarning
@@ -157,6 +160,66 @@ def test_a_model_file_that_counts_other_steps_is_doubted(made: Path, kind: str, 
     changed(lambda value: value.update(global_steps=STEPS + 1))
     with pytest.warns(ZerokitWarning, match=f"counts {STEPS + 1} steps, the optimizer's files {STEPS}: if"):
         open_source(made / kind).warn()
+
+
+STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+
+
+@pytest.mark.parametrize("kind", ["deepspeed-1-fp32", "deepspeed-2-fp32", "deepspeed-3-fp32"])
+def test_the_stage_is_read_in_every_form_that_pythons_write(
+    made: Path, tmp_path: Path, kind: str, changed: Any
+) -> None:
+    stage = int(kind[10])
+    name = ("optimizer_states", "gradients", "weights")[stage - 1]
+    expected = held_bytes(open_source(made / kind))
+    for form in (stage, Record(STAGE, (stage,)), Name(f"{STAGE}.{name}", 2)):
+
+        def change(value: Any, form: Any = form) -> None:
+            if "optimizer_state_dict" in value:
+                value["optimizer_state_dict"]["zero_stage"] = form
+
+        changed(change)
+        assert held_bytes(open_source(made / kind)) == expected
+        cut = zerokit.reshard(made / kind, 2, tmp_path / f"cut-{type(form).__name__}")
+        written = read_states(next(cut.rglob("*rank_0*optim_states.pt")))[0]
+        assert repr(written["optimizer_state_dict"]["zero_stage"]) == repr(form)
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "message"),
+    [
+        (
+            "zero_stage",
+            Name(f"{STAGE}.disabled", 2),
+            f"its zero_stage is {STAGE}.disabled, expected 1, 2",
+        ),
+        ("zero_stage", Record("os.system", ("2",)), r"its zero_stage is os.system('2')"),
+        ("zero_stage", 4, "its zero_stage is 4, expected 1, 2 or 3"),
+        ("base_optimizer_state", "x", "its base_optimizer_state is 'x', expected a mapping or a list"),
+        (
+            "single_partition_of_fp32_groups",
+            [None],
+            "its single_partition_of_fp32_groups[0] is None",
+        ),
+        ("single_partition_of_fp32_groups", [], "0 groups of masters, expected 2"),
+    ],
+)
+def test_what_deepspeed_does_not_write_is_named_with_its_file(
+    made: Path, tmp_path: Path, member: str, value: Any, message: str
+) -> None:
+    folder = shutil.copytree(made / "deepspeed-2-fp32", tmp_path / "x")
+    path = next(folder.rglob("*rank_1*optim_states.pt"))
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry: archive.read(entry) for entry in archive.namelist()}
+    (pickled,) = (name for name in entries if name.endswith("data.pkl"))
+    states = parse_pickle(entries[pickled], "x")
+    states["optimizer_state_dict"][member] = value
+    entries[pickled] = to_pickle(states)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    with pytest.raises(CheckpointError, match=re.escape(f"{path}: {message}")):
+        open_source(folder)
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -165,8 +177,6 @@ def _load(directory: Path, stage: int) -> list[tuple[float, ...]]:
     accelerator.load_state(str(directory / "state"))
     assert prepared[3].scheduler.last_epoch == 12
     zero = accelerator.zero_optimizer
-    from safetensors.torch import load_file
-
     whole = load_file(directory / "model/model.safetensors")
     with zero.gathered():
         for name, value in prepared[0].state_dict().items():
@@ -181,7 +191,87 @@ def test_a_state_goes_on_at_any_world_size(tmp_path: Path) -> None:
     run_ranks(3, _load, tmp_path, 1)
 
 
+def _newest(directory: Path) -> None:
+    as_launched()
+    config = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True)
+    accelerator = _accelerator(2, project_config=config)
+    prepared = _prepare(accelerator, _warmup, torch.optim.AdamW)
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        accelerator.load_state()
+    for _ in range(2):
+        accelerator.save_state()
+        _train(accelerator, prepared, 1)
+    expected = {name: value.clone() for name, value in prepared[0].state_dict().items()}
+    accelerator.project_configuration.iteration = 11  # sorts before 2 by name
+    accelerator.save_state()
+    _train(accelerator, prepared, 1)
+    if dist.get_rank() == 0:
+        (directory / "checkpoints/checkpoint_12/zerokit/step-00000000").mkdir(
+            parents=True
+        )  # killed while it saved
+    dist.barrier()
+    accelerator.load_state()
+    for name, value in prepared[0].state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(2)
+def test_without_a_directory_the_newest_complete_state_is_loaded(tmp_path: Path) -> None:
+    _newest(tmp_path)
+
+
 # ---- precision
+
+
+class _Recipe(KwargsHandler):
+    """A handler of another kind of training, as those for fp8."""
+
+
+@on_ranks(2)
+def test_handlers_are_used_or_refused(tmp_path: Path) -> None:
+    as_launched()
+    scaler = GradScalerKwargs(init_scale=0.5, growth_interval=7)
+    ddp = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType.BF16, bucket_cap_mb=1, broadcast_buffers=False
+    )
+    group = InitProcessGroupKwargs(timeout=timedelta(seconds=77))
+    accelerator = _accelerator(
+        2, mixed_precision="fp16", kwargs_handlers=[scaler, ddp, group, ProfileKwargs()]
+    )
+    model, *_ = _prepare(accelerator, _warmup, torch.optim.AdamW)
+    zero = accelerator.zero_optimizer
+    assert (zero.loss_scale, zero.scaler.interval, zero.scaler.floor) == (0.5, 7, 0.5)
+    assert zero.precision.wire == torch.bfloat16
+    assert zero.runtime.collectives._timeout == timedelta(seconds=77)
+    with torch.no_grad():
+        model.eval()
+        model[1].running_mean.fill_(dist.get_rank())
+        model(torch.ones(2, 6))
+    assert bool((model[1].running_mean == dist.get_rank()).all())
+    # Saved from the masters, in the dtype that the model had.
+    accelerator.save_model(model, str(tmp_path))
+    state = model.state_dict()
+    dist.barrier()
+    whole = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(value, state[name]) for name, value in whole.items() if "running" not in name)
+    assert whole["0.weight"].dtype == torch.float32
+
+    for words, mixed, handler in (
+        ("fp32, bfloat16, int8 or int4", "no", _hook(DDPCommunicationHookType.POWER_SGD)),
+        ("fp32, bfloat16, int8 or int4", "no", _hook(DDPCommunicationHookType.FP16)),
+        ("mixed_precision='bf16'", "fp16", GradScalerKwargs(enabled=False)),
+        ("mixed_precision='no'", "bf16", AutocastKwargs(enabled=False)),
+        ("_Recipe", "no", _Recipe()),
+    ):
+        with pytest.raises(UsageError, match=words):
+            _accelerator(2, mixed_precision=mixed, kwargs_handlers=[handler])
+    scale = {"loss_scale": zerokit.LossScale()}
+    with pytest.raises(UsageError, match="leave one of them out"):
+        _accelerator(2, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs()], zero_options=scale)
+
+
+def _hook(kind: DDPCommunicationHookType) -> DistributedDataParallelKwargs:
+    return DistributedDataParallelKwargs(comm_hook=kind)
 
 
 def _overflow() -> None:

@@ -256,8 +256,58 @@ def _load_best(directory: Path, only_model: bool) -> None:
 @on_ranks(2)
 def test_a_saved_model_loads_and_the_best_one_comes_back(tmp_path: Path) -> None:
     _save_models(tmp_path)
+    _read_back(tmp_path / "back")
     _load_best(tmp_path / "divided", only_model=False)
     _load_best(tmp_path / "whole", only_model=True)
+
+
+def _read_back(directory: Path) -> None:
+    """Half precision at a rate that only masters show; checkpoints read by transformers and PEFT; three trainers."""
+    model = build(dropout=0.0)
+    changes: dict[str, Any] = {"learning_rate": 2e-5, "warmup_steps": 0, "bf16": True, "save_steps": 2}
+    args = arguments(directory, max_steps=2, save_strategy="steps", **changes)
+    made = trainer(2, args, model=model)
+    made.train()
+    made.save_model(str(directory / "whole"))
+    state = model.state_dict()
+    assert bool((state["model.norm.weight"] != 1).all())
+    dist.barrier()
+    for path in (directory / "whole", directory / "checkpoint-2"):
+        read = AutoModelForCausalLM.from_pretrained(path)
+        assert read.dtype == torch.float32
+        assert all(torch.equal(value, state[name]) for name, value in read.state_dict().items())
+        assert read.generation_config == model.generation_config
+    assert not list((directory / "checkpoint-2").glob("*.safetensors"))
+
+    # Each phase begins with the weights of the one before, at its own stage and precision.
+    before = made.evaluate(texts(3))["eval_loss"]
+    for stage, name in ((3, "bf16"), (0, "fp32")):
+        args = arguments(directory / name, max_steps=2, **({name: True} if name != "fp32" else {}))
+        following = trainer(stage, args, model=model)
+        assert following.evaluate(texts(3))["eval_loss"] == pytest.approx(before, rel=1e-2)
+        following.train()
+        before = following.evaluate(texts(3))["eval_loss"]
+    with pytest.raises(UsageError, match="another trainer"):
+        made.zero_optimizer.step()
+
+    half = build().bfloat16()
+    made = trainer(3, arguments(directory, max_steps=1, bf16=True), model=half)
+    made.train()
+    made.save_model(str(directory / "half"))
+    dist.barrier()
+    assert AutoModelForCausalLM.from_pretrained(directory / "half").dtype == torch.bfloat16
+    if find_spec("peft") is not None:
+        from peft import LoraConfig, PeftModel, get_peft_model
+
+        adapted = get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj"]))
+        args = arguments(directory / "lora", max_steps=2, save_strategy="steps", **changes)
+        trainer(3, args, model=adapted).train()
+        dist.barrier()
+        state = adapted.state_dict()
+        read = PeftModel.from_pretrained(build(), directory / "lora/checkpoint-2").state_dict()
+        adapters = [name for name in read if "lora_" in name]
+        assert len(adapters) == 4
+        assert all(torch.equal(read[name], state[name]) for name in adapters)
 
 
 # ---- precision, and a second train()
@@ -358,7 +408,7 @@ def test_what_does_not_fit_is_refused_at_construction(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3/trainer_state.json").write_text("{}")
     made = trainer(3, arguments(tmp_path))
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="No valid checkpoint found in output directory"):
         made.train(resume_from_checkpoint=True)
     with pytest.raises(CheckpointError, match="from_pretrained"):
         made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from tests.launch.member import be_member
 from tests.launch.ranks import ROOT, all_ended, started, wait_for
 from tests.support.forked import ForkedProcess
-from zerokit.launch import joined
+from zerokit.launch import joined, trust
 from zerokit.launch.failures import LaunchError
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.membership import Membership, find_membership
@@ -36,6 +37,21 @@ def torchrun(rank: int, port: int) -> dict[str, str]:
     names = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
     names["MASTER_PORT"] = port
     return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def srun(rank: int, port: int) -> dict[str, str]:
+    """On two machines, for all they know: the address is no loopback one."""
+    names = {
+        "PROCID": rank,
+        "STEP_NUM_TASKS": 2,
+        "LOCALID": 0,
+        "NODEID": rank,
+        "STEP_NUM_NODES": 2,
+        "STEP_ID": 0,
+    }
+    found = {f"SLURM_{name}": str(value) for name, value in names.items()} | {"SLURM_JOB_ID": "7"}
+    found |= {"SLURM_STEP_NODELIST": "a,b", "MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(port)}
+    return found | {trust.SECRET: "0123456789abcdef"}
 
 
 def pod(rank: int, port: int) -> dict[str, str]:
@@ -85,7 +101,11 @@ def members(tmp_path: Path) -> Iterator[Members]:
 
 @pytest.mark.parametrize(
     ("scheme", "nodes", "times", "what", "size"),
-    [(torchrun, ["0", "0"], 2, "finish", 4), (pod, ["0", "1"], 1, "noise", 12 << 20)],
+    [
+        (torchrun, ["0", "0"], 2, "finish", 4),
+        (pod, ["0", "1"], 1, "noise", 12 << 20),
+        (srun, ["0", "1"], 1, "finish", 4),
+    ],
 )
 def test_members_launch_together(
     members: Members, tmp_path: Path, scheme: Scheme, nodes: list[str], times: int, what: str, size: int
@@ -178,8 +198,9 @@ def member(rank: int, port: int) -> Membership:
 
 def test_who_is_not_met_is_told(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joined, "MEET_SECONDS", 1.0)
+    monkeypatch.setenv(trust.SECRET, "0123456789abcdef")
     leads, follows = (member(rank, members.port) for rank in range(2))
-    lost = replace(follows, master_addr="no-such-host.invalid")
+    lost = replace(follows, master_addr="no-such-host.invalid", count=4)
     with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not joined within 1 s"):
         joined.Leader(leads, [], Interrupts())
     said = r"rank 1 of 2 .* no rendezvous with the others at 127.0.0.1:\d+ within 1 s .*Connection refused"

@@ -88,6 +88,19 @@ def test_where_no_further_rank_can_be_started_the_others_end(
     assert all_ended(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["secrets", "queue", "psutil"])
+def test_no_file_of_the_working_directory_takes_the_place_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / f"{name}.py").write_text("open('executed', 'w')\nraise ImportError\n")
+    monkeypatch.chdir(tmp_path)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    process = start_rank(["this"], variables | {"ZEROKIT_STARTER": str(os.getpid())}, tmp_path)
+    assert process.wait() == 0
+    assert "The Zen of Python" in (tmp_path / "stdout.log").read_text()
+    assert not (tmp_path / "executed").exists()
+
+
 def test_a_signal_ends_all_ranks(tmp_path: Path, logs: Path) -> None:
     def interrupt_once_started() -> None:
         if len(started(tmp_path)) == 2 and not sent:

@@ -264,6 +264,6 @@ def test_a_nodes_command_line_survives_any_name(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     for folder in (odd, tmp_path):  # the machine has it, or not
         done = subprocess.run(line, capture_output=True, text=True, check=True)
-        assert done.stdout.splitlines() == [str(folder), f"{ROOT}:{odd}", "-m zerokit.launch.node"]
+        assert done.stdout.splitlines() == [str(folder), f"{ROOT}:{odd}", "-P -m zerokit.launch.node"]
         assert done.stderr == ""
         shutil.rmtree(odd, ignore_errors=True)

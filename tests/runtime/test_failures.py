@@ -183,7 +183,7 @@ SCRIPT = """
     from datetime import timedelta
 
     dist.init_process_group("gloo", init_method="file://{store}", rank={rank}, world_size=2,
-                            timeout=timedelta(seconds=30))
+                            timeout=timedelta(seconds=600))
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=1e-2)
     for step in range(3):
@@ -211,7 +211,7 @@ def test_a_script_ends_cleanly_with_warnings_as_errors(tmp_path: Path) -> None:
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         for process in processes:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=800)
             assert process.returncode == 0, err
             assert out.startswith("done")
             assert "Traceback" not in err

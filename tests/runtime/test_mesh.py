@@ -180,7 +180,7 @@ def _freezes(pair: Any, frozen: int) -> None:
 
 @pytest.mark.parametrize("pair", [(0, 3), (1, 3)])
 def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
-    outcomes = run_ranks_expecting_errors(4, _freezes, pair, 3, timeout=3.0)
+    outcomes = run_ranks_expecting_errors(4, _freezes, pair, 3, timeout=20.0)
     for outcome in outcomes[:3]:
         assert outcome.raised("ScheduleError"), outcome.describe()
         assert "rank 3 " in outcome.error

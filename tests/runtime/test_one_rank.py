@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zerokit
 from tests.support.distributed import run_ranks_expecting_errors
 from tests.support.on_ranks import on_ranks
+from zerokit.runtime.changes import checksum
 
 STAGES = (0, 1, 2, 3)
 WHERE: list[tuple[Any, str]] = [(stage, precision) for precision in ("fp32", "bf16") for stage in STAGES]
@@ -36,6 +37,19 @@ class Net(nn.Module):
             x = block(x)
         out: Tensor = self.out(x)
         return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_checksum_shows_every_change_and_change_of_places(dtype: torch.dtype) -> None:
+    values = torch.arange(2_000_000).remainder(251).to(dtype)
+    total = checksum(values).item()
+    assert total == checksum(values.clone()).item()
+    for first, second in ((0, 1), (3, 1_500_000)):
+        changed = values.clone()
+        changed[[first, second]] = values[[second, first]]
+        assert torch.equal(values, changed) == (checksum(changed).item() == total)
+    assert checksum(torch.zeros(0, dtype=dtype)).item() == 0
+    assert checksum(torch.ones((), dtype=dtype)).item() != 0
 
 
 def _build(where: tuple[Any, str], lr: float = 0.0, seed: int = 0) -> tuple[Net, zerokit.ZeroOptimizer]:

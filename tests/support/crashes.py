@@ -62,10 +62,11 @@ class Observed(Unsynced):
 
 
 def _observed(name: str) -> Callable[..., Any]:
-    def method(self: Observed, *arguments: Any) -> Any:
+    def method(self: Observed, *arguments: Any, **named: Any) -> Any:
         if name == "exchange" and not self._exchanges:
             return False
-        return self.around(name, partial(getattr(super(Observed, self), name), *arguments), *arguments)
+        call = partial(getattr(super(Observed, self), name), *arguments, **named)
+        return self.around(name, call, *arguments)
 
     return method
 

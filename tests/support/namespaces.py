@@ -24,6 +24,8 @@ _TOOLS = ("ssh", "ssh-keygen", "/usr/sbin/sshd")
 
 def refusal() -> str | None:
     """Why there can be no namespaces here; None where there can."""
+    if shutil.which("tc") is None:
+        return "tc not installed (package iproute2)"
     command = ["unshare", "--mount", "--net", "--uts", "ip", "link", "set", "lo", "up"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

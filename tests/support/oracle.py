@@ -53,6 +53,12 @@ class PaddedOptimizer:
         parameter.data = flat.to(self.dtype)[: parameter.numel()].view(parameter.shape)
         return flat
 
+    def exact(self, model: nn.Module) -> list[tuple[str, Tensor]]:
+        """The model's parameters by name, in fp32 where they are trained."""
+        pairs = zip(self.parameters, self.flats, strict=True)
+        masters = {p: flat.detach()[: p.numel()].view(p.shape) for p, flat in pairs}
+        return [(name, masters.get(p, p)) for name, p in model.named_parameters()]
+
     def step(self, gradients: list[Tensor | None]) -> None:
         for flat, gradient in zip(self.flats, gradients, strict=True):
             flat.grad = torch.zeros_like(flat)
@@ -124,7 +130,7 @@ def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None
             trajectory.norms += norms.norms
         optimizer.step(total)
     for rank, trajectory in enumerate(trajectories):
-        trajectory.weights = digest(model.named_parameters())
+        trajectory.weights = digest(optimizer.exact(model))
         names = [name for name, _ in model.named_buffers()]
         trajectory.buffers = digest(zip(names, buffers[rank], strict=True))
     return trajectories

@@ -24,8 +24,7 @@ def refusal() -> str | None:
     """Why there can be no cluster here; None where there can."""
     if os.geteuid() != 0:
         return "slurmd needs root"
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    missing = [tool for tool in _TOOLS if shutil.which(tool, path=path) is None]
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     return f"{', '.join(missing)} not installed (packages slurm-wlm, munge)" if missing else None
 
 
@@ -95,8 +94,7 @@ def cluster(gpus: int = 0) -> Iterator[Cluster]:
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{gpus - 1}]\n" if gpus else "")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
+    environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
     made = Cluster(folder, environment)
     munged = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket"]
     munged += [f"--key-file={folder}/munge.key", f"--pid-file={folder}/munge.pid"]

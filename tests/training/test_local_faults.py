@@ -95,7 +95,7 @@ def _lose(lost: list[int], kwargs: dict[str, Any]) -> None:
 def test_a_killed_island_or_rank_is_named_and_nothing_is_half_applied(
     lost: list[int], kwargs: dict[str, Any]
 ) -> None:
-    *first, outcome, _ = run_ranks_expecting_errors(4, _lose, lost, kwargs, timeout=5.0)
+    *first, outcome, _ = run_ranks_expecting_errors(4, _lose, lost, kwargs, timeout=10.0)
     for other in first:
         assert other.raised("ScheduleError"), other.describe()
     if lost == [3]:

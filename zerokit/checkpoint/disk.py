@@ -1,6 +1,8 @@
 """Complete reads and writes of files, with errors that name the place.
 
-Every failure of the operating system comes out as a `CheckpointError` that names the file.
+Every failure of the operating system comes out as a `CheckpointError` that names the file: a `StorageError`, unless
+it is that nothing is there. A missing file is a damaged checkpoint. One that could not be read just now is not: whoever
+passes over damaged checkpoints must not pass over it (`despite_damage`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zerokit import files
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -25,6 +27,9 @@ MAX_TEXT_BYTES = 1 << 28
 _IOV_MAX = 1024
 """Buffers that one vectored call takes, on Linux and everywhere else that has a limit."""
 
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Errors which say that there is nothing at a path."""
+
 _ADVICE = {
     errno.EACCES: "check its permissions and its owner",
     errno.EPERM: "check its permissions and its owner",
@@ -32,6 +37,7 @@ _ADVICE = {
     errno.EIO: "the storage failed: look at the system's log",
     errno.EFBIG: "the file system or a limit (ulimit -f) allows no file of this size",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ESTALE: "the file server has let go of it: try again, and look at the mount if that fails too",
     errno.ENOSPC: "make room there: its bytes or its inodes are used up (df, df -i)",
     errno.EDQUOT: "make room there: your quota of bytes or files is used up",
 }
@@ -40,6 +46,8 @@ _ADVICE = {
 @contextmanager
 def explained(where: str | Path, task: str, *, needed: int = 0, fd: int | None = None) -> Iterator[None]:
     """Raise an `OSError` of the body as `CheckpointError`: "WHERE: cannot be TASK: …", with advice.
+
+    A file in the directory `where` is named where the error names it. It is a `StorageError`, unless nothing is there.
 
     `needed` bytes are compared with what is free on the disk of `fd` (or of `where`) if that is full.
     """
@@ -51,9 +59,56 @@ def explained(where: str | Path, task: str, *, needed: int = 0, fd: int | None =
             advice = f"{needed} bytes are needed, {_free_bytes(where if fd is None else fd)} are free"
         else:
             advice = _ADVICE.get(error.errno or 0, "")
-        raise CheckpointError(
-            f"{where}: cannot be {task}: {reason}{': ' if advice else ''}{advice}"
-        ) from error
+        inner = isinstance(error.filename, str) and error.filename.startswith(f"{where}{os.sep}")
+        where = error.filename if inner else where
+        kind = CheckpointError if error.errno in _ABSENT else StorageError
+        raise kind(f"{where}: cannot be {task}: {reason}{': ' if advice else ''}{advice}") from error
+
+
+class despite_damage:
+    """Go on after the body where it finds a checkpoint missing or damaged, not where one cannot be read."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        return kind is not None and issubclass(kind, CheckpointError) and not issubclass(kind, StorageError)
+
+
+def status_of(path: str | os.PathLike[str], *, follow: bool = True) -> os.stat_result | None:
+    """What the system says about a path; None where nothing is there. Raises `StorageError`."""
+    with explained(os.fspath(path), "looked at"):
+        try:
+            return os.stat(path, follow_symlinks=follow)
+        except ValueError:  # a name that no file can have, such as one with a NUL
+            return None
+        except OSError as error:
+            if error.errno in _ABSENT:
+                return None
+            raise
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether the path has a file of any kind, a link to nothing too. Raises `StorageError`."""
+    return status_of(path, follow=False) is not None
+
+
+def is_kind(path: str | os.PathLike[str], kind: Callable[[int], bool]) -> bool:
+    """Whether the path itself, no link followed, is of a kind, such as `stat.S_ISDIR`. Raises `StorageError`."""
+    status = status_of(path, follow=False)
+    return status is not None and kind(status.st_mode)
+
+
+def is_directory(path: str | os.PathLike[str]) -> bool:
+    """Whether the path leads to a directory. Raises `StorageError`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def is_file(path: str | os.PathLike[str]) -> bool:
+    """Whether the path leads to a regular file. Raises `StorageError`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
 
 
 def _free_bytes(where: str | Path | int) -> int | str:
@@ -139,11 +194,20 @@ def opened(path: Path) -> Iterator[int]:
         # Opening a pipe without a writer would block for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        with explained(path, "looked at"):
+            status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: not a regular file")
         yield fd
     finally:
-        os.close(fd)
+        with suppress(OSError):  # nothing was written, and nothing can be lost
+            os.close(fd)
+
+
+def size_of(fd: int, path: str | Path) -> int:
+    """The size of an open file in bytes. Raises `CheckpointError`, naming `path`."""
+    with explained(path, "looked at"):
+        return os.fstat(fd).st_size
 
 
 def read_whole(path: Path, size: int | None = None, *, limit: int = MAX_TEXT_BYTES) -> bytes:
@@ -152,7 +216,7 @@ def read_whole(path: Path, size: int | None = None, *, limit: int = MAX_TEXT_BYT
     Raises `CheckpointError`, naming the file.
     """
     with opened(path) as fd:
-        actual = os.fstat(fd).st_size
+        actual = size_of(fd, path)
         if size is not None:
             check_size(fd, size, path)
         if actual > limit:
@@ -172,7 +236,7 @@ def read_part(path: Path, offset: int, size: int) -> bytearray:
 
 def check_size(fd: int, size: int, path: Path) -> None:
     """Raises `CheckpointError` unless the open file has `size` bytes."""
-    actual = os.fstat(fd).st_size
+    actual = size_of(fd, path)
     if actual != size:
         raise CheckpointError(
             f"{path}: {'truncated' if actual < size else 'too long'}: {actual} bytes, expected {size}"
@@ -206,7 +270,8 @@ def new_file(path: Path, size: int) -> Iterator[int]:
         yield fd
         sync_file(fd, size, path)
     finally:
-        os.close(fd)
+        with explained(path, "closed"):
+            os.close(fd)
 
 
 def sync_file(fd: int, size: int, path: Path) -> None:

@@ -7,6 +7,7 @@
     larger int, inf and nan, bytes                          {"$": "int", "hex": "-0x…"}, {"$": "float", "value": "inf"},
                                                             {"$": "bytes", "base64": "…"}
     torch tensor, numpy array, numpy scalar                 {"$": "torch" | "array" | "scalar", "tensor": name}
+    a member of `user` that ranks gave different values     {"$": "ranks", "items": […]}: see `by_rank`
 
 Members are checked encoded, so that tools which never decode them refuse the same files as `load` does.
 Tensors lie in `common.safetensors`. Every type comes back as it was, or is refused: plain JSON turns the integer keys
@@ -26,10 +27,13 @@ from typing import Any
 from zerokit.checkpoint.manifest import MAX_STEP, MAX_WORLD, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.strict import bounded, canonical, member, members, parse_json, typed, within
+from zerokit.documents import require_shallow
 from zerokit.errors import CheckpointError
-from zerokit.nesting import require_shallow
 
 MARKER = "$"
+RANKS = "ranks"
+"""The type of what has a value for each rank: `user`, or a member of it."""
+
 MAX_DEPTH = 64
 """Values that contain themselves end here, and readers in other languages need no deep stack."""
 
@@ -64,13 +68,17 @@ _LEAVES = {
 _NUMPY_HAS_NOT = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
-def encode(value: Any, path: str = "extra") -> tuple[Any, dict[str, Any]]:
+def encode(
+    value: Any, path: str = "extra", tensors: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, Any]]:
     """The value as plain JSON data, and the tensors and arrays it refers to, by their names: "path/keys/…".
+
+    They are added to `tensors`, if given, under other names than those that are there.
 
     Raises `CheckpointError`, naming the path, for a value of any other type, text that is not valid Unicode, tensors
     that are not dense and of a dtype of the format, and nesting deeper than `MAX_DEPTH`.
     """
-    encoder = _Encoder()
+    encoder = _Encoder({} if tensors is None else tensors)
     return encoder.encode(value, path, 0), encoder.tensors
 
 
@@ -89,8 +97,8 @@ def mapping(encoded: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Encoder:
-    def __init__(self) -> None:
-        self.tensors: dict[str, Any] = {}
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
 
     def encode(self, value: Any, name: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
@@ -276,7 +284,12 @@ def _check_members(plain: dict[str, Any], manifest: Manifest) -> None:
     step = bounded(plain, "step", 0, MAX_STEP)
     if step != manifest.step:
         raise ValueError(f"'step' is {step}, but the manifest's is {manifest.step}")
-    member(plain, "user", object)
+    for name, items in ranks_in(member(plain, "user", object)).items():
+        if len(items) != manifest.extra_ranks:
+            which = "" if name is None else f" in {name[:60]!r}"
+            raise ValueError(
+                f"'user'{which} has values of {len(items)} ranks, the manifest says {manifest.extra_ranks}"
+            )
     if manifest.weights_only:
         return
     _check_groups(plain, manifest)
@@ -291,6 +304,32 @@ def _check_members(plain: dict[str, Any], manifest: Manifest) -> None:
         bounded(generators, "world", 1, MAX_WORLD)
         bounded(generators, "seed", 0, (1 << 64) - 1)
         bounded(generators, "step", 0)
+
+
+def ranks_in(plain: Any) -> dict[str | None, list[Any]]:
+    """The members of an encoded `user` that have a value for each rank, encoded; the whole of it as None.
+
+    Raises `ValueError` where that is no list.
+    """
+    found: dict[str | None, list[Any]] = {}
+    for name, item in [(None, plain), *pairs_of(plain)]:
+        if isinstance(item, dict) and item.get(MARKER) == RANKS:
+            found[name] = members(item, "items", object)
+            if len(item) != 2:
+                raise ValueError(f"{str(item)[:60]} has other members than 'items'")
+    return found
+
+
+def pairs_of(plain: Any) -> list[tuple[str, Any]]:
+    """Keys and encoded items of an encoded mapping with text keys alone; none of anything else."""
+    if not isinstance(plain, dict):
+        return []
+    if MARKER not in plain:
+        return list(plain.items())
+    items = plain.get("items") if plain[MARKER] == "dict" else None
+    pairs = [tuple(pair) for pair in items if isinstance(pair, list)] if isinstance(items, list) else []
+    text = all(len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
+    return pairs if text and len(pairs) == len(items or ()) else []
 
 
 def _check_groups(plain: dict[str, Any], manifest: Manifest) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
+from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.run import committed, read_sound, superseded
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Leftover, leftovers
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class Summary:
     """The contents of a checkpoint. `trainable_numel` and `frozen_numel` count elements, tied ones once.
 
     `weights_only`: parameters and buffers, without an optimizer's state. `run`: the one whose newest step this is;
-    None where a step was named. `notes`: why it is not the step that `latest` names.
+    None where a step was named. `notes`: why it is not the step that `latest` names. `by_rank`: members of `extra`
+    that `extra_ranks` ranks gave each for itself, "" for all of it.
     """
 
     path: Path
@@ -106,6 +108,8 @@ class Summary:
     run: RunSummary | None = None
     notes: tuple[str, ...] = ()
     format: str = "zerokit"
+    extra_ranks: int = 0
+    by_rank: tuple[str, ...] = ()
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
@@ -151,6 +155,8 @@ def _summary(checkpoint: Source) -> Summary:
         None if checkpoint.run is None or checkpoint.format != "zerokit" else _run(checkpoint.run),
         checkpoint.notes,
         checkpoint.format,
+        manifest.extra_ranks,
+        tuple(name or "" for name in checkpoint.by_rank),
     )
 
 
@@ -161,9 +167,12 @@ def _run(run: Path) -> RunSummary:
         try:
             weights_only = read_sound(path)[0].weights_only
         except CheckpointError as error:
-            if not path.exists():
+            if not is_there(path):
                 continue  # a save beside this has removed it
+            if isinstance(error, StorageError):
+                raise
             damaged = str(error)
-        size, _ = files.measured(path)
+        with explained(path, "looked at"):
+            size, _ = files.measured(path)
         steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged))
     return RunSummary(run, tuple(steps), tuple(leftovers(run)))

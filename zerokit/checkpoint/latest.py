@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.disk import explained, read_whole
+from zerokit.checkpoint.disk import despite_damage, explained, is_there, read_whole
 from zerokit.errors import CheckpointError
 
 LATEST_NAME = "latest"
@@ -39,9 +37,8 @@ def write_latest(run: Path, latest: Latest) -> None:
 def read_latest(run: Path) -> Latest | None:
     """The content of `latest`; None if the file is missing. Raises `CheckpointError` if it is damaged."""
     path = run / LATEST_NAME
-    with explained(path, "looked at"):
-        if not os.path.lexists(path):
-            return None
+    if not is_there(path):
+        return None
     match = _LATEST.fullmatch(read_whole(path).decode("latin-1"))
     if match is None:
         raise CheckpointError(f"{path}: damaged: expected 'step-######## ' and eight hexadecimal digits")
@@ -49,7 +46,7 @@ def read_latest(run: Path) -> Latest | None:
 
 
 def readable_latest(run: Path) -> Latest | None:
-    """The content of `latest`; None if the file is missing or damaged."""
-    with suppress(CheckpointError):
+    """The content of `latest`; None if the file is missing or damaged. Raises `StorageError`."""
+    with despite_damage():
         return read_latest(run)
     return None

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import struct
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +13,19 @@ import torch
 from torch import Tensor
 
 from zerokit.checkpoint import rng
-from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode
+from zerokit.checkpoint.disk import is_there
+from zerokit.checkpoint.extra import LOCAL_STEPS
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.description import ModelNames, Rename
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
-from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS, Manifest
-from zerokit.checkpoint.matching import KERNEL_OPTIONS, NOT_THE_OPTIMIZERS, Match, Shared, match_state
+from zerokit.checkpoint.manifest import WEIGHT_KINDS
+from zerokit.checkpoint.matching import KERNEL_OPTIONS, Match, Shared
+from zerokit.checkpoint.plan import generators_of, plan_of
 from zerokit.checkpoint.requests import Request, read, requests_for
-from zerokit.checkpoint.run import common_steps, find_step, island_runs, partners, step_name
+from zerokit.checkpoint.run import common_steps, island_runs, partners, step_name
 from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
-from zerokit.checkpoint.state import Elements, outer_slices, own_slices, tensor_of
+from zerokit.checkpoint.state import Elements, Held, outer_slices, own_slices, tensor_of
 from zerokit.checkpoint.together import Together, finish_saving
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.runtime import ZeroOptimizer
@@ -67,39 +66,62 @@ def load(
 
     Random number generators are restored when the world size is the same, else seeded from (seed, step, rank).
 
-    Returns what was given to `save` as `extra`. Raises `CheckpointError` on every rank if any finds a fault; if some
-    state had been read by then, `optimizer.step()` is refused until a load succeeds.
+    Returns what was given to `save` as `extra`, by this rank where ranks gave different values. On another number of
+    ranks these are refused by name; with strict=False or weights_only they are left out, and a warning lists them.
+
+    Raises `CheckpointError` on every rank if any finds a fault. What does not fit is found before anything changes; if
+    bytes turn out to be damaged, or cannot be read, while they replace the state, `optimizer.step()` is refused until a
+    load succeeds. A file that the operating system does not read is such an error: no older step takes its place.
     """
     optimizer.require_own_weights("load()")
     runtime = optimizer.runtime
     together = Together(runtime.collectives)
     finish_saving(optimizer, together)
     if optimizer.islands is not None:
-        path = _of_island(Path(path), optimizer, whole=not weights_only)
+        path = _of_island(Path(path), optimizer, together, whole=not weights_only)
     while True:
         checkpoint = together.each(lambda: _opened(path, runtime, rename, whole=not weights_only))
         try:
             return _load(checkpoint, optimizer, together, strict=strict, weights_only=weights_only)
         except CheckpointError:
             # A save beside this load may have removed an older step: there is a newer one now.
-            if not any(together.exchange(checkpoint.run is not None and not checkpoint.path.exists())):
+            gone = together.each(partial(_removed, checkpoint))
+            if not any(together.exchange(gone)):
                 raise
 
 
-def _of_island(path: Path, optimizer: ZeroOptimizer, *, whole: bool) -> Path:
+def _removed(checkpoint: Source) -> bool:
+    return checkpoint.run is not None and not is_there(checkpoint.path)
+
+
+def _of_island(path: Path, optimizer: ZeroOptimizer, together: Together, *, whole: bool) -> Path:
     """Where this island finds its state: its own run's newest step of those that all have; else `path` itself."""
     assert optimizer.islands is not None
     if optimizer.local_steps is None:
         raise UsageError("load() into an island: create zerokit.LocalSteps(optimizer, every=...) first")
-    runs = island_runs(path) if path.is_dir() else []
-    own = common_steps(runs, whole=whole) if runs else {_NO_ISLANDS: ""}
+
+    def look() -> tuple[list[Path], dict[int, str]]:
+        runs = island_runs(path)
+        return runs, common_steps(runs, whole=whole) if runs else {_NO_ISLANDS: ""}
+
+    runs: list[Path] = []
+    own: dict[int, str] = {}
+    fault: CheckpointError | None = None
+    try:
+        runs, own = together.each(look)
+    except CheckpointError as error:
+        fault = error
+    # Other islands do not wait for this one in vain: with nothing of it they share nothing.
     shared = set.intersection(*(set(one.items()) for one in optimizer.local_steps.at_load(own)))
+    if fault is not None:
+        raise fault
     step, save = max(shared, default=(None, ""))
     if step == _NO_ISLANDS:
         return path
     if step is None:
         raise CheckpointError(
-            f"{path}: islands have no step in common that is intact: each must see its own run"
+            f"{path}: islands have no step in common that is intact: each must see its own run (if one could not read "
+            "its own, its ranks say why)"
         )
     # With more islands than were saved, several begin from one; of fewer, the first are gone on with.
     saved = partners(runs, save)
@@ -128,9 +150,16 @@ def _load(
         together.exchange(f"{checkpoint.path.name} with the manifest {checkpoint.manifest_crc:08x}"),
         "is the directory shared between the nodes, and is no other process saving?",
     )
-    match, extra = together.each(
-        lambda: _prepare(checkpoint, optimizer, strict=strict, weights_only=weights_only)
+    # Everything that may not fit is found here, before anything changes.
+    plan = together.each(
+        lambda: plan_of(checkpoint, optimizer, together, strict=strict, weights_only=weights_only)
     )
+    match, extra = plan.match, plan.extra
+    local = optimizer.local_steps
+    outer = {} if local is None or weights_only else local.expect(match.outer)
+    if local is not None:
+        _take_outer(checkpoint, runtime, match, outer, together)
+        together.each(lambda: local.require_loadable(outer, extra.get(LOCAL_STEPS)))
     optimizer.zero_grad()
     runtime.settle()
     # Weights do not make up for a state that an earlier load has left incomplete.
@@ -139,18 +168,16 @@ def _load(
     optimizer.refusal = (
         kept or f"loading {checkpoint.path} did not succeed, so {lost}: load again, or build the model anew"
     )
-    local = optimizer.local_steps
-    outer = {} if local is None or weights_only else local.expect(match.outer)
-    if not weights_only:
-        together.each(lambda: _make_states(checkpoint.manifest, runtime, match))
+    if plan.shared is not None:
+        _make_states(runtime, plan.states)
     for sources in match.rounds():
-        requests = _requests(checkpoint, runtime, sources, together.rank, outer, weights_only=weights_only)
-        pieces = together.each(partial(read, checkpoint, requests))
-        checkpoint.require_right(together.exchange(pieces))
-    if not weights_only:
-        together.each(lambda: _apply(checkpoint, optimizer, match, extra))
+        held = own_slices(runtime, together.rank, weights_only=weights_only, replicas=True)
+        _read(checkpoint, sources, held, together)
+    if plan.shared is not None:
+        shared = plan.shared
+        together.each(lambda: _apply(optimizer, match, shared, extra))
         runtime.gradients.draws.begin(extra["step"])
-    together.each(lambda: _apply_buffers(checkpoint, runtime, match, strict=strict))
+    together.each(lambda: _apply_buffers(checkpoint, plan.buffers))
     runtime.publish(frozen=True)
     if local is not None:
         together.each(lambda: local.restore(outer, None if weights_only else extra.get(LOCAL_STEPS)))
@@ -168,48 +195,28 @@ def _load(
     return extra["user"]
 
 
-def _prepare(
-    checkpoint: Source, optimizer: ZeroOptimizer, *, strict: bool, weights_only: bool
-) -> tuple[Match, dict[str, Any]]:
-    if checkpoint.weights_only and not weights_only:
-        other = ""
-        with suppress(CheckpointError):
-            whole = find_step(checkpoint.path.parent, whole=True).path
-            other = f', or continue from the newest whole one, zerokit.load("{whole}", optimizer)'
-        raise CheckpointError(
-            f"{checkpoint.path}: has weights but no optimizer state to continue from: load them with "
-            f'zerokit.load("{checkpoint.path}", optimizer, weights_only=True){other}'
-        )
-    match = match_state(checkpoint.manifest, optimizer, strict=strict, weights_only=weights_only)
-    return match, read_extra(checkpoint, weights_only=weights_only)
-
-
-def read_extra(checkpoint: Source, *, weights_only: bool = False) -> dict[str, Any]:
-    """`extra.json`, decoded; with the tensors of `common`. Beside weights only the user's own data is decoded."""
-    plain = checkpoint.extra_plain()
-    if not weights_only:
-        checkpoint.check_generators(plain)
-    tensors = Tensors(checkpoint, tensor_of)
-    where = checkpoint.path / checkpoint.manifest.extra.name
-    encoded = ("user",) if weights_only else ("user", "groups", "values", LOCAL_STEPS)
-    return plain | {key: decode(plain[key], tensors, f"{where}: {key}") for key in encoded if key in plain}
-
-
-def _requests(
+def _take_outer(
     checkpoint: Source,
     runtime: Runtime,
-    sources: Mapping[str, int],
-    rank: int,
+    match: Match,
     outer: Mapping[str, Mapping[int, Tensor]],
-    *,
-    weights_only: bool,
-) -> Iterator[Request]:
-    """What this rank needs of the parameters in `sources`, which gives their positions in the checkpoint."""
+    together: Together,
+) -> None:
+    for sources in match.rounds():
+        _read(checkpoint, sources, outer_slices(runtime.layout, together.rank, outer), together)
+
+
+def _read(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Held], together: Together) -> None:
+    pieces = together.each(lambda: read(checkpoint, _requests(checkpoint, sources, held)))
+    checkpoint.require_right(together.exchange(pieces))
+
+
+def _requests(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Held]) -> Iterator[Request]:
+    """What is needed of the parameters in `sources`, which gives their positions in the checkpoint."""
     streams = checkpoint.manifest.numbers
     # A parameter is in one of the two streams of weights, and its values come from that one.
     weights = {position: number for (kind, position), number in streams.items() if kind in WEIGHT_KINDS}
-    held = own_slices(runtime, rank, weights_only=weights_only, replicas=True)
-    for one in chain(held, outer_slices(runtime.layout, rank, outer)):
+    for one in held:
         position = sources.get(one.part.parameter.name)
         if position is None:
             continue
@@ -219,35 +226,17 @@ def _requests(
             yield from requests_for(checkpoint, number, position, one.part.interval, elements, 0)
 
 
-def _make_states(manifest: Manifest, runtime: Runtime, match: Match) -> None:
-    """Give each master the optimizer's states that its parameters have in the checkpoint."""
-    streams = manifest.numbers
-    kinds = sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted))
+def _make_states(runtime: Runtime, states: Iterable[Mapping[str, torch.dtype]]) -> None:
+    """Give each master room for its states."""
     runtime.inner.state.clear()
-    for unit, master, _ in runtime.masters():
-        peers = [
-            position
-            for parameter in unit.unit.parameters
-            if parameter.group == master.group and (position := match.sources.get(parameter.name)) is not None
-        ]
-        own: dict[str, Tensor] = {}
-        for kind in kinds:
-            dtypes = {
-                manifest.streams[streams[kind, peer]].dtype
-                for peer in peers
-                if (kind, peer) in streams and (kind in NOT_THE_OPTIMIZERS or peer not in match.fresh)
-            }
-            if len(dtypes) > 1:
-                raise CheckpointError(
-                    f"{kind} of {unit.unit.name} has several dtypes: {', '.join(sorted(dtypes))}"
-                )
-            if dtypes:
-                own[kind] = torch.zeros_like(master.tensor, dtype=getattr(torch, dtypes.pop()))
+    for (_, master, _), own in zip(runtime.masters(), states, strict=True):
         if own:
-            runtime.inner.state[master.tensor] = own
+            runtime.inner.state[master.tensor] = {
+                kind: torch.zeros_like(master.tensor, dtype=dtype) for kind, dtype in own.items()
+            }
 
 
-def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Mapping[str, Any]) -> None:
+def _apply(optimizer: ZeroOptimizer, match: Match, shared: Shared, extra: Mapping[str, Any]) -> None:
     """Restore what is not cut: scalars, groups' options, the loss scale."""
     runtime = optimizer.runtime
     for live, source in match.groups.items():
@@ -258,7 +247,6 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
     inner, states = runtime.inner, runtime.inner.state
     inner.__setstate__({"state": {}, "param_groups": inner.param_groups})
     inner.state = states
-    shared = Shared(checkpoint, match, extra)
     for unit in runtime.units:
         if any(len({shared.key(unit, at) for at in unit.positions_in(one)}) > 1 for one in unit.masters):
             unit.divide(runtime.inner)
@@ -269,28 +257,16 @@ def _apply(checkpoint: Source, optimizer: ZeroOptimizer, match: Match, extra: Ma
         optimizer.scaler.restore(float.fromhex(saved_scale["value"]), int(saved_scale["good_steps"]))
 
 
-def _apply_buffers(checkpoint: Source, runtime: Runtime, match: Match, *, strict: bool) -> None:
+def _apply_buffers(checkpoint: Source, buffers: Mapping[str, Tensor]) -> None:
     tensors = Tensors(checkpoint, tensor_of)
-    saved = {name.removeprefix(BUFFER_PREFIX) for name in tensors if name.startswith(BUFFER_PREFIX)}
-    live = persistent_buffers(runtime.model)
-    strange = sorted(live.keys() ^ saved)
-    faults = [f"buffers {', '.join(strange[:5])} are on one side only"] if strange else []
-    for name in sorted(live.keys() & saved):
-        buffer, value = live[name], tensors[BUFFER_PREFIX + name]
-        if value.shape != buffer.shape:
-            faults.append(f"buffer {name} is {list(value.shape)} there and {list(buffer.shape)} here")
-            continue
+    for name, live in buffers.items():
+        buffer, value = live, tensors[name]
         for dim, stride in enumerate(buffer.stride()):
             # It repeats its elements (`expand`), and can be written to only once.
             if stride == 0 and buffer.shape[dim]:
                 buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
         with torch.no_grad():
             buffer.copy_(value)
-    if faults and strict:
-        raise CheckpointError(
-            f"{checkpoint.path}: {'; '.join(faults)}: build the model that was saved, or load with strict=False"
-        )
-    match.left_out += faults
 
 
 def _restore_generators(
@@ -300,22 +276,11 @@ def _restore_generators(
     device = optimizer.runtime.collectives.device
 
     def restore() -> dict[str, Tensor]:
-        stacked = {
-            name.removeprefix(GENERATOR_PREFIX): tensor
-            for name, tensor in Tensors(checkpoint, tensor_of).items()
-            if name.startswith(GENERATOR_PREFIX)
-        }
+        stacked = generators_of(checkpoint)
         if record["world"] != together.world or not stacked:
             rng.derive(record["seed"], record["step"], together.rank)
-            return stacked
-        try:
+        else:
             rng.restore({name: bytes(each[together.rank].numpy()) for name, each in stacked.items()}, device)
-        except (RuntimeError, TypeError, ValueError, struct.error) as error:
-            raise CheckpointError(
-                f"{checkpoint.path / checkpoint.manifest.common.name}: the states of the random generators are "
-                "invalid: "
-                f"{error}: take another checkpoint, or its weights with weights_only=True"
-            ) from error
         return stacked
 
     stacked = together.each(restore)

@@ -27,10 +27,11 @@ BUFFER_PREFIX = "buffers/"
 """Names of buffers in `common` begin so."""
 
 FORMAT = "zerokit.checkpoint"
-VERSION = (1, 1)
+VERSION = (1, 2)
 """A reader refuses another major version; a higher minor one only adds members that it may ignore.
 
-What holds the whole state is written as 1.0, so that older readers have the bytes they know."""
+Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
+1.1 added weights alone, 1.2 values of `extra` by rank."""
 
 WEIGHTS = "weights"
 """The member "content" where there are parameters and buffers only (1.1); a whole state has none."""
@@ -77,7 +78,8 @@ class Manifest:
     """A checkpoint's description.
 
     `checksums` has one sequence a stream: the CRC-32 of each slice, parameters in line order, slices in rank order.
-    `weights_only`: there are parameters and buffers, and no state of an optimizer.
+    `weights_only`: there are parameters and buffers, and no state of an optimizer. `extra_ranks`: how many ranks have
+    values of their own in `extra`; 0 where all values are everyone's.
     """
 
     step: int
@@ -89,6 +91,7 @@ class Manifest:
     common: File
     extra: File
     weights_only: bool = False
+    extra_ranks: int = 0
 
     @property
     def world(self) -> int:
@@ -100,9 +103,10 @@ class Manifest:
 
     def _plain(self) -> dict[str, object]:
         layout = self.layout
+        ranks = {"ranks": self.extra_ranks} if self.extra_ranks else {}
         return {
             "format": FORMAT,
-            "version": list(VERSION) if self.weights_only else [1, 0],
+            "version": [1, 2 if ranks else 1 if self.weights_only else 0],
             **({"content": WEIGHTS} if self.weights_only else {}),
             "step": self.step,
             "world": layout.world,
@@ -132,7 +136,7 @@ class Manifest:
             ],
             "files": [_plain_file(file) for file in self.files],
             "common": _plain_file(self.common),
-            "extra": _plain_file(self.extra),
+            "extra": _plain_file(self.extra) | ranks,
         }
 
     def slices(self, stream: int, position: int) -> Iterator[tuple[int, Interval, int]]:
@@ -250,8 +254,9 @@ def _manifest(plain: Any) -> Manifest:
         tuple(checksums),
         _files(top, world),
         _file(member(top, "common", dict), COMMON_NAME),
-        _file(member(top, "extra", dict), EXTRA_NAME),
+        _file(extra := member(top, "extra", dict), EXTRA_NAME),
         weights_only,
+        bounded(extra, "ranks", 1, MAX_WORLD) if "ranks" in extra else 0,
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerokit.checkpoint.manifest import WEIGHT_KINDS, Manifest, Scalars
 from zerokit.checkpoint.safetensors import Stream
+from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import MASTER, OUTER_PREFIX, PARAM, dtype_name, host_bytes, tensor_of
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
@@ -42,6 +43,8 @@ class Match:
     """Each parameter's position in the checkpoint's line, by its live name."""
     groups: dict[int, int] = field(default_factory=dict)
     """The checkpoint's group for each live one."""
+    buffers: set[str] = field(default_factory=set)
+    """Names of persistent buffers that both have alike."""
     unwanted: set[str] = field(default_factory=set)
     """Streams that nothing here uses."""
     fresh: set[int] = field(default_factory=set)
@@ -63,13 +66,13 @@ class Match:
 
 
 def match_state(
-    manifest: Manifest, optimizer: ZeroOptimizer, *, strict: bool, weights_only: bool = False
+    checkpoint: Source, optimizer: ZeroOptimizer, *, strict: bool, weights_only: bool = False
 ) -> Match:
     """Find each live parameter and group in the checkpoint; with `weights_only`, ignore groups and freezing.
 
     Raises `CheckpointError` for anything that is on one side only or of another shape or kind, if `strict`.
     """
-    match, runtime = Match(), optimizer.runtime
+    match, runtime, manifest = Match(), optimizer.runtime, checkpoint.manifest
     faults = _match_parameters(manifest.layout, runtime.layout, match, weights_only=weights_only)
     if not weights_only:
         faults += _match_groups(manifest.layout, runtime.layout, match)
@@ -78,11 +81,12 @@ def match_state(
         match.outer = [kind.removeprefix(OUTER_PREFIX) for kind in kinds]
         match.unwanted.update(kinds)  # among the optimizer's own states
         faults += _compare_own(manifest, optimizer, match)
+    faults += _match_buffers(checkpoint.buffers, persistent_buffers(runtime.model), match)
     if faults and strict:
         needed = "the model that was" if weights_only else "the model and the optimizer that were"
         raise CheckpointError(
-            f"the checkpoint does not fit: {'; '.join(faults)}. Build {needed} saved, or load what fits with "
-            "strict=False"
+            f"{checkpoint.path}: the checkpoint does not fit: {'; '.join(faults)}. Build {needed} saved, or load what "
+            "fits with strict=False"
         )
     match.left_out += faults
     return match
@@ -104,6 +108,9 @@ def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_onl
         if saved.shape != parameter.shape:
             changed.append(f"{parameter.name} is {list(saved.shape)} there and {list(parameter.shape)} here")
             continue
+        if not _convertible(saved.dtype, parameter.dtype):
+            changed.append(f"{parameter.name} is {saved.dtype} there and {parameter.dtype} here")
+            continue
         match.sources[parameter.name] = position
         # A frozen copy that was equal, such as a target network's, is stored as another name of the trained one.
         copied = names[0] in saved.aliases and not parameter.trainable
@@ -117,6 +124,28 @@ def _match_parameters(source: Layout, live: Layout, match: Match, *, weights_onl
         *_listed("changed", changed),
         *_listed("trained on one side only, so that just the weights fit", refrozen),
     ]
+
+
+def _match_buffers(
+    saved: Mapping[str, tuple[str, tuple[int, ...]]], live: Mapping[str, Tensor], match: Match
+) -> list[str]:
+    strange = sorted(live.keys() ^ saved.keys())
+    changed = []
+    for name in sorted(live.keys() & saved.keys()):
+        (dtype, shape), buffer = saved[name], live[name]
+        own = dtype_name(buffer, f"buffer {name}"), tuple(buffer.shape)
+        if shape != own[1]:
+            changed.append(f"{name} is {list(shape)} there and {list(own[1])} here")
+        elif not _convertible(dtype, own[0]):
+            changed.append(f"{name} is {dtype} there and {own[0]} here")
+        else:
+            match.buffers.add(name)
+    return [*_listed("buffers on one side only", strange), *_listed("buffers changed", changed)]
+
+
+def _convertible(saved: str, live: str) -> bool:
+    """Whether elements are converted from one dtype to another: between floating-point ones. Others must be equal."""
+    return saved == live or all(dtype.startswith(("float", "bfloat")) for dtype in (saved, live))
 
 
 def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint import run as runs
-from zerokit.checkpoint.disk import entries_of, explained
+from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_directory, is_kind, is_there
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
-from zerokit.checkpoint.staging import Leftover, finish_replacements, leftovers, remove
+from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
 from zerokit.errors import CheckpointError, UsageError
 
 _STEP_FILE = re.compile(
@@ -95,8 +95,8 @@ class Doomed:
         if self.leftover is None:
             _remove_step(self.path)
             return
-        remove(self.leftover)
-        if os.path.lexists(self.path):
+        files.remove_tree(self.path)
+        if is_there(self.path):
             raise CheckpointError(
                 f"{self.path}: cannot be removed: check its permissions and its owner, and those of its contents"
             )
@@ -133,15 +133,16 @@ def prune(
         keep: and but for those for which this returns True. Without any of the three only leftovers go.
         dry_run: remove nothing, only list what would go.
 
-    The newest step, the newest that is whole and the one that `latest` names always stay; superseded ones go. A step is
-    renamed before its files go. Raises `UsageError` for numbers below 1, and `CheckpointError` where `run` is no
-    directory, has no step that could stay or a damaged `latest`, or something cannot be removed.
+    The newest step, the newest that is whole and the one that `latest` names always stay, and so does what belongs to
+    other users; superseded ones go. A step is renamed before its files go. Raises `UsageError` for numbers below 1, and
+    `CheckpointError` where `run` is no directory, has no step that could stay or a damaged `latest`, or something
+    cannot be removed.
     """
     run, retention = Path(run), Retention(keep_last, keep_every, keep)
     retention.check()
     with explained(run, "looked at"):
-        if not run.is_dir():
-            what = "is not a directory" if run.exists() else "does not exist"
+        if not is_directory(run):
+            what = "is not a directory" if is_there(run) else "does not exist"
             raise CheckpointError(f"{run}: {what}: give the directory of a run")
         if runs.is_step(run):
             raise CheckpointError(f"{run}: is a step: give a run's directory")
@@ -151,10 +152,13 @@ def prune(
     removed = [Doomed(left.path, left.size, left) for left in begun if left.gone]
     kept = [(left.path, left.describe()) for left in begun if not left.gone]
     for step in _superfluous(run, retention) if retention.wanted else ():
-        if strange := foreign_to_step(step):
+        if not belongs_to_this_user(step):
+            kept.append((step, "is another user's"))
+        elif strange := foreign_to_step(step):
             kept.append((step, f"holds {strange}, which zerokit has not written there"))
         else:
-            removed.append(Doomed(step, files.measured(step)[0]))
+            with explained(step, "looked at"):
+                removed.append(Doomed(step, files.measured(step)[0]))
     for doomed in () if dry_run else removed:
         doomed.remove()
     return Pruning(run, dry_run, tuple(removed), tuple(kept))
@@ -163,11 +167,11 @@ def prune(
 def prune_after_save(run: Path, retention: Retention) -> None:
     """Remove the steps of a run that `retention` does not keep.
 
-    Steps that hold foreign files stay. So do superseded ones that the training has not reached yet: a user may
-    still resume from them. Raises as `prune` does.
+    Steps of other users, or with foreign files, stay. So do superseded ones that the training has not reached yet: a
+    user may still resume from them. Raises as `prune` does.
     """
     for step in _superfluous(run, retention, later=False):
-        if not foreign_to_step(step):
+        if belongs_to_this_user(step) and not foreign_to_step(step):
             _remove_step(step)
 
 
@@ -187,7 +191,7 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
     stays = {newest.path.name}
     if latest is not None:
         stays.add(latest.name)
-    with suppress(CheckpointError):
+    with despite_damage():
         stays.add(runs.find_step(run, whole=True).path.name)
     if run in runs.island_runs(run.parent):
         # Not all islands may have the newest: one was killed in that save.
@@ -202,8 +206,8 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
         paths[step]
         for step in sorted(gone)
         if paths[step].name not in stays
-        and paths[step].is_dir()  # a number may be written with more zeros: that is no name of zerokit's
-        and not paths[step].is_symlink()  # what is elsewhere is not this run's to remove
+        # A number may be written with more zeros: that is no name of zerokit's; what a link leads to is not this run's.
+        and is_kind(paths[step], stat.S_ISDIR)
     ]
 
 
@@ -235,7 +239,7 @@ def foreign_to_checkpoint(folder: Path) -> str:
         return foreign_to_step(folder)
     steps = []
     for entry in entries_of(folder):
-        if runs.STEP.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+        if runs.STEP.fullmatch(entry.name) and is_kind(entry, stat.S_ISDIR):
             steps.append(entry.name)
             if strange := foreign_to_step(Path(entry.path)):
                 return f"{strange} in {entry.name}"
@@ -248,12 +252,11 @@ def foreign_to(folder: Path, own: re.Pattern[str], empty: str) -> str:
     """Beside files that are called like `own`; `empty` where there are none."""
     entries = entries_of(folder)
     for entry in entries:
-        if not (entry.is_file(follow_symlinks=False) and own.fullmatch(entry.name)):
+        if not (own.fullmatch(entry.name) and is_kind(entry, stat.S_ISREG)):
             return named(entry)
     return "" if entries else empty
 
 
 def named(entry: os.DirEntry[str]) -> str:
     """An entry of a directory, as text."""
-    kind = "directory" if entry.is_dir(follow_symlinks=False) else "file"
-    return f"the {kind} {entry.name!r}"
+    return f"the {'directory' if is_kind(entry, stat.S_ISDIR) else 'file'} {entry.name!r}"

@@ -1,7 +1,8 @@
 """A run's directory: its steps, the newest one, and checks before a save.
 
 The newest step is the highest that is whole, whatever `latest` says: a writer may be killed between committing a step
-and naming it. Steps with a file `superseded`, of a training that was begun anew before them, are passed over.
+and naming it. Steps with a file `superseded`, of a training that was begun anew before them, are passed over, and so
+are damaged ones. A step that the operating system does not read is an error: an older one must not take its place.
 """
 
 from __future__ import annotations
@@ -15,11 +16,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.disk import check_file, entries_of, explained, opened, read_whole
+from zerokit.checkpoint.disk import (
+    check_file,
+    despite_damage,
+    entries_of,
+    explained,
+    is_directory,
+    is_file,
+    is_there,
+    opened,
+    read_whole,
+    status_of,
+)
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, read_latest, readable_latest
 from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError, StorageError, UsageError
 
 SUPERSEDED_NAME = "superseded"
 """An empty file in a step's directory."""
@@ -63,7 +75,7 @@ def island_runs(run: Path) -> list[Path]:
     found = [
         (int(match[1]), Path(entry.path))
         for entry in entries_of(run)
-        if (match := _ISLAND.fullmatch(entry.name)) and entry.is_dir()
+        if (match := _ISLAND.fullmatch(entry.name)) and is_directory(entry)
     ]
     runs = [path for _, path in sorted(found)]
     if runs and (own := committed(run)) and _number(own[-1]) >= max(_steps_of_all(runs), default=-1):
@@ -83,9 +95,9 @@ def set_aside_islands(run: Path, count: int, step: int) -> None:
     for path in island_runs(run):
         if int(path.name.removeprefix("island-")) >= count:
             target = path.with_name(f"former-{path.name}-until-{step_name(step)}")
+            while is_there(target):  # it was lost here before
+                target = target.with_name(f"{target.name}-again")
             with explained(path, "renamed"):
-                while target.exists():  # it was lost here before
-                    target = target.with_name(f"{target.name}-again")
                 path.rename(target)
 
 
@@ -97,7 +109,7 @@ def common_steps(runs: Sequence[Path], *, whole: bool = False) -> dict[int, str]
 
     def steps(run: Path) -> Iterator[int]:
         for path in committed(run):
-            with suppress(CheckpointError):
+            with despite_damage():
                 if not superseded(path) and not (read_sound(path)[0].weights_only and whole):
                     yield _number(path)
 
@@ -124,8 +136,13 @@ def partners(runs: Sequence[Path], save: str) -> list[Path]:
 def saved_with(step: Path) -> str:
     """What the step's file `islands` says, equal on all islands that have written it together; "" without one."""
     path = step / ISLANDS_NAME
-    with explained(path, "looked at"):
-        return read_whole(path).decode("latin-1") if os.path.lexists(path) else ""
+    while is_there(path):
+        try:
+            return read_whole(path).decode("latin-1")
+        except CheckpointError:
+            if is_there(path):  # else another process replaces the step just now
+                raise
+    return ""
 
 
 def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
@@ -136,11 +153,11 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
     """
     with explained(path, "opened"):
         finish_replacement(path)
-        if not path.is_dir():
-            what = "is not a directory" if path.exists() else "does not exist"
+        if not is_directory(path):
+            what = "is not a directory" if is_there(path) else "does not exist"
             raise CheckpointError(f"{path}: {what}: give the directory of a step, or of a run")
         # A run may hold another program's file of that name.
-        if (path / NAME).exists() and (stated_checksum(path) is not None or not committed(path)):
+        if status_of(path / NAME) is not None and (stated_checksum(path) is not None or not committed(path)):
             return Choice(path, manifest=read_manifest(path) if sound else None)
         finish_replacements(path)
         if runs := island_runs(path):
@@ -165,6 +182,8 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
     faults, passed, weights, latest = [], [], set(), None
     try:
         latest = read_latest(run)
+    except StorageError:
+        raise
     except CheckpointError as error:
         faults.append(str(error))
     steps = [path for path in reversed(committed(run)) if not superseded(path)]
@@ -174,8 +193,10 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
             try:
                 manifest = read_sound(path)
             except CheckpointError as error:
-                if not os.path.lexists(path):  # a prune beside this has removed it: there is a newer one now
+                if not is_there(path):  # a prune beside this has removed it: there is a newer one now
                     return _newest(run, whole=whole, sound=sound)
+                if isinstance(error, StorageError):
+                    raise
                 passed.append(str(error))
                 continue
         if whole and manifest is not None and manifest[0].weights_only:
@@ -211,7 +232,7 @@ def _fault(run: Path, latest: Latest | None) -> str:
     if latest is None:
         return ""
     path = run / latest.name
-    if not (path / NAME).exists():
+    if status_of(path / NAME) is None:
         return f"{run / LATEST_NAME}: names {latest.name}, which has no {NAME}"
     actual = stated_checksum(path)
     if actual not in latest.crcs:
@@ -236,12 +257,11 @@ def read_sound(path: Path) -> tuple[Manifest, int]:
 
 
 def is_sound(step: Path) -> bool:
-    """Whether `read_sound` accepts the step."""
-    try:
+    """Whether `read_sound` accepts the step. Raises `StorageError` where that cannot be told."""
+    with despite_damage():
         read_sound(step)
-    except CheckpointError:
-        return False
-    return True
+        return True
+    return False
 
 
 def read_manifest(step: Path) -> tuple[Manifest, int]:
@@ -254,17 +274,15 @@ def read_manifest(step: Path) -> tuple[Manifest, int]:
 
 
 def stated_checksum(step: Path) -> int | None:
-    """The CRC-32 in a step's manifest; None if it cannot be read."""
-    try:
-        with opened(step / NAME) as fd, explained(step / NAME, "read"):
-            return own_checksum(os.pread(fd, 64, 0))
-    except CheckpointError:
-        return None
+    """The CRC-32 in a step's manifest; None if there is none. Raises `StorageError`."""
+    with despite_damage(), opened(step / NAME) as fd, explained(step / NAME, "read"):
+        return own_checksum(os.pread(fd, 64, 0))
+    return None
 
 
 def superseded(step: Path) -> bool:
     """Whether the step is marked as one of a training that was begun anew before it."""
-    return os.path.lexists(step / SUPERSEDED_NAME)
+    return is_there(step / SUPERSEDED_NAME)
 
 
 def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrite: bool = False) -> None:
@@ -316,8 +334,8 @@ def require_run(run: Path) -> Path:
                 f"{run}: {where}, not a run's directory: name the directory that holds the steps, such as "
                 f'zerokit.save("{folder.parent}", optimizer, step=...)'
             )
-    existing = next(folder for folder in (run, *run.parents) if os.path.lexists(folder))
-    if not existing.is_dir():
+    existing = next(folder for folder in (run, *run.parents) if is_there(folder))
+    if not is_directory(existing):
         raise CheckpointError(
             f"{run}: cannot be created: {existing} is not a directory: choose another directory"
         )
@@ -326,11 +344,9 @@ def require_run(run: Path) -> Path:
 
 def is_step(folder: Path) -> bool:
     """Whether the directory has zerokit's manifest; other programs use the same file name."""
-    path = folder / NAME
-    with explained(folder, "looked at"):
-        if not path.is_file():
-            return False
-    return stated_checksum(folder) is not None or STEP.fullmatch(folder.name) is not None
+    return is_file(folder / NAME) and (
+        stated_checksum(folder) is not None or STEP.fullmatch(folder.name) is not None
+    )
 
 
 def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
@@ -340,7 +356,7 @@ def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
             extra = zerokit.load("run", optimizer)
 
     For islands (`zerokit.LocalSteps`), the steps that all of them have. Their files are not looked at. Raises
-    `CheckpointError` where the directory cannot be listed.
+    `CheckpointError` where the directory cannot be listed, or a step not looked at.
     """
     run = Path(run_directory)
     if islands := island_runs(run):
@@ -351,15 +367,7 @@ def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
 def committed(run: Path) -> list[Path]:
     """The directories of `list_steps`."""
     paths = [Path(entry.path) for entry in entries_of(run) if STEP.fullmatch(entry.name)]
-    return sorted(filter(_has_manifest, paths), key=_number)
-
-
-def _has_manifest(step: Path) -> bool:
-    """Whether a step is committed. One that this user may not read counts, so that its reader reports it."""
-    try:
-        return (step / NAME).exists()
-    except PermissionError:
-        return True
+    return sorted((path for path in paths if status_of(path / NAME) is not None), key=_number)
 
 
 def _number(step: Path) -> int:
@@ -392,5 +400,5 @@ def unreferenced(step: Path) -> bool:
     """Whether a committed step was never named by `latest`: its writer was killed just before."""
     latest = readable_latest(step.parent)
     if latest is None:
-        return not os.path.lexists(step.parent / LATEST_NAME)
+        return not is_there(step.parent / LATEST_NAME)
     return _number(step.parent / latest.name) < _number(step) and not superseded(step)

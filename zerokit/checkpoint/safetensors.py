@@ -18,7 +18,6 @@ Streams of wider elements come first, so that every slice starts at a multiple o
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerokit.checkpoint.checksum import Pieces, along
-from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.disk import opened, read_exactly, size_of
 from zerokit.checkpoint.strict import compact, member, members, parse_json, shape_of, typed, within
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Layout
@@ -163,7 +162,7 @@ def _check_tiling(tensors: list[Tensor], base: int, file_size: int) -> None:
 def read_header(path: Path) -> Header:
     """The header of the file at `path`. Raises `CheckpointError`."""
     with opened(path) as fd:
-        size = os.fstat(fd).st_size
+        size = size_of(fd, path)
         first = bytearray(min(LENGTH_BYTES, size))
         read_exactly(fd, [first], 0, path)
         content = bytearray(header_size(bytes(first), size, str(path)))

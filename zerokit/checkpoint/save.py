@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 from zerokit import files
 from zerokit.checkpoint import run as runs
-from zerokit.checkpoint.disk import explained, write_file
+from zerokit.checkpoint.by_rank import Member, differing, members_of
+from zerokit.checkpoint.disk import explained, is_there, write_file
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, readable_latest, write_latest
 from zerokit.checkpoint.manifest import MAX_STEP, own_checksum
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.safetensors import rank_file
-from zerokit.checkpoint.snapshot import Arguments, Part, complete, require_agreement, require_equal, take
+from zerokit.checkpoint.snapshot import (
+    Arguments,
+    Card,
+    Part,
+    complete,
+    require_agreement,
+    require_equal,
+    take,
+)
 from zerokit.checkpoint.staging import Staging, remove_gone
 from zerokit.checkpoint.state import merge
 from zerokit.checkpoint.together import Saving, Together, finish_saving, start_saving
@@ -86,8 +96,11 @@ def save(
             into `run_directory/island-0`, `island-1` and so on; each is a whole run, and may lie on a disk of its own.
         optimizer: its model comes with it.
         step: names the checkpoint.
-        extra: JSON-like data, tensors included, such as schedulers' `state_dict()`s and the sampler's position.
-            Rank 0's is written, and `load` returns it.
+        extra: JSON-like data, tensors included, such as schedulers' `state_dict()`s and the sampler's position. A
+            value that differs between ranks, such as the state of each rank's own data loader, is kept for each, and
+            `load` on as many ranks returns it to that rank; on another number of ranks `load` refuses it by name.
+            This goes by member of a dict with text keys, the same on all ranks; anything else differs as a whole.
+            Where rank 0 alone gives an `extra`, and the others None, all ranks get it.
         overwrite: replace this step where it is there already, at once and only when the new one is complete and on
             the disk; both take space until then. By default that is refused: `check_run` checks before training. Later
             steps stay, but they are not this training's: `load` does not take them as the newest any more.
@@ -152,8 +165,8 @@ def save(
             raise
         if islands is None:
             return Path(run_directory, target.name)
-        if islands.rank == 0:
-            runs.set_aside_islands(target.parents[1], islands.count, step)
+        whole_run, count = target.parents[1], islands.count
+        together.each(lambda: runs.set_aside_islands(whole_run, count, step) if islands.rank == 0 else None)
         return Path(run_directory, target.parent.name, target.name)
 
     return work() if blocking else start_saving(optimizer, work)
@@ -173,6 +186,7 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
     arguments, layout, rank, step = part.card.arguments, part.layout, together.rank, part.card.arguments.step
     target = Path(arguments.run) / runs.step_name(step)
     streams, scalars, values = merge(layout, [card.description for card in cards])
+    extras = _extras(together, part, cards)
     with ExitStack() as stack:
         staging: list[Staging] = []
         contents: list[Contents] = []
@@ -182,6 +196,7 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
             asked.append(retention.asked({*runs.list_steps(target.parent), step}))
             if not arguments.weights_only:
                 complete(part, cards, scalars, values)
+            part.rest.add_extra(part.extra, extras)
             contents.append(contents_of(arguments, layout, streams, tuple(scalars), part.rest))
             saves = others.hear(runs.saved_with(target) if runs.is_step(target) else None)
             # What only some islands have, as one was killed in this save, counts nowhere.
@@ -204,10 +219,13 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
             _publish(staging[0], content, weights_only=arguments.weights_only)
             try:
                 others.hear("committed")  # a step that only some islands have replaces no older one
+                remove_gone(target.parent, target.name, LATEST_NAME)
                 if retention.wanted:
                     prune_after_save(target.parent, asked[0])
             except (CheckpointError, ScheduleError) as error:
-                what = "older steps stay" if retention.wanted else "other islands may lack it"
+                what = (
+                    "older files stay" if others.alone else "older files stay, and other islands may lack it"
+                )
                 warnings.warn(f"{target} is saved, but {what}: {error}", ZerokitWarning, stacklevel=2)
 
         together.on_first(finish)
@@ -222,7 +240,8 @@ class Others:
 
     def __init__(self, tell: Callable[[tuple[str, Any]], list[tuple[str, Any]]] | None) -> None:
         self._tell = tell
-        self.settled = tell is None
+        self.alone = tell is None
+        self.settled = self.alone
         """Nothing that fails from now on keeps other islands from their step."""
 
     def hear(self, value: T) -> list[T]:
@@ -248,6 +267,16 @@ class Others:
                 self._tell(("failed", None))
 
 
+def _extras(together: Together, part: Part, cards: Sequence[Card]) -> dict[Member, list[Any]]:
+    """All ranks' values, by the rank's number, of the members of `extra` that differ."""
+    names = differing([card.extra for card in sorted(cards, key=attrgetter("rank"))])
+    if not names:
+        return {}
+    own = {name: members_of(part.extra).get(name) if name is not None else part.extra for name in names}
+    by_rank = dict(together.exchange((part.card.rank, own)))
+    return {name: [by_rank[rank][name] for rank in sorted(by_rank)] for name in names}
+
+
 def _warn_of_another_job(run: Path) -> None:
     latest, named = readable_latest(run), _NAMED.get(run.resolve())
     if latest is not None and named and latest.name not in named:
@@ -263,7 +292,7 @@ def _begin(target: Path, *, overwrite: bool) -> Staging:
     runs.require_run(target.parent)
     _warn_of_another_job(target.parent)
     replaces = overwrite
-    if os.path.lexists(target) and not overwrite:
+    if is_there(target) and not overwrite:
         if not runs.unreferenced(target):
             raise CheckpointError(
                 f"{target}: this step is already saved: pass overwrite=True to replace it, or save another step, "
@@ -292,4 +321,3 @@ def _publish(staging: Staging, manifest: bytes, *, weights_only: bool) -> None:
         runs.mark_superseded(later)
         write_latest(run, Latest(name, (crc,)))
     staging.discard()
-    remove_gone(run, name, LATEST_NAME)

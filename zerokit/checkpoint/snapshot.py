@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.checkpoint import rng
-from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, encode, mapping
+from zerokit.checkpoint.by_rank import Digests, Member, encode_by_rank, members_of
+from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode, encode, mapping
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, Scalars
 from zerokit.checkpoint.state import (
     Description,
@@ -20,10 +22,12 @@ from zerokit.checkpoint.state import (
     Held,
     describe,
     dtype_name,
+    host_bytes,
     outer_slices,
     own_slices,
     tensor_of,
 )
+from zerokit.checkpoint.strict import canonical
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
@@ -57,6 +61,9 @@ class Card:
     generators: dict[str, bytes]
     options: dict[str, str]
     """The groups' options and the loss scale, as text by their paths."""
+    rank: int
+    """The rank's number in the optimizer's group, where its values of `extra` belong."""
+    extra: Digests | None
 
 
 @dataclass(slots=True)
@@ -70,6 +77,11 @@ class Rest:
         self.members[key], tensors = encode(value, path)
         self.tensors |= {name: snapshot(tensor) for name, tensor in tensors.items()}
 
+    def add_extra(self, extra: Any, by_rank: Mapping[Member, Sequence[Any]]) -> None:
+        """Add rank 0's `extra`, with all ranks' values of members in `by_rank`; tensors in them are copies."""
+        self.members["user"], tensors = encode_by_rank(extra, by_rank)
+        self.tensors |= {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -79,6 +91,8 @@ class Part:
     slices: Slices
     rest: Rest
     """Filled by rank 0 only."""
+    extra: Any
+    """As it was given, with copies of tensors in host memory."""
     layout: Layout
     seed: int
     origin: rng.Origin | None
@@ -106,10 +120,10 @@ def take(
     held += outer_slices(runtime.layout, rank, outer)
     description = describe(runtime, held, weights_only=arguments.weights_only)
     rest, options = Rest(), {}
+    extra = _copied(extra)
     if rank == 0:
         _warn_of_extra_state(runtime.model)
-        rest.members["step"] = arguments.step
-        rest.add("user", extra, "extra")
+        rest.members |= {"step": arguments.step, "user": None}  # until ranks have compared theirs
         rest.tensors |= {
             BUFFER_PREFIX + name: snapshot(buffer, f"buffer {name}")
             for name, buffer in persistent_buffers(runtime.model).items()
@@ -127,9 +141,26 @@ def take(
         else {(one.kind, one.part.parameter.name): one.tensor for one in held}
     )
     generators = {} if arguments.weights_only else rng.capture(runtime.collectives.device)
-    card = Card(arguments, description, generators, options)
+    digests = None
+    if extra is not None and runtime.collectives.world > 1:
+        digests = {name: _digest(value) for name, value in members_of(extra).items()}
+    card = Card(arguments, description, generators, options, runtime.collectives.rank, digests)
     seed = torch.initial_seed() % 2**64
-    return Part(card, slices, rest, optimizer.layout, seed, rng.ORIGINS.get(optimizer))
+    return Part(card, slices, rest, extra, optimizer.layout, seed, rng.ORIGINS.get(optimizer))
+
+
+def _copied(extra: Any) -> Any:
+    """The value with its tensors copied into host memory. Raises `CheckpointError` for what cannot be saved."""
+    plain, tensors = encode(extra)
+    return decode(plain, {name: snapshot(tensor) for name, tensor in tensors.items()})
+
+
+def _digest(value: Any) -> str:
+    plain, tensors = encode(value)
+    total = hashlib.sha256(canonical(plain).encode())
+    for tensor in map(torch.as_tensor, tensors.values()):
+        total.update(f"{tensor.dtype} {list(tensor.shape)}".encode() + host_bytes(tensor))
+    return total.hexdigest()
 
 
 def snapshot(value: Any, what: str = "a tensor") -> Tensor:

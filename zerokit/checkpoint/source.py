@@ -15,9 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from zerokit.checkpoint.by_rank import Member, decode_by_rank
 from zerokit.checkpoint.checksum import Piece, Pieces
 from zerokit.checkpoint.disk import read_part
-from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode
+from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode, ranks_in
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, File, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
@@ -160,6 +161,11 @@ class Source(ABC):
     def extra_plain(self) -> dict[str, Any]:
         """The members of `extra.json`, as plain data, valid as FORMAT.md defines them."""
 
+    @property
+    def by_rank(self) -> list[Member]:
+        """The members of `extra` that each of the manifest's `extra_ranks` gave for itself; None for all of it."""
+        return list(ranks_in(self.extra_plain()["user"])) if self.manifest.extra_ranks else []
+
     def check_generators(self, plain: dict[str, Any]) -> None:
         """Raises `CheckpointError` unless generators' states have a row for each rank that `extra.json` lists."""
         for name, (dtype, shape) in self.common_forms.items():
@@ -171,12 +177,15 @@ class Source(ABC):
                 )
 
     def extra(self) -> dict[str, Any]:
-        """The members of `extra.json`; "user" is the `extra` given to `save`.
+        """The members of `extra.json`; "user" is the `extra` given to `save`, with `ByRank` where ranks' values differ.
 
         Tensors come as numpy arrays, torch's too; bfloat16 and float8 elements as float32, exactly.
         """
         tensors, where = Tensors(self, to_array), self.path / self.manifest.extra.name
-        return {key: decode(value, tensors, f"{where}: {key}") for key, value in self.extra_plain().items()}
+        return {
+            key: (decode_by_rank if key == "user" else decode)(value, tensors, f"{where}: {key}")
+            for key, value in self.extra_plain().items()
+        }
 
 
 def to_array(content: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:

@@ -7,7 +7,8 @@ the old one has a name beside it for a moment, from which the next command puts 
 
 from __future__ import annotations
 
-import os
+import math
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
-from zerokit.checkpoint.disk import entries_of, explained
+from zerokit.checkpoint.disk import entries_of, explained, is_directory, is_there, status_of
 from zerokit.errors import CheckpointError
 from zerokit.process import Process
 
@@ -33,12 +34,14 @@ _PATIENCE_SECONDS = 2.0
 class Leftover:
     """A leftover of a writer: `target` is the intended name (its first 60 bytes), `size` is in bytes.
 
-    `alive` is None where that cannot be checked. `gone`: it will never be finished.
+    `own`: it belongs to the user of this process. `alive` is None where that cannot be checked. `gone`: it is own and
+    will never be finished.
     """
 
     path: Path
     target: str
     writer: Process
+    own: bool
     alive: bool | None
     gone: bool
     size: int
@@ -47,7 +50,9 @@ class Leftover:
         who = f"process {self.writer.pid} on {self.writer.host}"
         if self.gone:
             return f"left by {who}, which is gone"
-        return f"{who} is writing it" if self.alive else f"of {who}, which cannot be checked from here"
+        if self.alive:
+            return f"{who} is writing it"
+        return f"of {who}, {'which cannot be checked from here' if self.own else 'of another user'}"
 
     def plain(self) -> dict[str, object]:
         return {
@@ -99,7 +104,7 @@ class Staging:
 
     def _put(self) -> None:
         calls = files.system()
-        if not os.path.lexists(self.target):
+        if not is_there(self.target):
             # A plain rename would also replace an empty directory that another process has just made.
             calls.rename_new(self.work, self.target)
             return
@@ -121,17 +126,16 @@ class Staging:
 def finish_replacement(target: Path, *, patience: float = _PATIENCE_SECONDS) -> None:
     """Put back what a writer had set aside that was killed between the two renames of a replacement.
 
-    A living one is given `patience` seconds for the second. Nothing is done where nothing may be written. Raises
-    `OSError`.
+    A living one is given `patience` seconds for the second. Nothing is done with what another user has set aside.
+    Raises `OSError` where nothing may be written: an older step would look like the newest.
     """
     aside = target.parent.resolve() / _ASIDE.format(target.name)
     deadline = time.monotonic() + patience
-    while target.name and os.path.lexists(aside) and not os.path.lexists(target):
+    while target.name and is_there(aside) and belongs_to_this_user(aside) and not is_there(target):
         if time.monotonic() > deadline:
-            if os.access(target.parent, os.W_OK):
-                with suppress(FileNotFoundError):  # another reader was quicker
-                    files.system().rename(aside, target)
-                    files.system().sync_directory(target.parent)
+            with suppress(FileNotFoundError):  # another reader was quicker
+                files.system().rename(aside, target)
+                files.system().sync_directory(target.parent)
             return
         time.sleep(0.02)
 
@@ -139,11 +143,13 @@ def finish_replacement(target: Path, *, patience: float = _PATIENCE_SECONDS) -> 
 def finish_replacements(folder: Path) -> None:
     """`finish_replacement` of everything in a directory, whose replaced directories are removed."""
     head, tail = _ASIDE.split("{}")
-    for aside in folder.glob(f"{head}*{tail}"):
-        target = folder / aside.name.removeprefix(head).removesuffix(tail)
+    for entry in entries_of(folder):
+        if not (entry.name.startswith(head) and entry.name.endswith(tail)):
+            continue
+        target = folder / entry.name.removeprefix(head).removesuffix(tail)
         finish_replacement(target)
-        if os.path.lexists(target):
-            files.remove_tree(aside)
+        if is_there(target):
+            files.remove_tree(Path(entry.path))
 
 
 def require_apart(source: Path, target: Path) -> None:
@@ -165,19 +171,24 @@ def require_vacant(target: Path, *, force: bool, foreign: Foreign | None = None)
     Only an empty directory, or one in which there is nothing `foreign`, is ever replaced.
     """
     with explained(target, "looked at"):
-        if not target.parent.is_dir():
+        if not is_directory(target.parent):
             raise CheckpointError(
                 f"{target}: its parent directory {target.parent} does not exist: create it first"
             )
-        if not os.path.lexists(target):
+        status = status_of(target, follow=False)
+        if status is None:
             return
         if not force:
             raise CheckpointError(
                 f"{target}: exists: choose another output, or --force (force=True) to replace it"
             )
-        if target.is_symlink() or not target.is_dir():
+        if not stat.S_ISDIR(status.st_mode):
             raise CheckpointError(f"{target}: exists and is not a directory: it is not replaced")
-        if any(target.iterdir()) and (strange := foreign(target) if foreign else "files"):
+        if not belongs_to_this_user(target):
+            raise CheckpointError(
+                f"{target}: exists and is another user's: it is not replaced: choose another output"
+            )
+        if entries_of(target) and (strange := foreign(target) if foreign else "files"):
             raise CheckpointError(
                 f"{target}: holds {strange}: only an earlier output of this kind is replaced: choose another output, "
                 "or remove it yourself"
@@ -191,10 +202,14 @@ def leftovers(folder: Path) -> list[Leftover]:
         match = files.TEMPORARY.fullmatch(entry.name)
         writer = Process.parse(match["writer"]) if match else None
         if match and writer and not entry.is_symlink():
-            path = Path(entry.path)
-            lives, (size, newest) = writer.lives(), files.measured(path)
-            gone = time.time() - newest > IDLE_SECONDS if lives is None else not lives
-            unfinished.append(Leftover(path, match["target"], writer, lives, gone, size))
+            path, lives = Path(entry.path), writer.lives()
+            own = belongs_to_this_user(path)
+            try:
+                size, newest = files.measured(path)
+            except OSError:  # it is not seen to be idle
+                size, newest = 0, math.inf
+            gone = own and (time.time() - newest > IDLE_SECONDS if lives is None else not lives)
+            unfinished.append(Leftover(path, match["target"], writer, own, lives, gone, size))
     return unfinished
 
 
@@ -206,14 +221,12 @@ def remove_gone(folder: Path, *names: str) -> None:
     targets = {files.stem(name) for name in names}
     for left in leftovers(folder):
         # Two optimizers, say, may be saved into one run: what a living one writes stays.
-        if not left.alive and (left.gone or left.target in targets):
-            remove(left)
+        if not left.alive and (left.gone or (left.own and left.target in targets)):
+            files.remove_tree(left.path)
 
 
-def remove(left: Leftover) -> None:
-    """Remove as much of a leftover as possible."""
-    if left.path.is_dir():
-        files.remove_tree(left.path)
-    else:
-        with suppress(OSError):
-            files.system().unlink(left.path)
+def belongs_to_this_user(path: Path) -> bool:
+    """Whether the user of this process has made what is there, a link itself; False where nothing is."""
+    with suppress(OSError):
+        return files.is_own(path.lstat().st_uid, path.parent)
+    return False

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from zerokit.checkpoint.checksum import damaged
 from zerokit.checkpoint.copying import Progress
-from zerokit.checkpoint.disk import explained, opened
+from zerokit.checkpoint.disk import despite_damage, entries_of, is_there, opened, size_of
 from zerokit.checkpoint.formats import open_source, recognised
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.latest import LATEST_NAME
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
 from zerokit.checkpoint.run import ISLANDS_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Re
     """Read every byte of the checkpoint at `path`: a step, or a run's newest step.
 
     A checkpoint of another framework is compared with the checksums that its format has. Damage is reported, not
-    raised. Raises `CheckpointError` only where there is no checkpoint.
+    raised. Raises `CheckpointError` where there is no checkpoint, and where the operating system fails to read a file,
+    which says nothing about its bytes.
     """
     return _reports(Path(path), progress, every=False)[0]
 
@@ -85,8 +86,13 @@ def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Rep
     reports = []
     for step in wanted:
         faults = choice.faults if step == choice.path else ()
-        report = _verify(step, faults, progress, in_run=bool(runs))
-        if report.intact or step.exists():  # a save beside this may have removed it: there is a newer one now
+        try:
+            report = _verify(step, faults, progress, in_run=bool(runs))
+        except StorageError:
+            if is_there(step):
+                raise
+            continue  # a save beside this has removed it: there is a newer one now
+        if report.intact or is_there(step):
             reports.append(replace(report, unread=len(steps) - len(wanted)))
     return tuple(reports) or _reports(path, progress, every=every)
 
@@ -147,8 +153,7 @@ def _findings(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
 
 def _strangers(checkpoint: Checkpoint) -> Iterator[Finding]:
     known = {NAME, SUPERSEDED_NAME, ISLANDS_NAME, *(name for name, _ in checkpoint.held_files())}
-    with explained(checkpoint.path, "listed"):
-        names = os.listdir(checkpoint.path)
+    names = [entry.name for entry in entries_of(checkpoint.path)]
     yield from (
         Finding(name, "not a part of this checkpoint: move it away") for name in sorted(set(names) - known)
     )
@@ -162,7 +167,7 @@ def _rank(checkpoint: Checkpoint, rank: int, read: _Reading) -> Iterator[Finding
         return
     path = checkpoint.path / file.name
     with opened(path) as fd:
-        size = os.fstat(fd).st_size
+        size = size_of(fd, path)
         if size != file.size:
             wrong = "truncated" if size < file.size else "too long"
             yield Finding(file.name, f"{wrong}: {size} bytes, expected {file.size}")
@@ -177,6 +182,8 @@ def _rank(checkpoint: Checkpoint, rank: int, read: _Reading) -> Iterator[Finding
             else:
                 try:
                     crc = file_checksum(fd, extent_size, path, offset, read)
+                except StorageError:
+                    raise
                 except CheckpointError as error:
                     problem = str(error).removeprefix(f"{path}: ")
                 else:
@@ -200,11 +207,11 @@ def _common(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
                 manifest.common.name, f"holds {what} as {name}, expected {scalar.dtype} {list(shape)}"
             )
     if not manifest.weights_only:
-        try:
+        plain = None
+        with despite_damage():  # reported with that file
             plain = checkpoint.extra_plain()
-        except CheckpointError:
-            return  # reported with that file
-        checkpoint.check_generators(plain)
+        if plain is not None:
+            checkpoint.check_generators(plain)
 
 
 def _extra(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
@@ -214,6 +221,8 @@ def _extra(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
 
 
 def _finding(file: str, error: CheckpointError | str, folder: Path) -> Finding:
-    """An error as a finding about `file` of `folder`, which need not be named again."""
+    """An error as a finding about `file` of `folder`, which need not be named again. `StorageError` is none: raised."""
+    if isinstance(error, StorageError):
+        raise error
     text = str(error)
     return Finding(file, text.removeprefix(f"{folder / file}: "))

@@ -9,9 +9,17 @@ from pathlib import Path
 
 from safetensors.torch import save as save_tensors
 
+from zerokit.checkpoint.by_rank import decode_by_rank
 from zerokit.checkpoint.checksum import Part, Pieces, crc32
-from zerokit.checkpoint.disk import MAX_TEXT_BYTES, new_file, write_exactly, write_file
-from zerokit.checkpoint.extra import decode, parse_members
+from zerokit.checkpoint.disk import (
+    MAX_TEXT_BYTES,
+    is_directory,
+    new_file,
+    status_of,
+    write_exactly,
+    write_file,
+)
+from zerokit.checkpoint.extra import decode, parse_members, ranks_in
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars, parse_manifest
 from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import (
@@ -50,7 +58,7 @@ def write_rank(
     work: Path, file: RankFile, streams: tuple[Stream, ...], slices: Slices, layout: Layout
 ) -> Written:
     """Write a rank's file in the directory `work`. Raises `CheckpointError`."""
-    if not work.is_dir():
+    if not is_directory(work):
         raise CheckpointError(f"{work}: not there: the run directory is not shared between the nodes")
     path, line = work / file.name, layout.parameters
     wanted = {(streams[e.stream].kind, line[e.position].name) for e in file.extents}
@@ -107,6 +115,7 @@ def contents_of(
         File(COMMON_NAME, len(common), 0, crc32(common)),
         File(EXTRA_NAME, len(extra), 0, crc32(extra)),
         arguments.weights_only,
+        max(map(len, ranks_in(rest.members["user"]).values()), default=0),
     )
     content = manifest.to_bytes()
     for name, text in ((NAME, content), (EXTRA_NAME, extra)):
@@ -118,8 +127,8 @@ def contents_of(
     parse_manifest(content, f"{where}: {NAME}")
     parse_header(common, len(common), f"{where}: {COMMON_NAME}")
     plain = parse_members(extra, manifest, f"{where}: {EXTRA_NAME}")
-    for key in ("user", "groups", "values"):
-        decode(plain.get(key), rest.tensors, f"{where}: {key}")
+    for key, read in (("user", decode_by_rank), ("groups", decode), ("values", decode)):
+        read(plain.get(key), rest.tensors, f"{where}: {key}")
     return Contents(common, extra, manifest)
 
 
@@ -128,7 +137,8 @@ def write_rest(work: Path, contents: Contents, written: list[Written]) -> bytes:
     draft = contents.manifest
     for rank, (file, _) in enumerate(written):
         path = work / file.name
-        if not path.exists() or path.stat().st_size != file.size:
+        status = status_of(path)
+        if status is None or status.st_size != file.size:
             raise CheckpointError(
                 f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
             )

@@ -77,10 +77,13 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Exit with the signal's code on interruption, also during imports; click would exit with 1.
 
-        A `UsageError` is shown as one of the command line that led to it, with exit code 2.
+        A `UsageError` is shown as one of the command line that led to it, with exit code 2. What click says may quote
+        values of a file or a variable.
         """
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            raise click.UsageError(printable(error.format_message()), error.ctx) from error
         except KeyboardInterrupt:
             raise Interrupted(signal.SIGINT) from None
         except UsageError as error:

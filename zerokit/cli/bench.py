@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import click
 from zerokit.cli.bench_options import HEADING_OF, bench_options
 from zerokit.cli.launcher_options import launcher_options
 from zerokit.cli.launchers import given_arguments, join
+from zerokit.documents import parse_toml, read_text
 from zerokit.text import printable
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def use_sweep_file(context: click.Context, parameter: click.Parameter, path: Pat
     if path is None:
         return
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(read_text(path))
     except (OSError, ValueError) as error:
         raise click.UsageError(printable(f"{path} is not a TOML file of options: {error}")) from error
     known = {
@@ -44,9 +44,19 @@ def use_sweep_file(context: click.Context, parameter: click.Parameter, path: Pat
             raise click.UsageError(printable(f"{path}: {key!r} is not an option of zerokit bench: {hint}"))
         if option.name in values:
             raise click.UsageError(printable(f"{path}: {name} is set twice, with - and with _"))
+        given = value if isinstance(value, list) else [value]
+        if strange := [one for one in given if not isinstance(one, str | int | float)]:
+            kind = type(strange[0]).__name__
+            raise click.UsageError(
+                printable(f"{path}: {name} has a value of type {kind}: expected texts or numbers")
+            )
         # As it would stand on the command line, so that both are read by the same types.
-        texts = [str(one) for one in (value if isinstance(value, list) else [value])]
+        texts = list(map(str, given))
         values[option.name or ""] = texts if option.multiple else ",".join(texts)
+        try:
+            option.type_cast_value(context, values[option.name or ""])
+        except click.UsageError as error:
+            raise click.UsageError(printable(f"{path}: {error.format_message()}")) from error
     context.default_map = values
 
 

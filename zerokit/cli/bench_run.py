@@ -53,7 +53,7 @@ from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_g
 from zerokit.errors import UsageError
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.joined import Leader
-from zerokit.text import printable, without_secrets
+from zerokit.text import printable, printable_json, without_secrets
 
 _CHECKPOINTS = [name for name, how in OPTIONS.items() if how.heading == CHECKPOINTS]
 """Settings for a single bench: cells that write the same checkpoints would continue each other's."""
@@ -209,7 +209,7 @@ def _run_single(request: Request, leader: Leader | None) -> int:
         _warn(record, display)
     well = record.status is Status.OK
     if request.as_json:
-        click.echo(record.to_json(), nl=False)
+        click.echo(printable_json(record.to_json()), nl=False)
     elif well:
         display.table([record])
     display.files({"record": str(path)}, tracker, to_stderr=request.as_json or not well)
@@ -251,7 +251,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
         tracker.push(Found(list(zip(paths, records, strict=True)), sweeps, []))
     if request.as_json:
         content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
-        click.echo(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+        click.echo(printable_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)))
     else:
         display.table(records)
     display.files(written, tracker, to_stderr=request.as_json)
@@ -272,11 +272,15 @@ def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | N
     asked = output if output is not None and output.suffix == ".json" else None
     job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
     require_writable(job.record.parent)
-    finished = None
+    finished, there = None, None
     with suppress(RecordError):
-        record = read_record(job.record)
-        if record.id == job.identity and record.status is Status.OK:
-            finished = record  # its launcher may have been killed before MLflow was filled, or since
+        there = read_record(job.record)
+    if there is not None and there.id == job.identity and there.status is Status.OK:
+        finished = there  # its launcher may have been killed before MLflow was filled, or since
+    elif asked is None and job.record.exists() and (there is None or there.id != job.identity):
+        raise UsageError(
+            f"{run} names {job.record} as its record, which is another file: name one with --output FILE.json"
+        )
     if finished is not None and not same_job(settings, finished.settings):
         Journal(run).finish()
         return _record_file(settings, output)

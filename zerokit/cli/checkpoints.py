@@ -106,6 +106,9 @@ def _print_tree(summary: Summary) -> None:
         _add(streams, stream.kind, f"{stream.dtype}, {amount}, {decimal_size(stream.bytes)}")
     elements = f"{summary.trainable_numel:,} trainable elements, {summary.frozen_numel:,} frozen"
     _grow(_add(root, "parameters", elements), _modules(summary.parameters), _MOST)
+    if summary.extra_ranks:
+        names = ", ".join(name or "all of it" for name in summary.by_rank)
+        _add(root, "extra", f"of each of {counted(summary.extra_ranks, 'rank')}: {names}")
     if summary.common:
         where = "common.safetensors" if summary.format == "zerokit" else "buffers and the optimizer's scalars"
         tensors = [(tensor.name, f"{tensor.dtype} {list(tensor.shape)}") for tensor in summary.common]
@@ -262,7 +265,7 @@ def _print_differences(comparison: Comparison) -> None:
                 f"         and {len(differences) - _SHOWN} more of {printable(stream)} (--json lists all)"
             )
     for line in comparison.layout:
-        click.echo(f"layout   {line} (no difference of the state)")
+        say(f"layout   {line} (no difference of the state)")
     differ = counted(len(comparison.differences), "difference") if comparison.differences else "no difference"
     click.echo(f"{differ}; {comparison.equal} equal by CRC-32")
 

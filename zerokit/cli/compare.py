@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zerokit.cli.work import Finite, Name, json_option, note, tracking_uri_option
+from zerokit.cli.work import Finite, Name, json_option, note, say, tracking_uri_option
 from zerokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def command(
         from zerokit.bench.report.render import write_comparison
 
         write_comparison(runs, html, label)
-        click.echo(f"report  {html}", err=True)
+        say(f"report  {html}", err=True)
     if as_json:
         click.echo(comparison_json(cells, broken, differing))
     else:

@@ -59,10 +59,10 @@ class Display:
         self._cells = cells
         narrow = self._errors.width < _NARROW
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=10 if narrow else 24),
             _Count(),
-            *([] if narrow else [TextColumn("{task.fields[note]}")]),
+            *([] if narrow else [TextColumn("{task.fields[note]}", markup=False)]),
             _Clock(),
             console=self._errors,
             disable=not self._errors.is_terminal,
@@ -98,7 +98,7 @@ class Display:
 
     def began(self, number: int, label: str) -> None:
         """Show that a cell of the sweep starts."""
-        self._progress.update(self._sweep, completed=number, note=label)
+        self._progress.update(self._sweep, completed=number, note=printable(label))
         self._progress.remove_task(self._task)  # `reset` would keep the last cell's number of steps
         self._task = self._progress.add_task("starting", total=None, note="")
 
@@ -108,7 +108,7 @@ class Display:
             return
         self._progress.update(self._sweep, completed=number + 1, note="")
         digits = len(str(self._cells))
-        line = Text(f"[{number + 1:>{digits}}/{self._cells}] {label}  ")
+        line = Text(f"[{number + 1:>{digits}}/{self._cells}] {printable(label)}  ")
         if record.status == "ok" and record.results is not None and record.model is not None:
             results = record.results
             peak = results.peak_allocated_bytes or results.peak_host_bytes
@@ -143,7 +143,8 @@ class Display:
         elif tracker.tracking is not None and tracker.run_id is not None:
             lines.append(f"MLflow  run {tracker.run_id}")
             lines += open_lines(tracker.tracking.uri, tracker.page)
-        (self._errors if to_stderr else self._out).print(Text("\n".join(lines)), soft_wrap=True)
+        text = "\n".join(map(printable, lines))
+        (self._errors if to_stderr else self._out).print(Text(text), soft_wrap=True)
 
 
 def open_lines(uri: str, page: str | None) -> list[str]:

@@ -121,7 +121,9 @@ def _examined(plan: Plan, chosen: Chosen, leader: Leader | None, quick: bool) ->
         return examine_quickly(plan)
     console = Console(stderr=True, highlight=False)
     with Interrupts() as interrupts, console.status("looking around") as status:
-        return examine(plan, chosen.launch(interrupts, leader), status.update)
+        return examine(
+            plan, chosen.launch(interrupts, leader), lambda text: status.update(Text(printable(text)))
+        )
 
 
 _STYLES = {

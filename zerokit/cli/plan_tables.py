@@ -33,17 +33,17 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
     console.print(Text(printable(heading), style="bold"))
     fitting = plan.fitting if every else best_of_each(plan.fitting)
     if fitting:
-        console.print(_table(plan, fitting), Text(), Text(plan.why), sep="\n", soft_wrap=True)
+        console.print(_table(plan, fitting), Text(), Text(printable(plan.why)), sep="\n", soft_wrap=True)
     missing = plan.too_large if every else hopeless(plan)
     if missing:
         console.print(Text(), Text("Does not fit", style="bold"), sep="\n")
         for one in missing:
-            console.print(Text(_missing(one)), soft_wrap=True)
+            console.print(Text(printable(_missing(one))), soft_wrap=True)
     if plan.best is not None:
         console.print(Text())
         if plan.bench_line is not None:
             console.print(Text(f"measure  {printable(plan.bench_line)}"), soft_wrap=True)
-        console.print(Text(f"train    {plan.optimizer_arguments}"), soft_wrap=True)
+        console.print(Text(printable(f"train    {plan.optimizer_arguments}")), soft_wrap=True)
     if page is not None:
         console.print(Text(f"page     {printable(str(page))}"), soft_wrap=True)
     console.print(Text())

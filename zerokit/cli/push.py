@@ -47,9 +47,10 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
         print_json(plain)
     else:
         summary = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
-        click.echo(f"{summary}: experiment {experiment} at {shown}")
+        say(f"{summary}: experiment {experiment} at {shown}")
         page = next((done.page for done in reversed(results) if done.page), None)
-        click.echo("\n".join(open_lines(tracking.uri, page)))
+        for line in open_lines(tracking.uri, page):
+            say(line)
     if counts["failed"]:
         raise SystemExit(1)
 

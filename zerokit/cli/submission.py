@@ -14,7 +14,8 @@ import click
 
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.cli.launchers import given_arguments, is_given, read_variables
-from zerokit.text import printable, without_secrets, without_secrets_named
+from zerokit.launch.trust import SECRET
+from zerokit.text import printable, printable_json, printable_lines, without_secrets, without_secrets_named
 
 if TYPE_CHECKING:
     from zerokit.cli.bench_run import Request
@@ -103,7 +104,9 @@ def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
     Raises `click.UsageError` for a password or a token, which would appear in the manifest.
     """
     options, tracking = request.chosen.options, request.tracking
-    environment = {name: value for name, value in os.environ.items() if _FOR_PODS.fullmatch(name)}
+    environment = {
+        name: value for name, value in os.environ.items() if _FOR_PODS.fullmatch(name) and name != SECRET
+    }
     served = tracking is not None and re.match(r"https?://", tracking.uri) is not None
     if tracking is not None and served:
         environment["MLFLOW_TRACKING_URI"] = tracking.uri
@@ -159,7 +162,7 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
         inside /= f"{datetime.now():%Y%m%d-%H%M%S-%f}.json"
     python = options["remote_python"] or sys.executable
     arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
-    command = [python, "-m", "zerokit", "bench", *arguments, "--launcher", "env"]
+    command = [python, "-P", "-m", "zerokit", "bench", *arguments, "--launcher", "env"]
     given = allocation.variables.items()
     if any(without_secrets(word) != word for word in command) or any(
         without_secrets_named(name, value) != value for name, value in given
@@ -173,7 +176,8 @@ def _submit_to_slurm(context: click.Context, request: Request) -> int:
     made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))]))
     script = render_script(allocation, command, made_by)
     if options["dry_run"]:
-        click.echo(script, nl=False)
+        # Unchanged for a program, escaped for a terminal.
+        click.echo(printable_lines(script) if sys.stdout.isatty() else script, nl=False)
         return 0
     scripts = folder_of("").parent
     require_writable(scripts)
@@ -210,10 +214,10 @@ def _show(target: Path, display: Display, *, as_json: bool, single: bool, log: P
     if single and target.exists():
         record = read_record(target)
         if as_json:
-            click.echo(record.to_json(), nl=False)
+            click.echo(printable_json(record.to_json()), nl=False)
         elif record.status == "ok":
             display.table([record])
         else:
             display.warn(f"{record.status}: {record.reason}")
     lines = [f"\n{'record' if single else 'records'}  {target}", *([] if log is None else [f"log     {log}"])]
-    click.echo("\n".join(lines), err=as_json)
+    click.echo(printable_lines("\n".join(lines)), err=as_json)

@@ -25,12 +25,12 @@ from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, finding, machines
 from zerokit.doctor.interfaces import judge_network
 from zerokit.doctor.limits import judge_limits
-from zerokit.doctor.names import within
 from zerokit.doctor.processor import judge_processors
 from zerokit.doctor.software import judge_software
 from zerokit.doctor.tracking import Tracking, judge_tracking, look_at_tracking
 from zerokit.doctor.wire import judge_all_reduce, judge_pairs
 from zerokit.doctor.worker import STAGES, Job
+from zerokit.documents import parse_json, read_text
 from zerokit.errors import ZerokitError
 from zerokit.launch.agents import DISK_HAS
 
@@ -44,7 +44,6 @@ WORKER = "zerokit.doctor.worker"
 JOB = "job.json"
 FAULTS = 5
 """The exit code of a report with a fault."""
-_QUICK_ANSWER_SECONDS = 1.0
 _MOST_NAMED = 8
 
 
@@ -150,11 +149,7 @@ class TimedOut(ZerokitError):
 def examine_quickly(plan: Plan) -> Report:
     """Examine this process alone: no ranks are started, and only a few KiB are written."""
     here = look_around(own_seat({}), plan.directory, 0)
-    try:
-        # A name server that is silent would keep urllib longer than its time-out.
-        tracking = within(lambda: look_at_tracking(plan.tracking_uri, quick=True), _QUICK_ANSWER_SECONDS)
-    except TimeoutError as error:
-        tracking = Tracking(plan.tracking_uri.rpartition("@")[2], "server", str(error), reached=False)
+    tracking = look_at_tracking(plan.tracking_uri, quick=True)
     findings = judge([here], None, plan.world) + judge_tracking(tracking)
     findings.append(finding("ZD901", Verdict.skipped("--quick: none were started")))
     return Report(plan, True, _now(), here, [], None, tracking, _by_code(findings))
@@ -281,7 +276,7 @@ def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:
 
 def _load(kind: type[T], path: Path) -> T | None:
     try:
-        return from_plain(kind, json.loads(path.read_text()))
+        return from_plain(kind, parse_json(read_text(path)))
     except (OSError, ValueError, SchemaError):
         return None
 

@@ -21,14 +21,14 @@ def own_addresses() -> list[str]:
 
 
 def within(question: Callable[[], T], seconds: float) -> T:
-    """The answer, or its OSError, or a TimeoutError: a lookup cannot be stopped, so its thread is left behind."""
+    """The answer, or its error, or a TimeoutError: a lookup cannot be stopped, so its thread is left behind."""
     answers: list[T] = []
-    errors: list[OSError] = []
+    errors: list[Exception] = []
 
     def ask() -> None:
         try:
             answers.append(question())
-        except OSError as error:
+        except Exception as error:
             errors.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)

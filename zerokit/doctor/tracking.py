@@ -11,16 +11,23 @@ import sqlite3
 import tempfile
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import requests
+from urllib3.exceptions import HTTPError
 
 from zerokit.doctor.findings import Finding, Verdict, finding
+from zerokit.doctor.names import within
 from zerokit.text import without_secrets
 
 QUICK_SECONDS, PATIENT_SECONDS = 0.7, 5.0
+"""Of a single read from a server."""
+_ALL_SECONDS = {True: 1.0, False: 15.0}
+"""Of the whole look, if quick and if not: names may be looked up for long, and a server send a byte now and then."""
+_MOST_BYTES = 1 << 16
 _READ = "api/2.0/mlflow/experiments/search?max_results=1"
 """As MLflow's clients ask: what begins with /api is guarded by the server's checks of host name and user."""
 
@@ -46,44 +53,58 @@ class Tracking:
 
 def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
     """Contact the store, and change nothing in it; `quick` waits less."""
+    found, look = _way(uri, QUICK_SECONDS if quick else PATIENT_SECONDS)
+    try:
+        return within(look, _ALL_SECONDS[quick])
+    except TimeoutError as error:
+        return replace(found, error=str(error), reached=False)
+
+
+def _way(uri: str, seconds: float) -> tuple[Tracking, Callable[[], Tracking]]:
+    """What the URI says of the store, and how to look at it."""
     shown = without_secrets(uri).replace("***@", "")
     scheme, _, rest = uri.partition(":")
     if scheme in ("http", "https"):
-        return _server(Tracking(shown, "server"), uri, QUICK_SECONDS if quick else PATIENT_SECONDS)
+        found = Tracking(shown, "server")
+        return found, lambda: _server(found, uri, seconds)
     if scheme.partition("+")[0] == "sqlite":
         # sqlite:///relative and sqlite:////absolute, as SQLAlchemy reads them.
         path = Path(urllib.parse.unquote(rest.removeprefix("///").partition("?")[0])).absolute()
         found = Tracking(shown, "SQLite")
-        return _sqlite(found, path) if path.exists() else _folder(found, path.parent)
+        return found, lambda: _sqlite(found, path) if path.exists() else _folder(found, path.parent)
     if scheme == "file" or ("://" not in uri and uri not in ("databricks", "databricks-uc")):
-        path = Path(urllib.request.url2pathname(rest) if scheme == "file" else uri)
-        return _folder(Tracking(shown, "folder"), path.absolute())
-    return Tracking(shown, "other")
+        path = Path(urllib.request.url2pathname(rest) if scheme == "file" else uri).absolute()
+        found = Tracking(shown, "folder")
+        return found, lambda: _folder(found, path)
+    found = Tracking(shown, "other")
+    return found, lambda: found
 
 
 def _server(found: Tracking, uri: str, seconds: float) -> Tracking:
     """Ask with the user and certificates that MLflow's own client would use."""
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"headers": {"Accept-Encoding": "identity"}}
     user, password, token = (
         os.environ.get(f"MLFLOW_TRACKING_{name}") for name in ("USERNAME", "PASSWORD", "TOKEN")
     )
     if user is not None and password is not None:
         more["auth"] = (user, password)
     elif token:
-        more["headers"] = {"Authorization": f"Bearer {token}"}
+        more["headers"] |= {"Authorization": f"Bearer {token}"}
     insecure = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("1", "true")
     more["verify"] = not insecure and (os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or True)
     try:
-        answer = requests.get(f"{uri.partition('?')[0].rstrip('/')}/{_READ}", timeout=seconds, **more)
+        address = f"{uri.partition('?')[0].rstrip('/')}/{_READ}"
+        with requests.get(address, timeout=seconds, stream=True, **more) as answer:
+            if answer.status_code == 200:
+                return found
+            text = answer.raw.read(_MOST_BYTES, decode_content=False).decode(errors="replace")
     except requests.Timeout:
         return replace(found, error=f"no answer within {seconds:g} s", reached=False)
     except ValueError:  # its text would show the password
         return replace(found, error="not a valid address", reached=False)
-    except OSError as error:
+    except (OSError, HTTPError) as error:
         return replace(found, error=_root(error), reached=False)
-    if answer.status_code == 200:
-        return found
-    reason = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[:200]}"
+    reason = f"HTTP {answer.status_code}: {' '.join(text.split())[:200]}"
     return replace(found, error=reason, status=answer.status_code)
 
 

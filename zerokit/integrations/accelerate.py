@@ -9,41 +9,37 @@ The loop stays as it is. One line that DDP forgives and this does not: clip unde
 from __future__ import annotations
 
 import os
+import re
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerokit
-from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.together import Together
-from zerokit.errors import UsageError, ZerokitWarning
+from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
+from zerokit.integrations.marks import is_unsharded, mark, take_back
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.runtime.whole import is_managed
 
 try:
     from accelerate import Accelerator, DistributedType
     from accelerate.optimizer import AcceleratedOptimizer
+
+    from zerokit.integrations.handlers import require_known, with_handlers
 except ImportError as error:
     raise ImportError("accelerate is not installed: pip install 'zerokit[accelerate]'") from error
 
 CHECKPOINT_NAME = "zerokit"
 """The directory of zerokit's checkpoint inside the one that `save_state` writes."""
 
-_SHARDED = "_zerokit_sharded"
-_GENERATES_TOGETHER = "_is_fsdp_managed_module"
-"""By this mark transformers' `generate` calls the model until all ranks' texts have ended (`synced_gpus`).
-
-Modules without `generate` are not marked: encoders of speech would run the layers that LayerDrop leaves out.
-"""
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -70,13 +66,14 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             half precision with fp32 masters, there is no autocast.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
         mixed_precision: "no", "bf16" or "fp16"; by default that of `accelerate launch`.
-        **options: the other arguments of `Accelerator`.
+        **options: the other arguments of `Accelerator`. Of `kwargs_handlers`, GradScalerKwargs become the loss scale,
+            DistributedDataParallelKwargs the wire (`comm_hook`) and `bucket_mb`.
 
     Micro-batches add up in whole gradients, as under DDP's `no_sync`;
     `GradientAccumulationPlugin(sync_each_batch=True)` keeps them sharded at stages 2 and 3, and reduces each.
 
-    Raises `UsageError` for another engine (DeepSpeed, FSDP, Megatron-LM), torch.compile, `even_batches=False`, and
-    without a process group.
+    Raises `UsageError` for another engine (DeepSpeed, FSDP, Megatron-LM), torch.compile, `even_batches=False`, handlers
+    that cannot be followed, and without a process group.
     """
 
     def __init__(
@@ -100,8 +97,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             "precision": choose_precision(precision, mixed, "mixed_precision"),
             **zero_options,
         }
+        require_known(options.get("kwargs_handlers") or ())
         super().__init__(mixed_precision="no", **options)
         self._require_plain_ranks()
+        self._arguments()
 
     def _require_plain_ranks(self) -> None:
         if self.distributed_type in _OTHER_ENGINES or self.parallelism_config is not None:
@@ -125,6 +124,16 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
                 "others' collectives: leave it out; gather_for_metrics() drops what was repeated"
             )
 
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments of `ZeroOptimizer`; Trainer sets the handler for DistributedDataParallel late."""
+        return with_handlers(
+            self.zero_arguments,
+            scaler=self.scaler_handler,
+            ddp=self.ddp_handler,
+            group=self.init_handler,
+            autocast=self.autocast_handler,
+        )
+
     @property
     def zero_optimizer(self) -> ZeroOptimizer | None:
         """The `ZeroOptimizer` that was prepared, for `memory()`, `gathered()` and others."""
@@ -146,10 +155,16 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Shard the model and the optimizer, prepare loaders and schedulers as accelerate does; returns all in order.
 
-        Raises `UsageError` unless one trainable model comes together with its one optimizer.
+        A model that an earlier accelerator or trainer has sharded is taken from it, with its weights: their optimizer
+        refuses to step from then on. Raises `UsageError` unless one trainable model comes together with its one
+        optimizer.
         """
-        new_models = [obj for obj in args if isinstance(obj, nn.Module) and _unsharded(obj)]
         new_optimizers = [obj for obj in args if isinstance(obj, Optimizer) and not _prepared(obj)]
+        if new_optimizers and self.zero_optimizer is None:
+            for obj in args:
+                if isinstance(obj, nn.Module) and is_managed(obj):
+                    take_back(obj)
+        new_models = [obj for obj in args if isinstance(obj, nn.Module) and is_unsharded(obj)]
         if not new_models and not new_optimizers:
             return super().prepare(*args, device_placement=device_placement)
         if (len(new_models), len(new_optimizers)) != (1, 1) or self.zero_optimizer is not None:
@@ -173,20 +188,16 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         meta = any(parameter.is_meta for parameter in model.parameters())
         if not meta and (self.device_placement if on_device is None else on_device):
             model.to(self.device)
-        zero = recipe.build(model, **self.zero_arguments)
+        zero = recipe.build(model, **self._arguments())
         hand_over(optimizer, zero)
-        _share_statistics(model, zero)
-        model.__dict__ |= {"_is_accelerate_prepared": True, _SHARDED: True, "no_sync": _refuse_no_sync}
-        for module in model.modules() if zero.runtime.placement.cuts_parameters else ():
-            if hasattr(module, "generate"):
-                module.__dict__[_GENERATES_TOGETHER] = True
+        mark(model, zero, shares=self.ddp_handler is None or self.ddp_handler.broadcast_buffers)
         return zero
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model that is only evaluated; one that is trained goes to `prepare` with its optimizer."""
-        if not evaluation_mode and _unsharded(model):
+        if not evaluation_mode and is_unsharded(model):
             raise UsageError("prepare_model() of a trainable model: write prepare(model, optimizer) instead")
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepared
@@ -253,7 +264,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """The whole weights and buffers, each in memory of its own; tied names share one. Collective.
 
-        Every rank holds the whole model for as long as it keeps this.
+        Trained weights are the masters, so they are fp32 in half precision. Every rank holds the whole model for as
+        long as it keeps this.
         """
         state: dict[str, Any] = model.state_dict()
         tensors = dict(model.named_parameters(remove_duplicate=False))
@@ -266,6 +278,24 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
                 # A view of its unit's storage: a writer that saves by storage would take the unit for one tensor.
                 state[name] = value.clone()
         return state
+
+    def save_model(
+        self, model: nn.Module, save_directory: str | os.PathLike[str], *more: Any, **options: Any
+    ) -> None:
+        """Write the whole weights as accelerate does, each in the dtype that it had when it was prepared. Collective.
+
+        The rank that writes holds the whole model, the others a unit of it at a time.
+        """
+        zero = self.zero_optimizer
+        if zero is None or zero.runtime.model is not model:
+            super().save_model(model, save_directory, *more, **options)
+        elif self.is_main_process or (
+            self.is_local_main_process and self.project_configuration.save_on_each_node
+        ):
+            with zero.runtime.weights.shown(as_built=True):
+                super().save_model(model, save_directory, *more, **options)
+        else:
+            zero.runtime.weights.attend()
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
@@ -292,15 +322,13 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Take back what `save_state` wrote, on any number of ranks. Collective.
 
-        Random number generators are the saved ones at the same world size, else derived for each rank.
+        Without a directory it is the newest complete one, if automatic_checkpoint_naming has named them. Random number
+        generators are the saved ones at the same world size, else derived for each rank.
         """
         zero = self.prepared("load_state()")
         self._require_no_hooks(self._load_model_state_pre_hook, "register_load_state_pre_hook()")
         if input_dir is None:
-            raise UsageError(
-                "load_state() without a directory: write accelerator.load_state(directory) with what save_state() "
-                "has returned"
-            )
+            input_dir = Together(zero.runtime.collectives).on_first(self._newest_state)
         path = Path(input_dir).expanduser() / CHECKPOINT_NAME
         if not path.is_dir():
             raise UsageError(
@@ -310,6 +338,21 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             super().load_state(input_dir, load_kwargs, **kwargs)
         # accelerate keeps it in a file of each rank; ranks that had none must count the same micro-batches.
         self.step = zerokit.load(path, zero)["micro_step"]
+
+    def _newest_state(self) -> str:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise UsageError(
+                "load_state() without a directory: write accelerator.load_state(directory) with what save_state() "
+                "has returned, or ProjectConfiguration(directory, automatic_checkpoint_naming=True) for both"
+            )
+        folder = Path(self.project_dir) / "checkpoints"
+        numbered = [
+            (int(found[0]), path) for path in folder.glob("*") if (found := re.findall(r"\d+", path.name))
+        ]
+        complete = [path for _, path in sorted(numbered) if zerokit.list_steps(path / CHECKPOINT_NAME)]
+        if not complete:
+            raise CheckpointError(f"{folder}: no complete checkpoint in it: omit load_state() to begin anew")
+        return str(complete[-1])
 
     @contextmanager
     def _without_sharded(self) -> Iterator[None]:
@@ -328,18 +371,6 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
                 f"{call} registers a hook over whole weights, which save_state() and load_state() never hold: remove "
                 "it, and write accelerator.save_model(model, directory) where whole weights are wanted"
             )
-
-
-class _Forms(OrderedDict[str, Any]):
-    """A state_dict of shapes and dtypes: elements of the tensors that are put into it are let go at once."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value.to("meta") if isinstance(value, Tensor) else value)
-
-
-def attend_state_dict(model: nn.Module) -> None:
-    """Take part in `model.state_dict()` for ranks that want it, and hold a unit and a tensor at a time. Collective."""
-    model.state_dict(destination=_Forms())
 
 
 def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
@@ -362,33 +393,6 @@ def choose_precision(precision: str | Precision | None, mixed: str, argument: st
             f"precision computes in {chosen.compute}, but {argument} says {mixed!r}: leave one of them out"
         )
     return chosen
-
-
-def _share_statistics(model: nn.Module, zero: ZeroOptimizer) -> None:
-    """Let every evaluation see rank 0's running statistics, as under DDP, and as they are saved."""
-    collectives = zero.runtime.collectives
-    statistics = list(persistent_buffers(model).values())
-
-    def share(module: nn.Module, inputs: Any) -> None:
-        # Not where a graph is built: an earlier one may have saved the buffers.
-        if not module.training and not torch.is_grad_enabled():
-            for buffer in statistics:
-                collectives.broadcast(buffer)
-
-    if statistics:
-        model.register_forward_pre_hook(share)
-
-
-def _refuse_no_sync() -> NoReturn:
-    raise UsageError(
-        "model.no_sync() is DistributedDataParallel's: write accelerator.no_sync(model); local steps, for which "
-        "accelerate's LocalSGD calls it, are those of zerokit.LocalSteps"
-    )
-
-
-def _unsharded(model: nn.Module) -> bool:
-    """Whether a model is to be trained, and not sharded yet; accelerate's own mark stands for evaluation, too."""
-    return _SHARDED not in model.__dict__ and any(p.requires_grad for p in model.parameters())
 
 
 def _prepared(thing: object) -> bool:

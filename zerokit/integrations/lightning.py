@@ -15,27 +15,28 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.checkpoint.extra import encode
-from zerokit.checkpoint.load import load, read_extra
-from zerokit.checkpoint.manifest import BUFFER_PREFIX
+from zerokit.checkpoint.load import load
+from zerokit.checkpoint.plan import read_extra
 from zerokit.checkpoint.prune import foreign_to_step
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.save import save
-from zerokit.checkpoint.source import Tensors
 from zerokit.checkpoint.staging import Staging
-from zerokit.checkpoint.state import tensor_of
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
+from zerokit.integrations.lightning_loading import of_lightning, read_sharded
 from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
+from zerokit.integrations.pretrained import whole_weights
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
-from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.runtime import Precision, ZeroOptimizer, release
+from zerokit.runtime.whole import is_managed
 
 _NAME = lightning_package()
+read_sharded(_NAME)
 _DDPStrategy: Any = import_module(f"{_NAME}.strategies").DDPStrategy
 _ForwardRedirection: Any = import_module(f"{_NAME}.strategies.strategy")._ForwardRedirection
 
@@ -53,8 +54,9 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     stage, `zerokit consolidate` makes a folder for Hugging Face's loaders of it; `save_weights_only=True` leaves the
     optimizer's state out, for `validate`, `test`, `predict` and `zerokit.load`. Lightning's own state and what
     `on_save_checkpoint` adds are its `extra`: JSON-like data and tensors; other objects are refused by name. After
-    `fit` the module stays sharded: `validate`, `test` and `predict` run as in training, another `fit` needs a module
-    built anew. Without a `fit` before, they run with the whole module on every rank.
+    `fit` the module stays sharded: `validate`, `test` and `predict` run as in training, and another `fit` shards it
+    anew from its weights. Without a `fit` before, they run with the whole module on every rank. Where this module is
+    imported, `Net.load_from_checkpoint` reads these checkpoints.
 
     Args:
         stage: what is sharded across ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
@@ -109,12 +111,13 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         module = self.lightning_module
         fitting = trainer.state.fn == "fit"
         managed: tuple[nn.Module, ZeroOptimizer] | None = module.__dict__.get(_MANAGED)
-        if managed is not None:
-            if fitting:
-                raise UsageError(
-                    f"{type(module).__name__} was sharded by an earlier fit(): build the module anew, and continue "
-                    "with trainer.fit(new_module, ckpt_path=…)"
-                )
+        if managed is not None and fitting:
+            root, zero = managed
+            if is_managed(root):
+                release(root)
+            zero.methods.remove(module)
+            del module.__dict__[_MANAGED]
+        elif managed is not None:
             # Its weights stay sharded: validate, test and predict run as in training.
             self.model, self.zero_optimizer = managed
             return
@@ -139,10 +142,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         zero = Recipe.of(given).build(root, precision=precision, **self._settings)
         # Loggers name learning rates after the optimizer's class.
         zero.__class__ = type(type(given).__name__, (ZeroOptimizer,), {})
-        # What the runtime installs in its root, such as `state_dict()` that gathers, belongs to the module, too.
-        for name, value in root.__dict__.items():
-            if callable(value) and name not in ("module", *_SHARED):
-                module.__dict__.setdefault(name, value)
+        # A `state_dict()` that gathers, and others, which call the module's own.
+        zero.methods.install(module)
         module.__dict__[_MANAGED] = root, zero
         hand_over(given, zero)
         self.optimizers = [zero]
@@ -252,7 +253,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                 run,
                 zero,
                 step=int(checkpoint["global_step"]),
-                extra=extra,
+                extra=extra if zero.runtime.collectives.rank == 0 else None,  # as Lightning's own strategies
                 weights_only="optimizer_states" not in checkpoint,  # Lightning's mark of save_weights_only
             )
             together.on_first(commit)
@@ -277,14 +278,9 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             loaded = load(path, zero, strict=strict, weights_only=not fitting)
         else:
             checkpoint = Checkpoint(path)
-            self.lightning_module.load_state_dict(_weights(checkpoint), strict=strict)
-            loaded = read_extra(checkpoint, weights_only=True)["user"]
-        if not isinstance(loaded, dict) or "loops" not in loaded:
-            raise CheckpointError(
-                f"{path} was not saved by Lightning: take its weights with zerokit consolidate, or its whole state "
-                "with zerokit.load(path, trainer.strategy.zero_optimizer) in on_train_start"
-            )
-        return {**loaded, "state_dict": {}, "optimizer_states": []}
+            self.lightning_module.load_state_dict(whole_weights(checkpoint), strict=strict)
+            loaded = read_extra(checkpoint, rank=0, weights_only=True)["user"]
+        return {**of_lightning(path, loaded), "state_dict": {}, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing is left to do: `load_checkpoint` has loaded the weights."""
@@ -363,19 +359,6 @@ def _require_whole(path: Path) -> None:
             f'leave ckpt_path out, and write zerokit.load("{path}", trainer.strategy.zero_optimizer, '
             "weights_only=True) in on_fit_start, or give a whole checkpoint"
         )
-
-
-def _weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The weights and buffers, whole, by every name."""
-    whole = {}
-    for parameter in checkpoint.layout.parameters:
-        stream = "master" if parameter.trainable else "param"
-        value = torch.as_tensor(checkpoint.read(stream, parameter.name))
-        whole.update(dict.fromkeys((parameter.name, *parameter.aliases), value))
-    tensors = Tensors(checkpoint, tensor_of)
-    return whole | {
-        name.removeprefix(BUFFER_PREFIX): tensors[name] for name in tensors if name.startswith(BUFFER_PREFIX)
-    }
 
 
 def _refuse_conflicts(module: Any, trainer: Any) -> None:

@@ -5,7 +5,7 @@
 
 Started by torchrun. Trainer's loop, loss scaling, schedules and logs are its own; what is replaced is how the model is
 prepared, and what a checkpoint holds: `checkpoint-STEP` is a run directory of zerokit (`zerokit inspect` reads it) with
-`trainer_state.json`, the configuration and the tokenizer beside.
+`trainer_state.json`, the configuration and the tokenizer beside. `from_pretrained` reads it, see `pretrained`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,13 +26,17 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_
 
 import zerokit
 from zerokit.checkpoint import rng
+from zerokit.checkpoint.disk import despite_damage, read_whole
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
-from zerokit.integrations.accelerate import ZeroAccelerator, attend_state_dict, choose_precision
+from zerokit.integrations.accelerate import ZeroAccelerator, choose_precision
+from zerokit.integrations.pretrained import read_sharded
 from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.placement import StageArgument
 from zerokit.runtime import Precision, ZeroOptimizer
 from zerokit.runtime.admission import probe
+
+read_sharded()
 
 STATE_NAME = "trainer_state.json"
 
@@ -48,7 +53,9 @@ class ZeroTrainer(Trainer):
         **options: the other arguments of `Trainer`, or of the trainer it is combined with, by name: which come after
             the model differs among trainers.
 
-    In `save_model` the rank that writes holds the whole model, the others a unit of it at a time.
+    `save_model` writes the masters, each in the dtype that its parameter had in `model`: fp32 for a model in fp32, bf16
+    for one that was loaded in bf16. The rank that writes holds the whole model, the others a unit of it at a time. A
+    model that an earlier trainer has sharded is taken from it when `train` begins.
 
     Other trainers are combined by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`. At stage 3 all ranks
     call `generate` together, which goes on until the longest text of any ends.
@@ -138,19 +145,21 @@ class ZeroTrainer(Trainer):
         if self._writes_checkpoint:
             directory = Path(str(output_dir or self.args.output_dir))
             self._together().on_first(lambda: self._save_description(directory))
-            return
-        if self.zero_optimizer is not None and state_dict is None:
-            if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
-                # PEFT computes prompts anew, from the weights of their encoder.
-                with self.zero_optimizer.gathered():
-                    if self.args.should_save:
-                        super()._save(output_dir)
-                return
-            if not self.args.should_save:
-                attend_state_dict(self.zero_optimizer.runtime.model)
-                return
-            state_dict = self.accelerator.get_state_dict(self.model)
-        super()._save(output_dir, state_dict)
+            if not _saves_adapters(self.model):
+                return  # the weights are written with the optimizer's state, in pieces
+        zero = self.zero_optimizer
+        if zero is None or state_dict is not None:
+            super()._save(output_dir, state_dict)
+        elif getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+            # PEFT computes prompts anew, from the weights of their encoder.
+            with zero.gathered():
+                if self.args.should_save:
+                    super()._save(output_dir)
+        elif self.args.should_save:
+            with zero.runtime.weights.shown(as_built=True):
+                super()._save(output_dir)
+        else:
+            zero.runtime.weights.attend()
 
     def _save_description(self, directory: Path) -> None:
         """What a checkpoint has beside zerokit's files, so that a model and a tokenizer can be built from it."""
@@ -163,6 +172,7 @@ class ZeroTrainer(Trainer):
         for part in described:
             if hasattr(part, "save_pretrained"):
                 part.save_pretrained(directory)
+        (directory / "LOADING.txt").write_text(_DESCRIPTION.format(name=directory.name))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self._schedule().state_dict(), "global_batch": self._global_batch()}
@@ -188,23 +198,34 @@ class ZeroTrainer(Trainer):
 
     def _newest_complete(self) -> str:
         """The newest checkpoint that was written to its end; rank 0 looks, all ranks take the same."""
-        newest = [""]
+        newest, fault = "", ""
         if self.args.process_index == 0:
-            complete = [path for path in sort_checkpoints(str(self.args.output_dir)) if _complete(Path(path))]
-            newest = complete[-1:] or [""]
-        torch.distributed.broadcast_object_list(newest)
-        if not newest[0]:
+            try:
+                complete = [
+                    path for path in sort_checkpoints(str(self.args.output_dir)) if _complete(Path(path))
+                ]
+                newest = complete[-1] if complete else ""
+            except (OSError, CheckpointError) as error:
+                fault = str(error)
+        found = [newest, fault]
+        torch.distributed.broadcast_object_list(found)
+        newest, fault = found
+        if fault:
+            raise CheckpointError(fault)
+        if not newest:
             raise CheckpointError(
-                f"{self.args.output_dir}: no complete checkpoint in it: write train() to begin anew"
+                f"No valid checkpoint found in output directory ({self.args.output_dir}), none that is complete: write "
+                "train() to begin anew"
             )
-        return newest[0]
+        return newest
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Check what can be checked before the model is cut; `zerokit.load` then fills the shards."""
         path = Path(resume_from_checkpoint)
         if not (path / STATE_NAME).is_file():
             raise CheckpointError(
-                f"{path}: has no {STATE_NAME}: it was not written to its end, or not by a Trainer"
+                f"Can't find a valid checkpoint at {path}: it has no {STATE_NAME}, so it was not written to its end, "
+                "or not by a Trainer"
             )
         user: Any = None
         try:
@@ -303,9 +324,26 @@ def _own_checkpoints(path: Path) -> str:
     )
 
 
+def _saves_adapters(model: Any) -> bool:
+    """Whether `save_pretrained` writes adapters alone: PEFT's models, and transformers' own with adapters."""
+    return hasattr(model, "peft_config")
+
+
+_DESCRIPTION = """\
+{name} of a training with zerokit: ranks have written the weights and the optimizer's states in pieces, without a second
+copy of the weights. `train(resume_from_checkpoint="{name}")` continues from it on any number of ranks. For whole
+weights:
+
+    zerokit consolidate {name} -o model --like {name}
+
+Where `zerokit.integrations.transformers` is imported, `from_pretrained("{name}")` reads it as it is. Adapters are in
+adapter_model.safetensors.
+"""
+
+
 def _complete(directory: Path) -> bool:
-    try:
-        json.loads((directory / STATE_NAME).read_text())
+    """Whether a checkpoint was written to its end. Raises `StorageError` where that cannot be read."""
+    with despite_damage(), suppress(ValueError):
+        json.loads(read_whole(directory / STATE_NAME))
         return directory.name == f"{PREFIX_CHECKPOINT_DIR}-{zerokit.Checkpoint(directory).step}"
-    except (OSError, ValueError, CheckpointError):
-        return False
+    return False

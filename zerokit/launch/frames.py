@@ -114,7 +114,7 @@ def parse(line: bytes) -> tuple[str, dict[str, Any]] | None:
     """A line's kind and content; None for other programs' output, such as a login message."""
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("zerokit"), str):
         return None

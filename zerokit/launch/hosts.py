@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from zerokit.documents import read_text
 from zerokit.errors import UsageError
+
+MOST_HOSTS = 1 << 16
+"""Slurm's own limit (MaxNodeCount) is as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +31,19 @@ def read_hostfile(path: Path) -> list[HostSlots]:
     Raises `UsageError` that names the file and the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).removeprefix("\ufeff").splitlines()
+    except (OSError, ValueError) as error:
         raise UsageError(f"the hostfile {path} cannot be read: {error}") from error
     hosts: list[HostSlots] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        match = re.fullmatch(r"slots=([1-9]\d*)", words[1]) if len(words) == 2 else None
+        match = re.fullmatch(r"slots=([1-9][0-9]{0,5})", words[1]) if len(words) == 2 else None
         if len(words) > 2 or (len(words) == 2 and match is None) or words[0].startswith("-"):
-            raise UsageError(f"line {number} of {path} is {line.strip()!r}; expected: HOST slots=N")
+            raise UsageError(f"line {number} of {path} is {line.strip()!r:.60}; expected: HOST slots=N")
         if any(words[0] == known.host for known in hosts):
-            raise UsageError(f"line {number} of {path} names {words[0]} twice")
+            raise UsageError(f"line {number} of {path} names {words[0][:60]} twice")
         hosts.append(HostSlots(words[0], int(match[1]) if match else None))
     if not hosts:
         raise UsageError(f"the hostfile {path} names no host")
@@ -66,9 +71,11 @@ def expand_hostlist(text: str) -> list[str]:
         parts = re.findall(r"([^\[\]\s]+)|\[([^\[\]]*)\]", name)
         if "".join(literal or f"[{ranges}]" for literal, ranges in parts) != name:
             raise UsageError(
-                f"{text!r} is not a list of nodes in Slurm's form: {name!r} in it cannot be read"
+                f"{text!r:.60} is not a list of nodes in Slurm's form: {name!r:.60} in it cannot be read"
             )
         endings = [[literal] if literal else _expand_ranges(ranges, text) for literal, ranges in parts]
+        if len(hosts) + math.prod(map(len, endings)) > MOST_HOSTS:
+            raise UsageError(f"{text!r:.60} names more than {MOST_HOSTS} nodes")
         hosts += map("".join, product(*endings))
     return hosts
 
@@ -76,10 +83,11 @@ def expand_hostlist(text: str) -> list[str]:
 def _expand_ranges(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
     for piece in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", piece)
+        if match is None or not 0 <= int(match[2] or match[1]) - int(match[1]) < MOST_HOSTS - len(numbers):
             raise UsageError(
-                f"{text!r} is not a list of nodes in Slurm's form: [{ranges}] is not a list of numbers"
+                f"{text!r:.60} is not a list of nodes in Slurm's form: [{ranges[:60]}] is not a list of at most "
+                f"{MOST_HOSTS} numbers"
             )
         last = int(match[2] or match[1])
         numbers += [str(number).zfill(len(match[1])) for number in range(int(match[1]), last + 1)]

@@ -4,17 +4,20 @@ r"""Ranks that another launcher has started: torchrun, srun, mpirun or a TrainJo
     process 1 (follows)  zerokit bench ... -- serve --- rank 1
 
 Every process is started with one command. The first executes it; the others connect to it and serve its launches, as
-nodes on other machines do (see `distant`). Ranks are fresh processes in each launch, and meet at a port of their own.
+nodes on other machines do (see `distant`), once both know that they belong together (see `trust`). Ranks are fresh
+processes in each launch, and meet at a port of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import shlex
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -30,6 +33,7 @@ from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.membership import Membership
 from zerokit.launch.network import free_port
 from zerokit.launch.ranks import Ranks, World, cores
+from zerokit.launch.trust import admit, introduce, same_user, shared_secret
 from zerokit.patience import Patience
 from zerokit.text import without_secrets
 from zerokit.versions import describe_difference, versions
@@ -37,6 +41,8 @@ from zerokit.versions import describe_difference, versions
 MEET_SECONDS = 60.0
 """Within which all must have joined."""
 _POLL_SECONDS = 0.1
+_MOST_AT_ONCE = 256
+"""Connections whose other end has not shown yet that it belongs here; more are closed."""
 
 
 class Leader:
@@ -68,26 +74,27 @@ class Leader:
             raise
 
     def _admit(self, server: socket.socket) -> None:
-        patience, strangers = Patience(MEET_SECONDS), list[Peer]()
-        missing = set(range(1, self._member.count))
+        patience, begun = Patience(MEET_SECONDS), list[Peer]()
+        missing, strangers = set(range(1, self._member.count)), _Strangers(self._member)
         while missing:
             self._interrupts.check()
             with contextlib.suppress(TimeoutError):
-                strangers.append(_over(server.accept()[0]))
-            for peer in list(strangers):
+                strangers.ask(server.accept()[0])
+            begun += map(_over, strangers.known())
+            for peer in list(begun):
                 with contextlib.suppress(EOFError):
                     if (message := peer.hear()) is None:
                         continue
                     if message[0] == "hello":
                         self._members[message[1]["index"]] = peer, message[1]
-                strangers.remove(peer)
+                begun.remove(peer)
             missing -= self._members.keys()
             if missing and patience.over:
                 member = self._member
                 raise LaunchError(
                     f"number {min(missing)} of {member.count} that {member.scheme} started has not joined within "
                     f"{MEET_SECONDS:g} s: look at its output, and check that it reaches "
-                    f"{member.master_addr}:{member.master_port}"
+                    f"{member.master_addr}:{member.master_port}{strangers.describe()}"
                 )
 
     def launch(
@@ -111,7 +118,10 @@ class Leader:
         threads = share_cores([here, *(hello for _, (_, hello) in sorted(self._members.items()))])
         if member.whole_node:
             threads = [max(1, one // nproc_per_node) for one in threads]
-        world = World(nodes, nproc_per_node, member.master_addr, free_port(""), threads=threads[0])
+        address, port = member.master_addr, free_port("")
+        if member.on_one_machine:
+            address, port = "127.0.0.1", free_port()
+        world = World(nodes, nproc_per_node, address, port, threads=threads[0])
         start = launch_frame(world, log_dir, [module, *arguments])
         agents: list[Agent] = []
         for index, (peer, hello) in self._members.items():
@@ -190,6 +200,41 @@ def follow(member: Membership, command_line: Sequence[str], interrupts: Interrup
         ) from None
 
 
+class _Strangers:
+    """Connections to the leader, each of which a thread asks whether it belongs to the job."""
+
+    def __init__(self, member: Membership) -> None:
+        self._secret = b"" if member.on_one_machine else shared_secret(member.scheme)
+        self._known: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._room = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self._refused = 0
+
+    def ask(self, connection: socket.socket) -> None:
+        """Without waiting for the answer."""
+        if self._room.acquire(blocking=False):
+            threading.Thread(target=self._ask, args=(connection,), daemon=True).start()
+        else:
+            connection.close()
+
+    def _ask(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            if admit(connection, self._secret) if self._secret else same_user(connection):
+                self._known.put(connection)
+            else:
+                self._refused += 1
+                connection.close()
+        self._room.release()
+
+    def known(self) -> Iterator[socket.socket]:
+        """Those that belong to the job, each once."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._known.get_nowait()
+
+    def describe(self) -> str:
+        return f"; {self._refused} that did not belong to the job were refused" * bool(self._refused)
+
+
 def _over(connection: socket.socket) -> Peer:
     connection.settimeout(None)
     return Peer(connection.makefile("rb"), connection.makefile("wb"))
@@ -197,17 +242,22 @@ def _over(connection: socket.socket) -> Peer:
 
 @contextlib.contextmanager
 def _listening(member: Membership) -> Iterator[socket.socket]:
-    """The leader's socket, on all its addresses."""
-    port = 0 if member.has_store else member.master_port
+    """The leader's socket, where the others reach it."""
     try:
-        try:
-            server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        except (OSError, ValueError):  # without IPv6; or the port is taken, which the next line says
-            server = socket.create_server(("", port))
+        if member.on_one_machine:
+            server = socket.socket(socket.AF_UNIX)
+            server.bind(_place(member))
+            server.listen()
+        else:
+            port = 0 if member.has_store else member.master_port
+            try:
+                server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            except (OSError, ValueError):  # without IPv6; or the port is taken, which the next line says
+                server = socket.create_server(("", port))
+            if member.has_store:
+                store, key = _store(member)
+                store.set(key, str(server.getsockname()[1]))
         server.settimeout(_POLL_SECONDS)
-        if member.has_store:
-            store, key = _store(member)
-            store.set(key, str(server.getsockname()[1]))
     except (OSError, RuntimeError) as error:
         raise _unmet(member, error) from error
     with server:
@@ -217,14 +267,22 @@ def _listening(member: Membership) -> Iterator[socket.socket]:
 def _connect(member: Membership, interrupts: Interrupts) -> socket.socket:
     """A connection to the leader."""
     patience, port = Patience(MEET_SECONDS), member.master_port
+    secret = b"" if member.on_one_machine else shared_secret(member.scheme)
     try:
-        store, key = _store(member) if member.has_store else (None, "")
+        store, key = _store(member) if secret and member.has_store else (None, "")
         while True:
             interrupts.check()
             try:
+                if not secret:
+                    return _beside(member)
                 if store is not None:
                     port = int(store.get(key)) if store.check([key]) else 0
-                return socket.create_connection((member.master_addr, port), GRACE_SECONDS)
+                with contextlib.ExitStack() as opened:
+                    address = (member.master_addr, port)
+                    connection = opened.enter_context(socket.create_connection(address, GRACE_SECONDS))
+                    introduce(connection, secret, f"{member.master_addr}:{port}")
+                    opened.pop_all()
+                    return connection
             except socket.gaierror as error:
                 raise LaunchError(
                     f"{member.describe()}: the host of number 0, {member.master_addr}, does not resolve on this "
@@ -236,6 +294,23 @@ def _connect(member: Membership, interrupts: Interrupts) -> socket.socket:
             time.sleep(_POLL_SECONDS)
     except (OSError, RuntimeError) as error:
         raise _unmet(member, error) from error
+
+
+def _place(member: Membership) -> str:
+    """The name of the leader's Unix socket, which no file has: restarted ranks do not find that of the former ones."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"\0zerokit-{os.geteuid()}-{member.master_port}-{restart}"
+
+
+def _beside(member: Membership) -> socket.socket:
+    """A connection to the leader on this machine. Raises `LaunchError` if another user's process is there."""
+    with contextlib.ExitStack() as opened:
+        connection = opened.enter_context(socket.socket(socket.AF_UNIX))
+        connection.connect(_place(member))
+        if not same_user(connection):
+            raise LaunchError(f"{member.describe()}: another user's process listens in the place of number 0")
+        opened.pop_all()
+        return connection
 
 
 def _store(member: Membership) -> tuple[Any, str]:

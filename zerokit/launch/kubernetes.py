@@ -19,10 +19,12 @@ from typing import Any
 
 import yaml
 
+from zerokit.documents import parse_json
 from zerokit.errors import UsageError
 from zerokit.launch.failures import LaunchError, quote_tail
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.membership import DEFAULT_PORT
+from zerokit.launch.trust import SECRET
 from zerokit.patience import Patience
 
 _NODE = "node"
@@ -104,7 +106,10 @@ def _verbatim(text: str) -> str:
 
 
 def _variables(pods: Pods) -> list[dict[str, Any]]:
-    return [{"name": name, "value": _verbatim(value)} for name, value in pods.environment.items()]
+    known = [{"name": name, "value": _verbatim(value)} for name, value in pods.environment.items()]
+    # The job's own number, which the server draws at random and every pod has: by it they know each other.
+    number = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}}
+    return [{"name": SECRET, "valueFrom": number}, *known]
 
 
 def _program(pods: Pods) -> dict[str, Any]:
@@ -296,7 +301,7 @@ def delete(pods: Pods, form: str) -> None:
 def find_json(log: str) -> str:
     """The last JSON document in the log that starts with a line of its own; raises `LaunchError` if there is none."""
     for begin in reversed([match.start() for match in re.finditer("^{$", log, re.MULTILINE)]):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             _, end = json.JSONDecoder().raw_decode(log, begin)
             return log[begin:end]
     raise LaunchError(f"node 0's log has no record; it ends with\n{quote_tail(log)}")
@@ -304,7 +309,10 @@ def find_json(log: str) -> str:
 
 def _state(pods: Pods, form: str, interrupts: Interrupts) -> str:
     text = _ask(["get", f"{form}/{pods.name}", "-n", pods.namespace, "-o", "json"], interrupts)
-    status = json.loads(text).get("status", {})
+    try:
+        status = parse_json(text).get("status", {})
+    except (ValueError, AttributeError) as error:
+        raise LaunchError(f"kubectl has printed no object: {error}") from error
     true = [one["type"] for one in status.get("conditions", []) if one.get("status") == "True"]
     return next(
         (kind for kind in ("Failed", "Complete", "Completed") if kind in true),

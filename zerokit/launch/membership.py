@@ -10,6 +10,8 @@ a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_AD
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +54,11 @@ class Membership:
         return self.index == 0
 
     @property
+    def on_one_machine(self) -> bool:
+        """Whether all processes are on this machine: on one node, or where they meet at a loopback address."""
+        return self.nodes == 1 or self.master_addr == "localhost" or _is_loopback(self.master_addr)
+
+    @property
     def nodes(self) -> int:
         """How many nodes there are."""
         return self.node_of(self.count)
@@ -74,6 +81,13 @@ class Membership:
         return f"{what} {self.index} of {self.count} that {self.scheme} started"
 
 
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
 def find_membership(environment: Mapping[str, str]) -> Membership | None:
     """The membership from the environment; None if this process was started alone.
 
@@ -88,13 +102,17 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
     return None
 
 
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,9}", text) is not None
+
+
 def _numbers(environment: Mapping[str, str], names: str) -> list[int]:
     """The values of variables whose names are separated by blanks."""
     values = [(name, environment.get(name, "")) for name in names.split()]
     for name, value in values:
-        if not value.isdecimal():
+        if not _is_count(value):
             raise UsageError(
-                f"{name} is {value or 'not set'!r}, expected a number: the launcher's environment is incomplete"
+                f"{name} is {value or 'not set'!r:.60}, expected a number: the launcher's environment is incomplete"
             )
     return [int(value) for _, value in values]
 
@@ -162,17 +180,17 @@ def _pod(environment: Mapping[str, str]) -> Membership | None:
     least, _, most = environment["PET_NNODES"].partition(":")
     environment = {"PET_MASTER_PORT": str(DEFAULT_PORT), **environment}
     node, port = _numbers(environment, "PET_NODE_RANK PET_MASTER_PORT")
-    if not least.isdecimal() or most not in ("", least) or node >= int(least):
+    if not _is_count(least) or most not in ("", least) or node >= int(least):
         raise UsageError(
-            f"PET_NNODES is {environment['PET_NNODES']!r} and PET_NODE_RANK {node}: expected a fixed number of nodes, "
-            "and ranks from 0 below it"
+            f"PET_NNODES is {environment['PET_NNODES']!r:.60} and PET_NODE_RANK {node}: expected a fixed number of "
+            "nodes, and ranks from 0 below it"
         )
     ranks = environment.get("PET_NPROC_PER_NODE", "auto")
     return Membership(
         scheme="a TrainJob (or torchrun's PET_ variables)",
         index=node,
         count=int(least),
-        nproc_per_node=int(ranks) if ranks.isdecimal() else None,  # "auto", "gpu" and "cpu" leave it open
+        nproc_per_node=int(ranks) if _is_count(ranks) else None,  # "auto", "gpu" and "cpu" leave it open
         whole_node=True,
         master_addr=environment.get("PET_MASTER_ADDR") or "127.0.0.1",
         master_port=port,

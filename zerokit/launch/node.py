@@ -1,6 +1,6 @@
 """One node of a remote launch: it identifies itself, runs its ranks, and sends their files back.
 
-    python -m zerokit.launch.node        its messages are those of `frames`
+    python -P -m zerokit.launch.node        its messages are those of `frames`
 
 It imports no torch itself, so that it answers at once. When its input closes it ends everything that it started.
 """

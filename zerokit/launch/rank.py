@@ -1,6 +1,6 @@
 """One rank of a launch: it runs a module, ends with who has started it, and records why it failed.
 
-    python -m zerokit.launch.rank MODULE [arguments]
+    python -P -m zerokit.launch.rank MODULE [arguments]
 
 The reason goes to the file that ZEROKIT_ERROR_FILE names.
 """

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+import zerokit
+from zerokit.documents import parse_json, read_text
 from zerokit.launch import agents
 from zerokit.launch.failures import Failure, LaunchError
 from zerokit.launch.network import address_towards, interface_of
@@ -104,14 +104,13 @@ class Ranks:
 
     def _failure(self, rank: int, code: int) -> Failure:
         pid = self._processes[rank].pid
-        said: dict[str, Any] = {
-            "message": self._stopped.explain(pid),
-            "expected": False,
-            "time": self._ended[rank],
-        }
-        with contextlib.suppress(OSError, ValueError):
-            said = json.loads((self._logs / f"rank-{rank}" / "error.json").read_text())
-        return Failure(rank, rank // self._each, pid, code, **said)
+        found = Failure(
+            rank, rank // self._each, pid, code, self._stopped.explain(pid), False, self._ended[rank]
+        )
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            said = parse_json(read_text(self._logs / f"rank-{rank}" / "error.json"))
+            found = replace(found, **said)
+        return found
 
     def send_signal(self, number: int) -> None:
         for process in self._processes.values():
@@ -126,10 +125,17 @@ class Ranks:
 
 
 def start_rank(command: Sequence[str], variables: Mapping[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    """Start one rank, whose output goes to this folder."""
+    """Start one rank, whose output goes to this folder.
+
+    Python looks for modules in no working directory (`-P`): a file `secrets.py` there would be run in place of its own.
+    """
+    root = str(Path(zerokit.__file__).parents[1])
+    if sys.path[0] == root:  # `python -m zerokit` in a clone: ranks run the same files
+        path = variables.get("PYTHONPATH")
+        variables = {**variables, "PYTHONPATH": root if path is None else f"{root}{os.pathsep}{path}"}
     with (folder / "stdout.log").open("wb") as out, (folder / "stderr.log").open("wb") as err:
         return subprocess.Popen(
-            [sys.executable, "-m", "zerokit.launch.rank", *command],
+            [sys.executable, "-P", "-m", "zerokit.launch.rank", *command],
             env={**variables, "ZEROKIT_ERROR_FILE": str(folder / "error.json")},
             stdin=subprocess.DEVNULL,
             stdout=out,

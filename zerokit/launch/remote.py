@@ -63,12 +63,15 @@ _REMEDIES = {
 
 
 def node_command(python: str) -> str:
-    """A shell line that starts the node program, in the working directory if the machine has it."""
+    """A shell line that starts the node program, in the working directory if the machine has it.
+
+    As in `ranks.start_rank`, modules are not looked for there.
+    """
     path = os.environ.get("PYTHONPATH")
     environment = "" if path is None else f"env PYTHONPATH={shlex.quote(path)} "
     return (
         f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {environment}{shlex.quote(python)} "
-        "-m zerokit.launch.node"
+        "-P -m zerokit.launch.node"
     )
 
 

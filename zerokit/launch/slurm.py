@@ -21,6 +21,7 @@ from zerokit.launch.failures import LaunchError, tail
 from zerokit.launch.hosts import expand_hostlist
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.remote import RemoteHost, node_command
+from zerokit.launch.trust import SECRET
 from zerokit.patience import Patience
 
 _FOLLOW_SECONDS = 2.0
@@ -156,7 +157,7 @@ def _gpus_of_a_node() -> int:
     """Where the job has so many GPUs in all or for a task, of which srun would ask for too many or too few."""
 
     def number(name: str) -> int:  # "8", "a100:8", "a100:4,h100:4"
-        return sum(int(part.rpartition(":")[2] or 0) for part in os.environ.get(name, "").split(","))
+        return sum(map(int, re.findall(r"(?:^|[:,])([0-9]{1,9})(?=,|$)", os.environ.get(name, ""))))
 
     gpus = number("SLURM_GPUS") or number("SLURM_GPUS_PER_TASK") * number("SLURM_NTASKS")
     return gpus // max(1, number("SLURM_JOB_NUM_NODES"))
@@ -219,6 +220,8 @@ def render_script(request: Request, command: Sequence[str], made_by: str = "") -
             *(f"#SBATCH {line}" for line in head),
             *([f"# {made_by}"] if made_by else []),
             "# Shortly before the time limit Slurm tells the ranks to end: zerokit then ends its MLflow run, too.",
+            "# By which ranks on several nodes know each other (SECURITY.md); srun hands it on.",
+            f"export {SECRET}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')",
             *(f"export {name}={shlex.quote(value)}" for name, value in sorted(request.variables.items())),
             f'folder="{folder_of("$SLURM_JOB_ID")}"',
             'mkdir -p "$folder"',

@@ -6,14 +6,13 @@ a guess would look like a fact.
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from zerokit.documents import parse_json, parse_toml, read_text
 from zerokit.errors import UsageError
 
 _TERA, _GIGA = 1e12, 1e9
@@ -127,7 +126,7 @@ def device_named(name: str) -> Device:
     if device is not None:
         return device
     raise UsageError(
-        f"device {name!r} is unknown: choose one of {', '.join(DEVICES)}, describe it under [device] in a file for "
+        f"device {name!r:.60} is unknown: choose one of {', '.join(DEVICES)}, describe it under [device] in a file for "
         "--cluster, or give a record of `zerokit bench` on such a device with --from"
     )
 
@@ -206,44 +205,66 @@ def read_cluster(path: Path, *, device: Device | None = None) -> Cluster:
     Raises `UsageError` that names the first thing that is wrong or missing.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text) if text.lstrip().startswith("{") else tomllib.loads(text)
+        text = read_text(path)
+        value = parse_json(text) if text.lstrip().startswith("{") else parse_toml(text)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is not a cluster file: {error}") from error
     try:
         return _from_doctor(value["facts"], device) if "facts" in value else _from_table(value, device)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"{path} is not what `zerokit doctor --json` of this version prints: run it anew"
         ) from error
+
+
+_MOST, _MOST_RANKS = 1e18, 1 << 20
+"""Of a figure in a file, and of the ranks of a node there: whatever is computed from them stays finite."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST
+
+
+def _measured(table: Mapping[str, Any], key: str, *, zero: bool = True) -> float:
+    """A figure of the doctor's; raises `ValueError` for what cannot be one, or 0 where there is no `zero`."""
+    value = table[key]
+    if not _is_number(value) or not (value or zero):
+        raise ValueError(f"{key} is {value!r:.60}")
+    return float(value)
+
+
+def _speed(table: Mapping[str, Any], key: str) -> float:
+    return _measured(table, key, zero=False) * _GIGA
 
 
 def _figures(given: Any, name: str, keys: Mapping[str, bool]) -> dict[str, float]:
     """The numbers of the table `name`; `keys` are those it may have, and whether it must."""
     table = given if isinstance(given, dict) else {}
     if unknown := [key for key in table if key not in keys]:
-        raise UsageError(f"{unknown[0]!r} in [{name}] is unknown: expected {', '.join(keys)}")
+        raise UsageError(f"{unknown[0]!r:.60} in [{name}] is unknown: expected {', '.join(keys)}")
     found: dict[str, Any] = {key: table.get(key) for key, needed in keys.items() if needed or key in table}
     for key, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-            raise UsageError(f"[{name}] needs {key}, a number above 0, and has {value!r}")
+        if not _is_number(value) or value == 0:
+            raise UsageError(
+                f"[{name}] needs {key}, a number above 0 and below {_MOST:g}, and has {value!r:.60}"
+            )
     return found
 
 
 def _from_table(value: Mapping[str, Any], device: Device | None) -> Cluster:
     known = ("device", "gpus_per_node", "inner", "outer")
     if unknown := [name for name in value if name not in known]:
-        raise UsageError(f"{unknown[0]!r} is unknown: expected {', '.join(known)}")
+        raise UsageError(f"{unknown[0]!r:.60} is unknown: expected {', '.join(known)}")
     if device is None:
         given = value.get("device")
         if given is None:
             raise UsageError('no device: write device = "h100-80", or give --device')
         device = device_named(given) if isinstance(given, str) else _described(given)
     count = value.get("gpus_per_node")
-    if type(count) is not int or count < 1:
-        raise UsageError(f"gpus_per_node is {count!r}: expected the devices of a node, such as 8")
+    if type(count) is not int or not 1 <= count <= _MOST_RANKS:
+        raise UsageError(f"gpus_per_node is {count!r:.60}: expected the devices of a node, such as 8")
     links = {"inner": device.inner, "outer": None}
     for name, key in (("inner", "gb_per_s"), ("outer", "gbit_per_s")):
         if name in value:
@@ -282,6 +303,8 @@ def _from_doctor(facts: Any, device: Device | None) -> Cluster:
             "--nproc-per-node 2"
         )
     ranks = axes["inner"]["ranks"] if "inner" in axes else 1
+    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
+        raise ValueError(f"ranks is {ranks!r:.60}")
     if device is not None and device.flops:
         if group.get("paces") is not None:
             raise UsageError(
@@ -289,7 +312,9 @@ def _from_doctor(facts: Any, device: Device | None) -> Cluster:
                 "describe their links in a TOML file"
             )
         links = {
-            name: Link(axis["latency_s"], axis["gb_per_s"] * _GIGA * (ranks if name == "outer" else 1))
+            name: Link(
+                _measured(axis, "latency_s"), _speed(axis, "gb_per_s") * (ranks if name == "outer" else 1)
+            )
             for name, axis in axes.items()  # all exchanged at once
         }
         return Cluster(device, ranks, links.get("inner"), links.get("outer"))
@@ -298,11 +323,11 @@ def _from_doctor(facts: Any, device: Device | None) -> Cluster:
         raise UsageError("the doctor did not see how fast ranks compute together: run it anew on these hosts")
     alone, together = paces["alone"], paces["together"]
     sharing = Sharing(
-        paces["threads"],
-        alone["gflops"] * _GIGA,
-        max(1.0, together["block_ms"] / alone["block_ms"]),
-        max(1.0, alone["gb_per_s"] / together["gb_per_s"]),
-        together["page_s"],
+        int(_measured(paces, "threads")),
+        _speed(alone, "gflops"),
+        max(1.0, _measured(together, "block_ms") / _measured(alone, "block_ms", zero=False)),
+        max(1.0, _speed(alone, "gb_per_s") / _speed(together, "gb_per_s")),
+        _measured(together, "page_s"),
     )
     links = {name: _host_link(axis, ranks if name == "outer" else 1) for name, axis in axes.items()}
     return Cluster(device or Device("cpu"), ranks, links.get("inner"), links.get("outer"), sharing)
@@ -310,8 +335,9 @@ def _from_doctor(facts: Any, device: Device | None) -> Cluster:
 
 def _host_link(axis: Mapping[str, Any], at_once: int) -> Link:
     """An axis of hosts, along which so many ranks of a node exchanged at once."""
-    speed, units = axis["gb_per_s"] * _GIGA * at_once, axis.get("units")
+    speed, units = _speed(axis, "gb_per_s") * at_once, axis.get("units")
     if units is None:
-        return Link(axis["latency_s"], speed, share=min(0.9, axis["slowdown"]), relays=False)
-    gather, fresh, reduce = (units[f"{name}_gb_per_s"] * _GIGA for name in ("gather", "fresh", "reduce"))
-    return Link(units["latency_s"], gather, relays=False, reading=Reading(gather, fresh, reduce))
+        share = min(0.9, _measured(axis, "slowdown"))
+        return Link(_measured(axis, "latency_s"), speed, share=share, relays=False)
+    gather, fresh, reduce = (_speed(units, f"{name}_gb_per_s") for name in ("gather", "fresh", "reduce"))
+    return Link(_measured(units, "latency_s"), gather, relays=False, reading=Reading(gather, fresh, reduce))

@@ -20,5 +20,6 @@ before it. PATTERNS.md lists ways to train, and what becomes of each at every st
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.precision import LossScale, Precision
+from zerokit.runtime.whole import release
 
-__all__ = ["LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer"]
+__all__ = ["LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer", "release"]

@@ -9,6 +9,7 @@ import datetime
 import functools
 import math
 import secrets
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from zerokit.errors import UsageError
+from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.layout import build_layout, default_bucket_bytes
 from zerokit.placement import Mesh, Placement
 from zerokit.runtime.admission import choose_kernel, probe, require_agreement
@@ -39,7 +40,8 @@ from zerokit.runtime.model import (
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.unit import UnitState, write_back
-from zerokit.runtime.walk import ModelWalk
+from zerokit.runtime.walk import WALK, ModelWalk
+from zerokit.runtime.weights import WholeWeights
 
 
 class Runtime:
@@ -73,6 +75,7 @@ class Runtime:
             optimizer_class = optimizer_class.func
         self.model, self.precision = model, precision
         _check_arguments(model, optimizer_class, bucket_mb, prefetch)
+        _tell_of_widening(model, precision)
         group = group_of_this_rank(process_group)
         groups = _as_groups(model, params)
         device = _device_of(model, group)
@@ -126,13 +129,16 @@ class Runtime:
 
         self.gradients = gradients = Gradients(units, collectives, precision, layout)
         self.gathering = gathering = Gathering(units, gradients, collectives, prefetch)
-        keep_statistics(model, precision.compute)
+        self.weights = WholeWeights(model, gathering, collectives, precision.master)
+        statistics = keep_statistics(model, precision.compute)
         self.walk = walk = ModelWalk(model, parts, gathering, precision)
+        self.hooks = [*statistics, *walk.hooks]
+        """What was registered in the model, for its release."""
         for number, entry in enumerate(groups):
             entry["params"] = [m.tensor for unit in units for m in unit.masters if m.group == number]
         # A model outlives its optimizer where a function trains it and returns it.
         if placement.cuts_parameters:
-            model.__dict__["_zerokit_walk"] = walk
+            model.__dict__[WALK] = walk
         else:
             weakref.finalize(walk, gathering.finish_updates).atexit = False
         self.inner = optimizer_class(groups, **options)
@@ -261,7 +267,7 @@ def _check_arguments(model: nn.Module, optimizer_class: object, bucket_mb: objec
         if TICKET in parameter.__dict__:
             raise UsageError(
                 f"{name} is already managed by a ZeroOptimizer: build one for a module that holds all that it trains; "
-                "after one was deleted, build the model anew and load the old model's state_dict()"
+                "to train it with another one, call zerokit.release(model) on all ranks first"
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
@@ -275,6 +281,26 @@ def _check_arguments(model: nn.Module, optimizer_class: object, bucket_mb: objec
     require_own_memory(model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient")
+
+
+def _tell_of_widening(model: nn.Module, precision: Precision) -> None:
+    """Warn of half-precision parameters that computation in fp32 makes twice as large."""
+    widened = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dtype in FLOATING and parameter.dtype.itemsize < precision.compute.itemsize
+    }
+    if widened:
+        name, first = next(iter(widened.items()))
+        size = sum(parameter.nbytes for parameter in widened.values())
+        warnings.warn(
+            f"{len(widened)} parameters in half precision ({size / 1e6:,.1f} MB; {name} is {first.dtype}) become "
+            f"{precision.compute}, twice the memory: choose precision='bf16' (bf16=True in TrainingArguments, "
+            "mixed_precision='bf16' in accelerate, precision='bf16-mixed' in Lightning) to compute in half precision, "
+            "or call model.float() before ZeroOptimizer is built to say that you want this",
+            ZerokitWarning,
+            stacklevel=4,
+        )
 
 
 def require_trainable_dtypes(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ def checksum(values: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for chunk in bits.split(_CHUNK):
         # Odd weights: one changed element changes the sum, and so do two that change places.
-        weights = torch.arange(1, 2 * chunk.numel(), 2, device=values.device)
+        weights = torch.arange(chunk.numel(), device=values.device) * 2 + 1
         total = total * _FACTOR + (chunk.long() * weights).sum()
     return total
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
@@ -30,7 +29,7 @@ from zerokit.runtime.model import UnitRule
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
 from zerokit.runtime.step import INTERRUPTED, all_finite, clip_coefficient, global_norm, update_masters
-from zerokit.runtime.whole import install_model_methods
+from zerokit.runtime.whole import ModelMethods
 
 
 class ZeroOptimizer(ForwardingOptimizer):
@@ -116,8 +115,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._norm: Tensor | None = None
         self._unscaled = False
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
-        clear: Any = weakref.WeakMethod(self.zero_grad)
-        install_model_methods(self.runtime.model, self._gathering, clear)
+        self.methods = ModelMethods(self._gathering, self.runtime.weights, self.runtime.hooks, self)
+        """The model's own methods while it is managed."""
+        self.methods.manage(self.runtime.model)
         self._collectives.take_traffic()
 
     # ---- the training loop
@@ -360,6 +360,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         load_state(self.runtime, state_dict)
         if self.scaler is not None:
             self.scaler.restore(*state_dict["loss_scale"])
+        self.refusal = ""
 
     def _require_plain(self, call: str) -> None:
         self.require_own_weights(call)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils.hooks import RemovableHandle
 
 from zerokit.errors import LossScaleError, UsageError
 from zerokit.formulas import BLOCK_FORMATS, BlockFormat
@@ -245,25 +246,25 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def keep_statistics(model: nn.Module, compute: torch.dtype) -> None:
-    """Make normalisation layers with running statistics work in half precision as under autocast.
+def keep_statistics(model: nn.Module, compute: torch.dtype) -> list[RemovableHandle]:
+    """Make normalisation layers with running statistics work in half precision as under autocast; returns the hooks.
 
     Their statistics stay in fp32, and meet weights in fp32: those of this pass are copies in the module's `__dict__`,
     which hides its parameters. Spectral norm's vectors take the dtype of the weight that they are multiplied by, as
     with `model.bfloat16()`.
     """
-    if compute == torch.float32:
-        return
-    for module in model.modules():
+    hooks: list[RemovableHandle] = []
+    for module in model.modules() if compute != torch.float32 else ():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
-            module.register_forward_pre_hook(_show_exact)
-            module.register_forward_hook(_hide_exact, always_call=True)
+            hooks.append(module.register_forward_pre_hook(_show_exact))
+            hooks.append(module.register_forward_hook(_hide_exact, always_call=True))
         spectral = isinstance(module, _SpectralNorm)
         older = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
         names = {f"{hook.name}{end}" for hook in older for end in ("_u", "_v")}
         for name, buffer in module.named_buffers(recurse=False):
             if (spectral or name in names) and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(compute)
+    return hooks
 
 
 def _show_exact(module: nn.Module, args: Any) -> None:

@@ -43,6 +43,9 @@ class BetweenIslands(Protocol):
     def plain_state(self) -> dict[str, Any]: ...
     def accepted(self, names: Iterable[str]) -> list[str]: ...
     def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]: ...
+    def require_loadable(
+        self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
+    ) -> None: ...
     def restore(
         self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
     ) -> None: ...
@@ -112,6 +115,13 @@ class ForwardingOptimizer(Optimizer):
     def with_averages(self) -> AbstractContextManager[None]:
         """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
         return self.refusing(_AVERAGED)
+
+    def note_release(self) -> None:
+        """Drop all states and refuse to step: `zerokit.release` makes the model a plain one now."""
+        self.require_own_weights("release()")
+        self.zero_grad()
+        self.refusal = "its model was released, or given to another trainer, and is not sharded any more"
+        self._inner.state.clear()
 
     def require_own_weights(self, call: str) -> None:
         """Raise `UsageError` while the model has its averaged weights."""

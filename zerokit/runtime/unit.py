@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
-from zerokit.layout import Unit
+from zerokit.layout import Interval, Unit
 from zerokit.placement import Axis, Placement
 from zerokit.runtime.collectives import Collectives, Exchange, Work
 from zerokit.runtime.guard import TICKET, Guarded, Owner, Ticket, guarded_class, refuse_moving
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
-from zerokit.runtime.memory import set_versions, unit_memory
+from zerokit.runtime.memory import UnitMemory, set_versions, unit_memory
 from zerokit.runtime.torch_internals import become, change_class, point_at
 
 
@@ -339,6 +339,19 @@ class UnitState(OwnedUnit):
                 f"parameter {self.unit.parameters[trained.index(True)].name} was frozen when ZeroOptimizer was built, "
                 "so nothing would update it: freeze it after that, or build a new model and optimizer"
             )
+
+    def give_back(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Let the parameters be plain ones again, with these `values`; all other memory goes, and the unit with it."""
+        self.unguard()
+        self.unguard_masters()
+        for parameter in self.parameters:
+            parameter.__dict__.pop(TICKET, None)
+            point_at(parameter, values[parameter])
+        for master in self.masters:
+            point_at(master.tensor, master.tensor.new_empty(0))
+        self._memory = UnitMemory(self.whole.new_empty(0), Interval(0, 0))
+        self.whole, self.shard = self._memory.whole, self._memory.shard
+        self._views.clear()
 
     def _note_addresses(self) -> None:
         """Where the parameters lie now: memory that came anew may lie elsewhere."""

@@ -47,6 +47,8 @@ from zerokit.runtime.torch_internals import share_memory
 from zerokit.runtime.unit import UnitState
 
 _UNKNOWN = (None,)
+WALK = "_zerokit_walk"
+"""The attribute of a model that keeps its walk, without which nothing would gather its weights (stage 3)."""
 
 
 class _GradientHook(Hook):
@@ -88,8 +90,11 @@ class ModelWalk(Owner):
         self._me = me = weakref.ref(self)
         owner: weakref.ref[Owner] = weakref.ref(self)
         self._announcers = announcers(model, anatomy, [unit.unit for unit in self.units])
-        model.register_forward_pre_hook(Hook(me, ModelWalk._before_root), with_kwargs=True, prepend=True)
-        model.register_forward_hook(Hook(me, ModelWalk._after_root))
+        before, after = Hook(me, ModelWalk._before_root), Hook(me, ModelWalk._after_root)
+        self.hooks = [
+            model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(after),
+        ]
         self._frees = any(unit.comes_and_goes for unit in self.units)
         self._called: set[nn.Module] = set()  # modules that have been called until an order was recorded
         users: dict[nn.Module, list[UnitState]] = {module: [] for module in self._casting - {model}}
@@ -98,13 +103,14 @@ class ModelWalk(Owner):
                 users.setdefault(used, []).append(unit)
         for used, their in users.items():
             before = Hook(me, ModelWalk._before_unit, their) if their else TracedHook(me, ModelWalk._cast)
-            used.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            self.hooks.append(used.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             if any(unit.comes_and_goes for unit in their):
-                used.register_forward_hook(Hook(me, ModelWalk._after_unit, their))
+                after = Hook(me, ModelWalk._after_unit, their)
+                self.hooks.append(used.register_forward_hook(after))
         for unit in self.units:
             for position, weight in enumerate(unit.parameters if unit.unit.trainable else ()):
                 hook = _GradientHook(me, self._gradients.units[unit.index], position)
-                weight.register_post_accumulate_grad_hook(hook)
+                self.hooks.append(weight.register_post_accumulate_grad_hook(hook))
             unit.watch(owner)
 
     # ---- what guarded parameters ask

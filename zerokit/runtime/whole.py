@@ -5,123 +5,201 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from zerokit.errors import UsageError
 from zerokit.runtime.gathering import Gathering
-from zerokit.runtime.guard import TICKET, refuse_moving
+from zerokit.runtime.guard import refuse_moving
 from zerokit.runtime.unit import UnitState
+from zerokit.runtime.walk import WALK
+from zerokit.runtime.weights import WholeWeights, standing_in
 
 
-def install_model_methods(
-    model: nn.Module, gathering: Gathering, clear: weakref.WeakMethod[Callable[[], None]]
-) -> None:
-    """Make the model's methods behave as without zerokit, or raise an error with advice.
+class Managing(Protocol):
+    """An optimizer whose model is given back."""
 
-    `state_dict()` gives whole, current tensors and `load_state_dict()` reaches the masters; all ranks must call them.
-    At stage 3 `state_dict` copies unit by unit, because gathered memory is freed again.
+    def zero_grad(self) -> None: ...
+
+    def note_release(self) -> None:
+        """Refuse to go on: the model is a plain one now. Raises `UsageError` where that cannot be now."""
+
+
+_METHODS = "_zerokit_methods"  # the attribute of a managed model
+
+
+class ModelMethods:
+    """A model's methods under a `ZeroOptimizer`: they behave as without zerokit, or raise errors with advice.
+
+    `state_dict()` gives whole, current tensors, which are the masters where these are wider than the parameters, and
+    `load_state_dict()` reaches the masters; all ranks must call them.
     """
-    _install_state_dict(model, gathering)
-    plain_zero_grad, plain_apply = _method(model, "zero_grad"), _method(model, "_apply")
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        clear_gradients = clear()
-        plain_zero_grad(set_to_none)
-        if clear_gradients is not None:
-            clear_gradients()
+    def __init__(
+        self,
+        gathering: Gathering,
+        weights: WholeWeights,
+        hooks: Sequence[RemovableHandle],
+        managing: Managing,
+    ) -> None:
+        self._gathering, self._weights = gathering, weights
+        self._hooks, self._managing = list(hooks), weakref.ref(managing)
 
-    def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-        _require_harmless(function, gathering.units)
-        guarded = [unit for unit in gathering.units if unit.guarded]
-        for unit in guarded:
-            unit.unguard()
-        try:
-            return plain_apply(function, *args, **kwargs)
-        finally:
+    def manage(self, model: nn.Module) -> None:
+        """Install them in the optimizer's model, and mark its modules."""
+        self.install(model)
+        self._hooks += [
+            model.register_load_state_dict_pre_hook(self._before_load),
+            model.register_load_state_dict_post_hook(self._after_load),
+        ]
+        model.__dict__[_METHODS] = self
+        # DistributedDataParallel reads it first of all; fully_shard and replicate look into the registry.
+        model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDistributedDataParallel()
+        for module in model.modules():
+            module.__dict__[REGISTRY_KEY] = _NoFullyShard(module.__dict__.get(REGISTRY_KEY, ()))
+
+    def install(self, model: nn.Module) -> None:
+        """Install them in `model`: the optimizer's, or another module over the same parameters."""
+        plain, gathering, weights, reference = _Plain(model), self._gathering, self._weights, self._managing
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            plain("zero_grad", set_to_none)
+            managing = reference()
+            if managing is not None:
+                managing.zero_grad()
+
+        def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+            _require_harmless(function, gathering.units)
+            guarded = [unit for unit in gathering.units if unit.guarded]
             for unit in guarded:
-                unit.guard()
+                unit.unguard()
+            try:
+                return plain("_apply", function, *args, **kwargs)
+            finally:
+                for unit in guarded:
+                    unit.guard()
 
-    model.__dict__.update({"zero_grad": zero_grad, "_apply": apply, "__deepcopy__": _refuse_deepcopy})
-    # DistributedDataParallel reads it first of all; fully_shard and replicate look into the registry.
-    model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDistributedDataParallel()
-    for module in model.modules():
-        module.__dict__[REGISTRY_KEY] = _NoFullyShard(module.__dict__.get(REGISTRY_KEY, ()))
+        def state_dict(*args: Any, **kwargs: Any) -> Any:
+            # `keep_vars=True` asks for the parameters themselves.
+            themselves = kwargs.get("keep_vars", len(args) > 2 and args[2])
+            # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
+            with gathering.opened() if themselves else weights.shown():
+                return plain("state_dict", *args, **kwargs)
 
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            before = gathering.is_open
+            try:
+                return plain("load_state_dict", *args, **kwargs)
+            finally:
+                if gathering.is_open > before:  # an exception in a module's own loading
+                    gathering.close()
 
-def _method(model: nn.Module, name: str) -> Callable[..., Any]:
-    """A method of the model's class, for what hides it in the model and must not keep the model alive."""
-    reference = weakref.ref(model)
+        def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+            """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
+            # One rank saves what all have gathered, as trainers do.
+            whole = kwargs.get("state_dict")
+            with weights.shown(as_built=True) if whole is None else _parts_taken_from(whole, plain.model):
+                return plain("save_pretrained", *args, **kwargs)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(type(reference()), name)(reference(), *args, **kwargs)
+        installed = (state_dict, load_state_dict, zero_grad, save_pretrained)
+        model.__dict__.update({m.__name__: m for m in installed if hasattr(model, m.__name__)})
+        model.__dict__.update({"_apply": apply, "__deepcopy__": _refuse_deepcopy})
 
-    return call
+    def remove(self, model: nn.Module) -> None:
+        """Take back what `install` and `manage` have set in `model`."""
+        for name in (*_INSTALLED, _METHODS, WALK):
+            model.__dict__.pop(name, None)
 
+    def release(self, model: nn.Module) -> None:
+        """What `release` does; `model` is the optimizer's."""
+        managing = self._managing()
+        if managing is not None:
+            managing.note_release()
+        self._weights.give_back()
+        for hook in self._hooks:
+            hook.remove()
+        self.remove(model)
+        for module in model.modules():
+            if registered := OrderedDict(module.__dict__.pop(REGISTRY_KEY)):
+                module.__dict__[REGISTRY_KEY] = registered
 
-def _install_state_dict(model: nn.Module, gathering: Gathering) -> None:
-    plain_state_dict, plain_load = _method(model, "state_dict"), _method(model, "load_state_dict")
-
-    def state_dict(*args: Any, **kwargs: Any) -> Any:
-        if gathering.is_open:
-            return plain_state_dict(*args, **kwargs)
-        # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
-        with gathering.opened():
-            state = plain_state_dict(*args, **kwargs)
-            gathering.take_changes()
-            for unit in gathering.units:
-                if unit.comes_and_goes:
-                    _keep_copies(state, unit)
-                    unit.free()
-        return state
-
-    plain_save_pretrained, reference = _method(model, "save_pretrained"), weakref.ref(model)
-
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
-        # One rank saves what all have gathered, as trainers do.
-        whole, self = kwargs.get("state_dict"), reference()
-        assert self is not None
-        with gathering.opened() if whole is None else _parts_taken_from(whole, self):
-            return plain_save_pretrained(*args, **kwargs)
-
-    def before_load(
-        module: nn.Module, state: Mapping[str, Tensor], prefix: str, metadata: dict[str, Any], *rest: Any
+    def _before_load(
+        self,
+        module: nn.Module,
+        state: Mapping[str, Tensor],
+        prefix: str,
+        metadata: dict[str, Any],
+        *rest: Any,
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
                 "load_state_dict(assign=True) would put other parameters into the model, which nothing updates: "
                 "omit assign=True, so that values are copied"
             )
-        gathering.open()
+        self._gathering.open()
 
-    def after_load(module: nn.Module, incompatible: Any) -> None:
-        gathering.close(agree=True)
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        self._gathering.close(agree=True)
 
-    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-        before = gathering.is_open
-        try:
-            return plain_load(*args, **kwargs)
-        finally:
-            if gathering.is_open > before:  # an exception in a module's own loading
-                gathering.close()
 
-    model.__dict__.update({"state_dict": state_dict, "load_state_dict": load_state_dict})
-    if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = save_pretrained
-    model.register_load_state_dict_pre_hook(before_load)
-    model.register_load_state_dict_post_hook(after_load)
+_INSTALLED = (
+    *("state_dict", "load_state_dict", "zero_grad", "save_pretrained", "_apply", "__deepcopy__"),
+    "_ddp_params_and_buffers_to_ignore",
+)
+
+
+def release(model: nn.Module) -> None:
+    """Make `model`, which a `ZeroOptimizer` manages, a plain one again. All ranks must call it.
+
+    Its parameters are whole, in the dtype that they had when the optimizer was built, with the values of the masters,
+    and another optimizer may be built for it. The earlier one refuses `step`, and its states are dropped. A rank needs
+    memory for the whole model.
+
+    Raises `UsageError` for a model that no `ZeroOptimizer` manages, and while it shows averages.
+    """
+    methods = model.__dict__.get(_METHODS)
+    if not isinstance(methods, ModelMethods):
+        raise UsageError(
+            f"release() of a {type(model).__name__} that no ZeroOptimizer manages: pass the model that it was built for"
+        )
+    methods.release(model)
+
+
+def is_managed(model: nn.Module) -> bool:
+    """Whether a `ZeroOptimizer` was built for `model` and has not released it."""
+    return _METHODS in model.__dict__
+
+
+class _Plain:
+    """Calls methods of a model's class, for what hides them in the model and must not keep the model alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._reference = weakref.ref(model)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._reference()
+        assert model is not None
+        return model
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(type(self.model), name)(self.model, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def _parts_taken_from(whole: Mapping[str, Any], model: nn.Module) -> Iterator[None]:
-    """A context in which `state_dict()` of the model's parts, which one rank alone may call, is of the `whole`."""
+    """A context in which `state_dict()` of the model's parts, which one rank alone may call, is of the `whole`.
+
+    Its tensors stand in the model, whose dtype goes into the configuration that is saved beside them.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    given = {parameter: whole[name] for name, parameter in named if isinstance(whole.get(name), Tensor)}
     parts = [
         (f"{path}.", vars(part))
         for path, part in model.named_modules()
@@ -136,33 +214,11 @@ def _parts_taken_from(whole: Mapping[str, Any], model: nn.Module) -> Iterator[No
     for path, members in parts:
         members["state_dict"] = functools.partial(state_dict, path)
     try:
-        yield
+        with standing_in(model, given):
+            yield
     finally:
         for _, members in parts:
             del members["state_dict"]
-
-
-def _keep_copies(state: dict[str, Any], unit: UnitState) -> None:
-    """Replace what lies in the memory of `unit`, which is about to be freed, by copies."""
-    memory = unit.whole.untyped_storage()
-    start, stop = memory.data_ptr(), memory.data_ptr() + memory.nbytes()
-    copies: dict[tuple[Any, ...], Tensor] = {}  # tied weights stay tied
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, numpy.ndarray):
-            return value.copy() if start <= value.ctypes.data < stop else value
-        # A parameter itself (`keep_vars=True`) is guarded again.
-        if not isinstance(value, Tensor) or TICKET in value.__dict__:
-            return value
-        if value.untyped_storage().data_ptr() != start:
-            return value
-        view = value.storage_offset(), value.shape, value.stride(), value.dtype
-        if view not in copies:
-            copies[view] = value.detach().clone()
-        return copies[view]
-
-    state.update({key: tree_map(copied, value) for key, value in state.items()})
-    unit.note_versions()  # it held what had been handed out
 
 
 def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> None:

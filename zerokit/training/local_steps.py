@@ -301,12 +301,14 @@ class LocalSteps:
             for name in names
         }
 
-    def restore(self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint's state; from one without it, begin the first round with the weights of now.
-
-        Raises `UsageError` for a checkpoint with a fragment in flight where fragments are others here.
-        """
+    def require_loadable(
+        self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None
+    ) -> None:
+        """Raise `UsageError` for a checkpoint that `restore` would lose something of: what is in flight, or owed."""
         self._outer.require_loadable(streams, plain)
+
+    def restore(self, streams: Mapping[str, Mapping[int, Tensor]], plain: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint's state; from one without it, begin the first round with the weights of now."""
         self._forget()
         regions: dict[int, Tensor] = {}
         for part in self._parts:

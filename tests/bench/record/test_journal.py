@@ -30,7 +30,7 @@ def test_a_power_cut_leaves_no_torn_job(tmp_path: Path) -> None:
     with files.replaced(Recording(root, calls)):
         job = Journal(root / "run").open_job(None, lambda: Path("/record.json"))
     found = {crash.tree.get("run/elastic/job.json") for crash in crashes(calls)}
-    whole = json.dumps({"id": job.identity, "record": "/record.json"}).encode()
+    whole = json.dumps({"id": job.identity, "record": "record.json"}).encode()
     assert found == {None, whole}
 
 
@@ -105,3 +105,65 @@ def test_a_job_that_cannot_be_read_or_written_is_refused(tmp_path: Path) -> None
     (tmp_path / "elastic" / "job.json").write_text("{}")
     with pytest.raises(UsageError, match=r"move .*elastic away"):
         Journal(tmp_path).open_job(None, lambda: tmp_path)
+
+
+_ID = "0123456789abcdef" * 2
+
+
+def test_a_received_run_names_no_path_outside(tmp_path: Path) -> None:
+    """Neither the record's folder, nor that of the finished job, nor what a link leads to."""
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    (run / "elastic").mkdir(parents=True)
+    mine.write_text("mine")
+    named = run / "elastic" / "job.json"
+    named.write_text(json.dumps({"id": _ID, "record": f"{tmp_path}/home/precious.json"}))
+    job = Journal(run).open_job(None, lambda: tmp_path / "records" / "new.json")
+    assert (job.identity, job.record) == (_ID, tmp_path / "records" / "precious.json")
+    refused: list[object] = [
+        {"id": "../../escape" * 3, "record": "a.json"},
+        {"id": _ID, "record": ".bashrc"},
+        {"id": _ID, "record": ".."},
+        {"id": 5, "record": "a.json"},
+        [[]],
+    ]
+    for content in refused:
+        named.write_text(json.dumps(content))
+        with pytest.raises(UsageError, match=r"job.json cannot be read .*move .*elastic away"):
+            Journal(run).open_job(None, lambda: tmp_path / "new.json")
+        with pytest.raises(UsageError, match=r"job.json cannot be read"):
+            Journal(run).finish()
+    (run / "elastic" / "part-0000.jsonl").symlink_to(mine)
+    with pytest.raises(UsageError, match=r"part-0000.jsonl is not a file"):
+        Journal(run).end_part(0, "killed")
+    (run / "elastic").rename(tmp_path / "elsewhere")
+    (run / "elastic").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match=r"its folder is a link"):
+        Journal(run).open_job(None, lambda: tmp_path / "new.json")
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"first": ' + "9" * 5000 + "}",
+        '{"first": 2, "loss": 5, "gradient_norm": []}',
+        '{"first": 2, "loss": [[]], "gradient_norm": []}',
+        '{"trained": "x"}',
+        '{"ended": {}}',
+        '{"first_step": -1}',
+        "null",
+        "\x00\x1b",
+    ],
+)
+def test_lines_that_nobody_has_noted_are_passed_over(tmp_path: Path, line: str) -> None:
+    journal = Journal(tmp_path)
+    pen = begin(journal, 2, 0, 0)
+    note(pen, first=1, loss=[1.0], gradient_norm=[2.0])
+    with pen.open("a") as file:
+        file.write(line + "\n")
+    note(pen, first=2, loss=[3.0], gradient_norm=[4.0])
+    (tmp_path / "elastic" / "part-xyz.jsonl").touch()
+    (tmp_path / "elastic" / "part-0001.jsonl").write_text(line + "\n")
+    assert journal.story().loss == [1.0, 3.0]
+    assert [part.ended for part in journal.story().parts] == [UNKNOWN]

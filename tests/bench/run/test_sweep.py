@@ -229,3 +229,26 @@ def test_two_processes_cannot_run_one_sweep(folder: SweepFolder, monkeypatch: py
 def test_the_exit_code_follows_from_the_statuses(statuses: str, code: int) -> None:
     records = [Record("i", "c", Status(one), "2030-01-01", Settings()) for one in statuses.split(",")]
     assert exit_code(records) == code
+
+
+def test_a_received_sweep_leads_nowhere_else(tmp_path: Path) -> None:
+    """Neither by links, nor by cells that save."""
+    mine, folder = tmp_path / "mine", SweepFolder(tmp_path / "sweep")
+    mine.mkdir()
+    (mine / "file").write_text("mine")
+    sweep = Sweep.of([Settings()], {})
+    folder.write(sweep)
+    (folder.path / "cells").symlink_to(mine)
+    (folder.path / "report.html").symlink_to(mine / "file")
+    (folder.path / ".lock").symlink_to(mine / "file")
+    for call in (
+        lambda: folder.record(sweep.cells[0]),
+        lambda: folder.report,
+        lambda: folder.alone().__enter__(),
+    ):
+        with pytest.raises(SweepError, match="is a link that leads out of the sweep's folder: remove it"):
+            call()
+    assert (mine / "file").read_text() == "mine"
+    folder.write(Sweep.of([Settings(save=str(mine))], {}))
+    with pytest.raises(SweepError, match="cell 0 saves checkpoints"):
+        folder.read()

@@ -86,6 +86,7 @@ class Pattern:
     apart: bool = False
     """Whether a refusal leaves the ranks out of step, so that the next setting needs new processes."""
     timeout: float = 20.0
+    """Seconds that a message may take; a busy machine delays ranks that are in step, too."""
 
     def settings(self, *, full: bool = False) -> list[Setting]:
         """Stage 3 and another by turns, and a stage for each other outcome that is declared; all products if `full`.

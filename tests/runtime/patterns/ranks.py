@@ -15,8 +15,8 @@ from tests.runtime.patterns.models import WIDTH, Block, Mlp, square
 
 pattern = Subject(__name__)
 
-SPLIT: dict[str, Any] = {"apart": True, "timeout": 4.0}
-"""A refusal leaves ranks out of step, and some of them waiting."""
+SPLIT: dict[str, Any] = {"apart": True, "timeout": 10.0}
+"""A refusal leaves ranks out of step, and some of them waiting for all of the time-out."""
 OR_RIGHT = SPLIT | {"refused": always(Refused("ScheduleError", (), everywhere=False, or_right=True))}
 UNEQUAL = Refused(
     "ScheduleError", ("as many backward passes", "loss times 0"), everywhere=False, or_right=True

@@ -147,7 +147,6 @@ def swa(engine: Engine) -> None:
     "one rank alone reads a norm",
     refused={3: usage("gathered()", everywhere=False)},
     apart=True,
-    timeout=4.0,  # the other rank waits that long
 )
 def one_rank_reads(engine: Engine) -> None:
     if engine.rank == 0:
@@ -205,9 +204,7 @@ def freeze_and_thaw(engine: Engine) -> None:
     engine.update(loss, max_norm=0.1)
 
 
-@pattern.each_step(
-    "frozen on one rank only", refused=always(Refused("LayoutMismatch", ())), apart=True, timeout=5.0
-)
+@pattern.each_step("frozen on one rank only", refused=always(Refused("LayoutMismatch", ())), apart=True)
 def freeze_one_rank(engine: Engine) -> None:
     if engine.number == 1 and engine.rank == 1 and not engine.plain:
         engine.model.blocks[1].requires_grad_(False)

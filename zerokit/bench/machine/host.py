@@ -10,6 +10,7 @@ import importlib.util
 import mmap
 import os
 import platform
+import re
 import resource
 import runpy
 import subprocess
@@ -83,7 +84,7 @@ def visible_names(environment: Mapping[str, str]) -> list[str] | None:
         return None
     names: list[str] = []
     for name in (part.strip() for part in listed.split(",")):
-        if not name.isdecimal() and not name.startswith(("GPU-", "MIG-")):
+        if not re.fullmatch("[0-9]{1,9}", name) and not name.startswith(("GPU-", "MIG-")):
             break  # "-1", and whatever else is no device
         names.append(name)
     return names

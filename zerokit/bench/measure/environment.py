@@ -81,7 +81,16 @@ def git_commit(folder: Path) -> str | None:
     None outside a repository, and where there is no git.
     """
     describe = "describe --always --exclude=* --abbrev=64 --dirty"  # 64 digits at most: all there are
-    command = ["git", "--no-optional-locks", "-C", str(folder), *describe.split()]
+    # A repository's own configuration may name a program that watches its files.
+    command = [
+        "git",
+        "-c",
+        "core.fsmonitor=false",
+        "--no-optional-locks",
+        "-C",
+        str(folder),
+        *describe.split(),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -88,6 +88,11 @@ def plan(
         measured = None if record is None else read_record(Path(record))
     except RecordError as error:
         raise UsageError(str(error)) from error
+    if measured is not None and ":" in measured.settings.model and measured.settings.model != model:
+        raise UsageError(  # of whoever has written the record
+            f"{record} is of {measured.settings.model}, a program that a plan from it would run: give a record of a "
+            "model of the catalogue, or plan that one"
+        )
     where, notes = _cluster(gpus, device, nodes, cluster, network_gbit, measured)
     on_cuda = bool(where.device.flops)
     subject = model if isinstance(model, Subject) else subject_named(model, seq_len=seq_len)

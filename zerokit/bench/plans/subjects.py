@@ -6,7 +6,6 @@ And plans beside measurements: the plan of a measured cell, and a device's speed
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from zerokit.bench.record.record import Record
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded, load
+from zerokit.documents import parse_json, read_text
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh, Placement
 from zerokit.planning.efficiency import SHARES, Efficiency, of_device
@@ -197,7 +197,7 @@ def _configure(content: dict[str, Any]) -> tuple[Any, Any]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is not a model configuration: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):

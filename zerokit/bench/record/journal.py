@@ -1,6 +1,6 @@
 """The journal of an elastic job: its progress, stored next to its checkpoints for a later process.
 
-    RUN/elastic/job.json          the identity of the record to be, and where it goes
+    RUN/elastic/job.json          the identity of the record to be, and the name of its file
     RUN/elastic/part-0000.jsonl   one file a part: its beginning, its steps, the losses up to each save, its end
     RUN/elastic/part-0001.jsonl   after a restart: it begins where a checkpoint was, and repeats the steps since then
     RUN/elastic-0f3a9c12/         a job that is finished, and was followed by another one in RUN
@@ -8,7 +8,10 @@
 A part is as long as its processes live: each restart begins one, at its own world size. Rank 0 of a part is the only
 one that writes steps into its file, so that a process which lives longer than it should disturbs no later part; the
 launcher adds how they ended. Losses are on the disk before the checkpoint that follows them is committed: from
-whichever checkpoint the job goes on, those of all steps before it are here. Standard library only.
+whichever checkpoint the job goes on, those of all steps before it are here.
+
+A run may come from somebody else. So it names no path: the record's folder is the user's, and links are not followed.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from zerokit.bench.record.schema import Count, Number
+from zerokit.documents import parse_json, read_text
 from zerokit.errors import UsageError
 from zerokit.files import make_directories, system, write_aside
 
@@ -31,6 +36,8 @@ FINISHED = "finished"
 UNKNOWN = "its processes ended without a report: they were killed, or their machine is gone"
 _FOLDER = "elastic"
 _JOB = "job.json"
+_IDENTITY, _NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[^/.][^/]{0,250}\.json")
+_PART = re.compile(r"part-(\d{4,9})\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +96,36 @@ class Journal:
     def open_job(self, record: Path | None, default: Callable[[], Path]) -> Job:
         """Open the run's job, or begin a new one; raises `UsageError` where it cannot be read or written.
 
-        Its record goes where the user wants, by default to the job's own path, for a new one that of `default`.
+        Its record goes where the user wants, by default beside `default`'s, which a new one has.
         """
+        begun = self._begun()
+        identity, name = (uuid.uuid4().hex, None) if begun is None else begun
+        job = Job(identity, record or (default() if name is None else default().with_name(name)))
+        content = {"id": job.identity, "record": job.record.name}
+        try:
+            make_directories(self._folder)
+            write_aside(self._folder / _JOB, json.dumps(content).encode())
+        except OSError as error:
+            raise UsageError(f"--save: {self._folder} cannot be written: {error.strerror}") from error
+        return job
+
+    def _begun(self) -> tuple[str, str] | None:
+        """The identity of the unfinished job, and the name of its record; None if there is no job."""
         path = self._folder / _JOB
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            job = Job(content["id"], record or Path(content["record"]))
+            if self._folder.is_symlink():
+                raise ValueError("its folder is a link")
+            content = parse_json(read_text(path))
+            identity, name = content["id"], Path(content["record"]).name
+            if not _IDENTITY.fullmatch(identity) or not _NAME.fullmatch(name):
+                raise ValueError("it names no job of zerokit's")
         except FileNotFoundError:
-            job = Job(uuid.uuid4().hex, record or default())
+            return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"{path} cannot be read ({error}): move {self._folder} away to start a new job"
             ) from error
-        try:
-            make_directories(self._folder)
-            write_aside(path, json.dumps({"id": job.identity, "record": str(job.record.absolute())}).encode())
-        except OSError as error:
-            raise UsageError(f"--save: {self._folder} cannot be written: {error.strerror}") from error
-        return job
+        return identity, name
 
     def count(self) -> int:
         """The number of parts that have begun."""
@@ -137,7 +156,7 @@ class Journal:
         files = self._files()
         for number, file in enumerate(files):
             lines = list(_lines(file))
-            if not lines or "first_step" not in lines[0]:
+            if not lines or lines[0].keys() != _BEGINNING:
                 continue  # killed before its first line was whole
             begun, rest = lines[0], lines[1:]
             step = begun["first_step"] - 1
@@ -148,7 +167,7 @@ class Journal:
             last = step
             for line in rest:
                 last = max(last, line.get("trained", 0))
-                if line.get("first") == first + len(story.loss) + 1:
+                if line.keys() == _LOSSES and line["first"] == first + len(story.loss) + 1:
                     story.loss += line["loss"]
                     story.gradient_norm += line["gradient_norm"]
                     last = max(last, first + len(story.loss))
@@ -158,25 +177,36 @@ class Journal:
         return story
 
     def finish(self) -> None:
-        """Put a job with a record aside; the next one starts from the beginning."""
-        try:
-            identity = json.loads((self._folder / _JOB).read_text(encoding="utf-8"))["id"]
-        except FileNotFoundError:
-            identity = uuid.uuid4().hex  # never opened: a bench that was not started by the command
+        """Finish the job after its record was written; the next one starts from the beginning."""
+        identity, _ = self._begun() or (uuid.uuid4().hex, "")  # a bench that was not started by the command
         if self._folder.exists():
             self._folder.rename(self._folder.with_name(f"{_FOLDER}-{identity[:8]}"))
 
     def _files(self) -> list[Path]:
-        found = self._folder.glob("part-*.jsonl")
+        found = [path for path in self._folder.glob("part-*.jsonl") if _PART.fullmatch(path.name)]
+        for path in found:
+            if not path.is_file() or path.is_symlink():
+                raise UsageError(f"{path} is not a file: move {self._folder} away to start a new job")
         return sorted(found, key=lambda path: int(path.stem.removeprefix("part-")))
+
+
+_BEGINNING = {one.name for one in fields(Part)}
+_LOSSES = {"first", "loss", "gradient_norm"}
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a part's file."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict):
-            yield content
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            content = parse_json(line)
+            if isinstance(content, dict) and all(map(_is_noted, content, content.values())):
+                yield content
+
+
+def _is_noted(name: str, value: object) -> bool:
+    """Whether a line may have this member."""
+    if name == "ended":
+        return isinstance(value, str)
+    if name in ("loss", "gradient_norm"):
+        return isinstance(value, list) and all(one is None or isinstance(one, int | float) for one in value)
+    return type(value) is int and 0 <= value < 1 << 63

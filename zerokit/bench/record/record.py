@@ -41,6 +41,7 @@ from zerokit.bench.record.schema import Count, Number, parse, to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import Summary, skew, slowest
 from zerokit.bench.record.status import Status
+from zerokit.documents import parse_json, read_text
 from zerokit.errors import ZerokitError
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.hardware import known_device
@@ -178,8 +179,8 @@ def write_text(text: str, path: Path) -> None:
 def read_record(path: Path) -> Record:
     """Read the record from a file; raises `RecordError`."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         raise RecordError(f"cannot read the bench record {path}: {error}") from error
     try:
         return Record.from_json(text)
@@ -221,8 +222,8 @@ def in_folder(folder: Path) -> Iterator[Record]:
 def is_record(path: Path) -> bool:
     """Whether a file claims to be a record, of any version; raises `RecordError` if it cannot be read."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(read_text(path))
+    except (OSError, ValueError) as error:
         raise RecordError(f"{path}: not a bench record: {error}") from error
     return isinstance(content, dict) and str(content.get("format", "")).startswith(_FAMILY)
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from annotated_types import Ge, Le
 
+from zerokit.documents import parse_json
 from zerokit.errors import ZerokitError
-from zerokit.nesting import require_shallow
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -29,10 +29,6 @@ Count = Annotated[int, Ge(0), Le(2**63 - 1)]
 """What a bench counts: never less than none."""
 Number = Annotated[float, Ge(-1e100), Le(1e100)]
 """Finite, and sums, squares and ratios do not overflow."""
-
-
-_DEEPEST = 64
-"""Lists and objects in each other. A record of zerokit's has seven; the sizes of a model may be anything."""
 
 
 class SchemaError(ValueError):
@@ -74,15 +70,14 @@ def parse(kind: type[T], text: str, what: str, fault: type[ZerokitError], check:
     """
     (expected,) = (field.default for field in fields(cast(Any, kind)) if field.name == "format")
     try:
-        value = json.loads(text)
-        require_shallow(value, _DEEPEST)
+        value = parse_json(text)
         if "\\u" in text:  # an escape may be half of a surrogate pair, which cannot be written again
             json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise fault(f"not a {what}: {error}") from error
     found = value.get("format") if isinstance(value, dict) else None
     if found != expected:
-        raise fault(f"not a {what} that this version reads: format {found!r}, expected {expected!r}")
+        raise fault(f"not a {what} that this version reads: format {found!r:.60}, expected {expected!r}")
     try:
         made = from_plain(kind, value)
         check(made)

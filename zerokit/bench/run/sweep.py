@@ -29,6 +29,7 @@ from zerokit.bench.record.settings import DEFAULT_REPEATS, DIMENSIONS, STEPS_A_R
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import slug, varying
 from zerokit.bench.run.session import Host, refusal, run_cell
+from zerokit.documents import read_text
 from zerokit.errors import UsageError, ZerokitError
 
 FORMAT = "zerokit.sweep/1"
@@ -86,6 +87,8 @@ def _check(sweep: Sweep) -> None:
         raise ValueError("its cells are not numbered from 0")
     for cell in sweep.cells:
         require_known(cell.settings)
+        if cell.settings.save:  # into any directory of this machine
+            raise ValueError(f"cell {cell.number} saves checkpoints, as no cell of a sweep does")
 
 
 class SweepFolder:
@@ -97,11 +100,18 @@ class SweepFolder:
     @property
     def report(self) -> Path:
         """The path of the HTML page."""
-        return self.path / "report.html"
+        return self._own("report.html")
 
     def record(self, cell: Trial) -> Path:
         """The path of a cell's record."""
-        return self.path / "cells" / f"{cell.number:03d}-{slug(cell.label)}.json"
+        return self._own(f"cells/{cell.number:03d}-{slug(cell.label)}.json")
+
+    def _own(self, name: str) -> Path:
+        """A file of the folder; raises `SweepError` for a link that leads out of it: a received one may have any."""
+        path = self.path / name
+        if not path.resolve().is_relative_to(self.path.resolve()):
+            raise SweepError(f"{path} is a link that leads out of the sweep's folder: remove it")
+        return path
 
     def exists(self) -> bool:
         """Whether the folder has a sweep."""
@@ -110,7 +120,7 @@ class SweepFolder:
     def write(self, sweep: Sweep) -> None:
         """Start a sweep in this folder; raises `SweepError` if it cannot be written."""
         try:
-            write_text(sweep_json(sweep), self.path / FILE)
+            write_text(sweep_json(sweep), self._own(FILE))
         except OSError as error:
             raise SweepError(f"{self.path / FILE} cannot be written: {error.strerror}") from error
 
@@ -118,10 +128,10 @@ class SweepFolder:
         """Read the sweep of this folder; raises `SweepError`, also for unknown engines and models."""
         path = self.path / FILE
         try:
-            return parse(Sweep, path.read_text(encoding="utf-8"), "sweep", SweepError, _check)
+            return parse(Sweep, read_text(self._own(FILE)), "sweep", SweepError, _check)
         except FileNotFoundError as error:
             raise SweepError(f"{self.path} has no sweep: there is no {FILE} in it") from error
-        except (OSError, UnicodeDecodeError, SweepError) as error:
+        except (OSError, ValueError, SweepError) as error:
             raise SweepError(f"cannot read the sweep {path}: {error}") from error
 
     def records(self, sweep: Sweep) -> list[Record]:
@@ -144,7 +154,7 @@ class SweepFolder:
         Without effect on a file system without locks. Raises `RecordError` if the folder cannot be written.
         """
         require_writable(self.path)
-        with (self.path / ".lock").open("w") as file:  # NFS locks only files that are open for writing
+        with self._own(".lock").open("a") as file:  # NFS locks only files that are open for writing
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import tempfile
+import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerokit.bench.record.record import FORMAT, Record, RecordError, Run, in_folder, is_record, read_record
 from zerokit.bench.tracking.content import Point
-from zerokit.errors import UsageError, ZerokitError
+from zerokit.bench.tracking.limits import Endless, limited
+from zerokit.errors import UsageError, ZerokitError, ZerokitWarning
 from zerokit.text import without_secrets
 
 if TYPE_CHECKING:
@@ -33,6 +36,9 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",  # a gateway may ask for hours
+    "PGCONNECT_TIMEOUT": "10",  # libpq's own, in which it may wait for a server without end
+    # What a server calls a run, and where it says that this is.
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     # Usage reports to MLflow's makers are the user's choice, and no part of a measurement.
     "MLFLOW_DISABLE_TELEMETRY": "true",
     # Bars of uploads would be drawn over ours.
@@ -44,6 +50,9 @@ _OLDEST_FIRST = ["attributes.start_time ASC"]
 # A server refuses calls with more than these.
 _MOST_A_CALL = {"params": 100, "tags": 100, "metrics": 1000}
 _MOST_RUNS = 50_000
+_CALL_SECONDS, _FILE_SECONDS = 60.0, 300.0
+"""Within which a call to a server ends, whatever it sends; the latter for one that carries a file."""
+_LOCK_SECONDS, _QUIET_SECONDS = 60.0, 2.0
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -80,6 +89,8 @@ def failing(what: str) -> Iterator[None]:
         yield
     except TrackingError:
         raise
+    except Endless as error:
+        raise TrackingError(without_secrets(f"{what}: {error}")) from None
     except Exception as error:
         root: BaseException = error
         while (below := root.__cause__ or root.__context__) is not None:
@@ -103,21 +114,17 @@ class Client:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:
             with failing(f"MLflow at {self.uri} cannot be used"):
-                return getattr(self._client, name)(*arguments, **more)
+                if not self.uri.startswith("http"):
+                    return getattr(self._client, name)(*arguments, **more)
+                with limited(_FILE_SECONDS if "artifact" in name else _CALL_SECONDS):
+                    return getattr(self._client, name)(*arguments, **more)
 
         return call
 
 
 def connect(uri: str) -> Client:
     """An MLflow client whose requests time out in seconds; raises `TrackingError`, as its methods do."""
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        from mlflow.tracking import MlflowClient
-    except ImportError as error:
-        raise TrackingError(
-            f"MLflow is not installed ({error}); use --no-mlflow or install mlflow"
-        ) from error
+    client = _import_client()
     # Creating the SQLite file announces every migration otherwise; what fails is said here, without their tracebacks.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
@@ -126,22 +133,58 @@ def connect(uri: str) -> Client:
             from mlflow.store.db import utils
 
             utils.MAX_RETRY_COUNT = 3  # it has no variable for this, and 10 take two minutes
-        return Client(MlflowClient(tracking_uri=uri), uri)
+        return Client(client(tracking_uri=uri), uri)
+
+
+def _import_client() -> type[MlflowClient]:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mlflow.tracking import MlflowClient
+    except ImportError as error:
+        raise TrackingError(
+            f"MLflow is not installed ({error}); use --no-mlflow or install mlflow"
+        ) from error
+    return MlflowClient
 
 
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
-    """Inside, no other process is here for the same SQLite file: the jobs of an array would all create its tables."""
+    """Inside, no other process is here for the same SQLite file: the jobs of an array would all create its tables.
+
+    Whoever may read the folder can hold the lock for ever. So it is waited for with a warning, and not for long.
+    """
     folder = None
     if uri.startswith("sqlite:///"):
         with suppress(OSError):  # a folder that does not exist, or a file system without locks
-            folder = os.open(Path(uri.removeprefix("sqlite:///")).parent, os.O_RDONLY)
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            path = Path(uri.removeprefix("sqlite:///")).parent
+            folder = os.open(path, os.O_RDONLY)
+            _await_lock(folder, path)
     try:
         yield
     finally:
         if folder is not None:
             os.close(folder)
+
+
+def _await_lock(folder: int, path: Path) -> None:
+    started, told = time.monotonic(), False
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        waited = time.monotonic() - started
+        if waited > _LOCK_SECONDS:
+            going_on = (
+                f"{path} is still locked after {_LOCK_SECONDS:g} s: MLflow's file there is used all the same"
+            )
+            warnings.warn(going_on, ZerokitWarning, stacklevel=2)
+            return
+        if waited > _QUIET_SECONDS and not told:
+            told = True
+            why = f"waiting for another process that holds {path} locked, for at most {_LOCK_SECONDS:g} s"
+            warnings.warn(why, ZerokitWarning, stacklevel=2)
+        time.sleep(0.05)
 
 
 def _create(uri: str) -> None:
@@ -162,6 +205,7 @@ class Store:
 
     def __init__(self, tracking: Tracking) -> None:
         self.tracking, name = tracking, tracking.experiment
+        _import_client()  # takes seconds
         with _alone(tracking.uri):
             _create(tracking.uri)
             self.client = connect(tracking.uri)
@@ -213,7 +257,9 @@ class Store:
                 path = Path(folder, name)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.encode() if isinstance(content, str) else content)
-            self.client.log_artifacts(run_id, folder)
+                inside = None if path.parent == Path(folder) else str(path.parent.relative_to(folder))
+                # One by one: `log_artifacts` has threads, which an answer without end would keep.
+                self.client.log_artifact(run_id, str(path), inside)
 
     def link(self, run_id: str) -> str:
         """The URL of a run; for a store without a server, the URL that `mlflow ui` would serve."""

@@ -52,7 +52,7 @@ class Own:
 def find(name: str) -> None:
     """Raise `UsageError` unless the module of `module:factory` exists; it is not run."""
     parts = name.partition(":")[0].split(".")
-    folders: list[str] | None = [str(Path.cwd()), *sys.path]
+    folders: list[str] | None = [*sys.path, str(Path.cwd())]
     for count in range(1, len(parts) + 1):
         module = ".".join(parts[:count])
         spec = None if folders is None else PathFinder.find_spec(module, folders)

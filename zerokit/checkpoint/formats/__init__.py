@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from zerokit.checkpoint.disk import explained
+from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import dcp, deepspeed, huggingface
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.source import Source
@@ -62,7 +62,7 @@ def of_newest(task: Callable[..., T], *paths: str | os.PathLike[str]) -> T:
         try:
             return task(*sources)
         except CheckpointError:
-            if not any(source.run is not None and not source.path.exists() for source in sources):
+            if not any(source.run is not None and not is_there(source.path) for source in sources):
                 raise
 
 

@@ -8,10 +8,12 @@ the new manifest states; no byte is read twice for it.
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from zerokit.checkpoint.by_rank import shown
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.copying import Options, Progress, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
@@ -27,7 +29,7 @@ from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import rank_file, slice_checksums
 from zerokit.checkpoint.source import Source
-from zerokit.errors import UsageError
+from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.layout import Layout
 
 
@@ -100,6 +102,7 @@ def convert(
         ranks = 1
         write_weights(checkpoint, target, options, dtype, stream, max_shard_size, like)
     elif kind == "zerokit":
+        _note_ranks(checkpoint, ranks)
         written = write_cut(checkpoint, ranks, target, options)
     elif kind == "dcp":
         write_dcp(checkpoint, ranks, target, options)
@@ -181,6 +184,19 @@ def consolidate(
         force=force,
         progress=progress,
     ).output
+
+
+def _note_ranks(source: Source, world: int) -> None:
+    """Warn of what only as many ranks as saved it can load."""
+    ranks = source.manifest.extra_ranks
+    if ranks not in (0, world):
+        names = ", ".join(map(shown, source.by_rank))
+        warnings.warn(
+            f"{source.path}: {names} is carried over as {ranks} ranks gave it, each its "
+            f"own: load() on {world} refuses it, or leaves it out with strict=False",
+            ZerokitWarning,
+            stacklevel=3,
+        )
 
 
 def write_cut(source: Source, world: int, target: Path, options: Options) -> Path:

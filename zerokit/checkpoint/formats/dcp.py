@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.disk import entries_of, is_directory, is_file, opened
 from zerokit.checkpoint.formats import description
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.dcp_items import METADATA, Items, StoredItem
@@ -42,12 +42,12 @@ def recognises(path: Path) -> bool:
 
 
 def _folders(path: Path) -> list[Path]:
-    if (path / METADATA).is_file() or not path.is_dir():
-        return [path] if path.is_dir() else []
-    entries = sorted(entry for entry in path.iterdir() if entry.is_dir())
+    if not is_directory(path) or is_file(path / METADATA):
+        return [path] if is_directory(path) else []
+    entries = [path / entry.name for entry in entries_of(path) if is_directory(entry)]
     found = [entry for pattern in _FOLDERS for entry in entries if pattern.fullmatch(entry.name)]
     # One of the two may be what a killed save has left: it is refused, not passed over.
-    return found if any((entry / METADATA).is_file() for entry in found) else []
+    return found if any(is_file(entry / METADATA) for entry in found) else []
 
 
 def read(path: Path) -> ForeignCheckpoint:
@@ -164,7 +164,7 @@ class _Reader(Items):
         for options, _ in groups:
             options.pop("param_names", None)
         return [
-            (description.plain_value(options, "param_groups", self.dropped), names)
+            (description.plain_value(options, "param_groups", self.dropped, self.path), names)
             for options, names in groups
         ]
 
@@ -232,7 +232,7 @@ class _Reader(Items):
             for part in path[:-1]:
                 place = place.setdefault(part, {})
             place[path[-1]] = value
-        carried = description.plain_value(_with_lists(own), "", self.dropped)
+        carried = description.plain_value(_with_lists(own), "", self.dropped, self.path)
         step = next(
             (int(value) for value in _named(carried, ("step", "global_step")) if type(value) is int), None
         )

@@ -12,13 +12,12 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.copying import Options, converting
-from zerokit.checkpoint.disk import opened, write_file
+from zerokit.checkpoint.disk import despite_damage, explained, opened, write_file
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS
 from zerokit.checkpoint.formats import torchwriter
 from zerokit.checkpoint.formats.dcp_items import METADATA
@@ -29,7 +28,7 @@ from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.prune import foreign_to
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
-from zerokit.errors import CheckpointError, ZerokitWarning
+from zerokit.errors import ZerokitWarning
 from zerokit.layout import Interval
 
 _FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
@@ -88,7 +87,7 @@ def write_dcp(source: Source, world: int, target: Path, options: Options) -> Non
 
 
 def _foreign(folder: Path) -> str:
-    with suppress(CheckpointError), opened(folder / METADATA) as fd:
+    with despite_damage(), opened(folder / METADATA) as fd, explained(folder / METADATA, "read"):
         if os.pread(fd, len(_BEGIN), 0) != _BEGIN:
             return "a checkpoint of torch's own"
     return foreign_to(folder, _FILE, "no file of DCP's")

@@ -72,7 +72,7 @@ class Reader:
         self.model = self.models[0]
         self.optimizer_files = [self._load(self._number(rank)) for rank in range(self.world)]
         self.optimizers = [file["optimizer_state_dict"] for file in self.optimizer_files]
-        self.stage = deepspeed_files.stage_of(self.optimizers[0])
+        self.stage = deepspeed_files.stage_of(self.optimizers[0], files.optimizers[0])
         self._check()
 
     def _load(self, number: int) -> dict[str, Any]:
@@ -98,11 +98,14 @@ class Reader:
             same = deepspeed_files.shapes_of(model) == self.shapes
             require(same, path, f"its param_shapes differ from rank 0's: {mixed}")
         for rank, path in enumerate(self.files.optimizers):
-            optimizer, stage = self.optimizers[rank], deepspeed_files.stage_of(self.optimizers[rank])
+            optimizer, stage = self.optimizers[rank], deepspeed_files.stage_of(self.optimizers[rank], path)
             differ = f"saved at stage {stage}, rank 0's file at stage {self.stage}"
             require(stage == self.stage, path, f"{differ}: {mixed}")
             experts = "ds_zero_partition_groups" in optimizer
             require(not experts, folder, "holds a mixture of experts, which zerokit does not read")
+            self._require_groups(len(self.masters(rank)), "masters", rank)
+            if self.stage < 3:
+                self._require_groups(len(self.options(rank)), "options", rank)
             same = self._groups(rank, []) == self._groups(0, [])
             require(same, path, f"its groups' options differ from rank 0's: {mixed}")
 
@@ -114,9 +117,12 @@ class Reader:
         buffer_names = frozenset(model.get("buffer_names") or ())
         streams, scalars = self._trained(), self._scalars()
         parameters, buffers = [], []
+        needed = {*buffer_names, *group_of, *frozen}
         for name, tensor in model["module"].items():
             if name in tied:
                 continue
+            if name in needed:
+                deepspeed_files.expect(path, f"module[{name!r}]", tensor, StoredTensor)
             if name in buffer_names:
                 stream = stretches_of(tensor, 0, f"{path}: buffer {name}")
                 buffers.append(as_frozen(name, tensor.shape, stream))
@@ -146,7 +152,7 @@ class Reader:
             buffers=buffers,
             groups=self._groups(0, self.dropped),
             identity=self.identity,
-            user=plain_value(own, "client_state", self.dropped),
+            user=plain_value(own, "client_state", self.dropped, path),
             scaler=self._scaler(),
             blobs=self.blobs,
             dropped=self.dropped,
@@ -194,6 +200,8 @@ class Reader:
         if self.stage < 3:
             return self.groups_for(self.world)
         group_of = {n: group for group, options in enumerate(self.options(0)) for n in options["params"]}
+        missing = next((number for number in range(len(self.shapes)) if number not in group_of), None)
+        require(missing is None, self.files.optimizers[0], f"no group of its options has sub-group {missing}")
         return [
             deepspeed_files.cut_sub_group(group_of[number], self.numels(shapes), self.world)
             for number, shapes in enumerate(self.shapes)
@@ -205,6 +213,7 @@ class Reader:
         `round_robin_gradients` gives parameters another order at each world; `before`: in the order before that.
         """
         paddings = self.optimizers[0].get("param_alignment_paddings") or [None] * len(self.shapes)
+        self._require_groups(len(paddings), "param_alignment_paddings")
         cuts = []
         for number, (shapes, after) in enumerate(zip(self.shapes, paddings, strict=True)):
             names, count = list(shapes), len(shapes)
@@ -214,6 +223,11 @@ class Reader:
                 names = [own[index] for index in order]
             cuts.append(deepspeed_files.cut_group(number, self.numels(names), world, after))
         return cuts
+
+    def _require_groups(self, count: int, what: str, rank: int = 0) -> None:
+        """Raise `CheckpointError` unless `count`, of `what` in a rank's file, is the number of groups of shapes."""
+        expected = f"{count} groups of {what}, expected {len(self.shapes)}, as in {self.files.models[0].name}"
+        require(count == len(self.shapes), self.files.optimizers[rank], expected)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -254,7 +268,9 @@ class Reader:
         """The options that are no bookkeeping, as plain data; paths of others are added to `dropped`."""
         left_out = ("params", "param_names", "step")
         groups = [{k: v for k, v in group.items() if k not in left_out} for group in self.options(rank)]
-        plain: list[dict[str, Any]] = plain_value(groups, "param_groups", dropped)
+        plain: list[dict[str, Any]] = plain_value(
+            groups, "param_groups", dropped, self.files.optimizers[rank]
+        )
         return plain
 
     def masters(self, rank: int) -> list[StoredTensor]:

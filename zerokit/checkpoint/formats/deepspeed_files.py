@@ -14,23 +14,26 @@ deepspeed/runtime/zero (0.19) and deepspeed/utils/zero_to_fp32.py.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
-from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.disk import opened, read_whole
+from zerokit.checkpoint.disk import despite_damage, entries_of, is_directory, is_file, opened, read_whole
 from zerokit.checkpoint.formats.checks import require
-from zerokit.checkpoint.formats.pickles import Record
-from zerokit.checkpoint.formats.torchfile import Blob, read_torch_file
+from zerokit.checkpoint.formats.pickles import Name, Record
+from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
 LATEST = "latest"
 _FIRST = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+_MAX_DIMENSIONS = 64
+_STAGE = "ZeroStageEnum"
+_STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -58,27 +61,27 @@ class Files:
 
 def find_tag(path: Path) -> Path | None:
     """The directory of the checkpoint at `path`: itself, or the tag that `latest` names; None where there is none."""
-    if not path.is_dir():
+    if not is_directory(path):
         return None
     if _has_model(path):
         return path
     latest = path / LATEST
-    with suppress(CheckpointError):  # a run of zerokit's has a `latest` as well, and does without it
+    with despite_damage():  # a run of zerokit's has a `latest` as well, and does without it
         name = read_whole(latest, limit=4096).decode("utf-8", "replace").strip()
         folder = path / name
-        if name and "/" not in name and name != ".." and folder.is_dir() and _has_model(folder):
+        if name and "/" not in name and name != ".." and is_directory(folder) and _has_model(folder):
             return folder
     return None
 
 
 def find_tags(path: Path) -> list[str]:
     """Directories in `path` that hold a checkpoint each."""
-    folders = [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
-    return sorted(entry.name for entry in folders if any(isfile(entry / name) for name in _FIRST))
+    folders = [entry for entry in entries_of(path) if is_directory(entry)]
+    return [entry.name for entry in folders if any(is_file(path / entry.name / name) for name in _FIRST)]
 
 
 def _has_model(folder: Path) -> bool:
-    return any(_MODEL.fullmatch(entry.name) for entry in folder.iterdir())
+    return any(_MODEL.fullmatch(entry.name) for entry in entries_of(folder))
 
 
 def find_files(folder: Path) -> Files:
@@ -86,7 +89,7 @@ def find_files(folder: Path) -> Files:
     models: dict[int, Path] = {}
     optimizers: dict[int, Path] = {}
     advice = "which zerokit does not read: convert it with DeepSpeed's own tools first"
-    for entry in sorted(folder.iterdir()):
+    for entry in (folder / found.name for found in entries_of(folder)):
         experts = _EXPERTS.fullmatch(entry.name)
         require(not experts, entry, f"belongs to a mixture of experts or a pipeline, {advice}")
         for pattern, found in ((_MODEL, models), (_OPTIMIZER, optimizers)):
@@ -111,35 +114,121 @@ def find_files(folder: Path) -> Files:
 
 
 def read_states(path: Path) -> tuple[dict[str, Any], list[Blob]]:
-    """A file's states, and the storages in it by their offsets."""
+    """A file's states, and the storages in it by their offsets.
+
+    Raises `CheckpointError`, naming the file and the value, for a member that is not as DeepSpeed writes it.
+    """
     blobs: set[Blob] = set()
     with opened(path) as fd:
         value = read_torch_file(path, fd, blobs=blobs)
     require(isinstance(value, dict), path, f"a {type(value).__name__}, expected DeepSpeed's dict of states")
+    (_check_model if _MODEL.fullmatch(path.name) else _check_optimizer)(path, value)
     return value, sorted(blobs)
 
 
-def stage_of(optimizer: Mapping[str, Any]) -> int:
-    """The stage that wrote a rank's states. DeepSpeed's optimizer for bf16, of stage 1, does not say."""
+_NONE = type(None)
+_KINDS = {
+    dict: "a mapping",
+    list: "a list",
+    int: "an integer",
+    tuple: "a shape",
+    StoredTensor: "a tensor",
+    _NONE: "None",
+}
+
+
+def expect(path: Path, what: str, value: Any, *kinds: type) -> Any:
+    """The value, which is of one of `kinds`. Raises `CheckpointError`, naming the file and the value, if it is not."""
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        expected = " or ".join(_KINDS[kind] for kind in kinds)
+        shown = "missing" if value is _MISSING else shown_value(value)
+        raise CheckpointError(f"{path}: its {what} is {shown}, expected {expected}")
+    return value
+
+
+def shown_value(value: Any) -> str:
+    """A value of a pickle for a message, short."""
+    if isinstance(value, Name):
+        return value.text[:200]
+    return (str(value) if isinstance(value, Record) else reprlib.repr(value))[:200]
+
+
+_MISSING = object()
+_MODEL_MEMBERS: dict[str, tuple[type, ...]] = {
+    "module": (dict,),
+    "param_shapes": (list,),
+    "global_steps": (int,),
+    **dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments", "shared_params"), (dict, _NONE)),
+    "buffer_names": (list, _NONE),
+    **dict.fromkeys(("skipped_steps", "dp_world_size", "mp_world_size"), (int,)),
+}
+_NEEDED = ("module", "param_shapes", "global_steps")
+
+
+def _check_model(path: Path, states: Mapping[str, Any]) -> None:
+    for key, kinds in _MODEL_MEMBERS.items():
+        if key in states or key in _NEEDED:
+            expect(path, key, states.get(key, _MISSING), *kinds)
+    for number, shapes in enumerate(states["param_shapes"]):
+        for name, shape in expect(path, f"param_shapes[{number}]", shapes, dict).items():
+            right = isinstance(name, str) and isinstance(shape, tuple) and len(shape) <= _MAX_DIMENSIONS
+            if not right or any(type(n) is not int or n < 0 for n in shape):
+                raise CheckpointError(f"{path}: {shown_value(name)} has the shape {shown_value(shape)}")
+    for key in ("frozen_param_shapes", "frozen_param_fragments"):
+        for name, value in (states.get(key) or {}).items():
+            kinds = (tuple,) if key.endswith("shapes") else (StoredTensor,)
+            expect(path, f"{key}[{shown_value(name)}]", value, *kinds)
+
+
+def _check_optimizer(path: Path, states: Mapping[str, Any]) -> None:
+    own = expect(path, "optimizer_state_dict", states.get("optimizer_state_dict", _MISSING), dict)
+    if "ds_zero_partition_groups" in own:
+        return  # it is refused as what it is
+    for key in ("param_alignment_paddings", "param_slice_mappings"):
+        for number, part in enumerate(expect(path, key, own.get(key), list, _NONE) or ()):
+            kinds = (dict, _NONE) if key.endswith("mappings") else (list, _NONE)
+            expect(path, f"{key}[{number}]", part, *kinds)
+            for element in part if isinstance(part, list) else ():
+                expect(path, f"an element of {key}[{number}]", element, int)
+    last = stage_of(own, path) == 3
+    masters = "fp32_flat_groups" if last else "single_partition_of_fp32_groups"
+    for number, master in enumerate(expect(path, masters, own.get(masters, _MISSING), list)):
+        expect(path, f"{masters}[{number}]", master, StoredTensor)
+    key = "optimizer_state_dict" if last else "base_optimizer_state"
+    base = expect(path, key, own.get(key, _MISSING), dict, *(() if last else (list,)))
+    groups: list[Any] = []
+    if isinstance(base, dict):
+        groups = expect(path, f"{key}.param_groups", base.get("param_groups", _MISSING), list)
+        base = list(expect(path, f"{key}.state", base.get("state", _MISSING), dict).values())
+    for number, part in enumerate([*groups, *base]):
+        expect(path, f"{key}'s part {number}", part, dict)
+    for number, group in enumerate(groups if last else ()):
+        expect(path, f"{key}.param_groups[{number}].params", group.get("params", _MISSING), list)
+
+
+def stage_of(optimizer: Mapping[str, Any], path: Path) -> int:
+    """The stage that wrote a rank's states. DeepSpeed's optimizer for bf16, of stage 1, does not say.
+
+    A member of its enum is pickled as the class with the value, or as the name of the member (Python 3.11.0 to 3.11.3).
+    Raises `CheckpointError`, naming the file and the value, for anything else.
+    """
     stage = optimizer.get("zero_stage", 1)
-    number = stage.args[0] if isinstance(stage, Record) else stage
+    number = stage
+    if isinstance(stage, Record) and stage.name.endswith(f".{_STAGE}") and len(stage.args) == 1:
+        number = stage.args[0]
+    elif isinstance(stage, Name):
+        owner, _, name = stage.text.rpartition(".")
+        number = _STAGES.get(name) if owner.endswith(f".{_STAGE}") else None
     if type(number) is not int or not 1 <= number <= 3:
-        raise CheckpointError(f"ZeRO stage {str(number)[:20]} is unknown: expected 1, 2 or 3")
+        raise CheckpointError(
+            f"{path}: its zero_stage is {shown_value(stage)}, expected 1, 2 or 3, or a member of DeepSpeed's {_STAGE}"
+        )
     return number
 
 
 def shapes_of(model: Mapping[str, Any]) -> list[Shapes]:
-    """`param_shapes`, as plain data. Raises `ValueError` for what is no shape."""
-    found = [{name: tuple(shape) for name, shape in shapes.items()} for shapes in model["param_shapes"]]
-    for shapes in found:
-        for name, shape in shapes.items():
-            if (
-                not isinstance(name, str)
-                or len(shape) > 64
-                or any(type(n) is not int or n < 0 for n in shape)
-            ):
-                raise ValueError(f"{str(name)[:200]!r} has the shape {str(shape)[:60]}")
-    return found
+    """`param_shapes`, as plain data."""
+    return [{name: tuple(shape) for name, shape in shapes.items()} for shapes in model["param_shapes"]]
 
 
 ALIGNMENT = 2

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.copying import Options, converting
-from zerokit.checkpoint.disk import entries_of, make_directory, sync_directory, write_file
+from zerokit.checkpoint.disk import entries_of, is_kind, make_directory, sync_directory, write_file
 from zerokit.checkpoint.formats import deepspeed_files, torchwriter
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.deepspeed import Reader
@@ -53,7 +54,7 @@ def _foreign(folder: Path) -> str:
     """What a directory holds beside one DeepSpeed checkpoint, or a run with one tag."""
     entries = entries_of(folder)
     if any(entry.name == LATEST for entry in entries):
-        tags = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+        tags = [entry for entry in entries if is_kind(entry, stat.S_ISDIR)]
         others = [entry for entry in entries if entry.name != LATEST and entry not in tags]
         if others or len(tags) != 1:
             return named((others or tags)[-1]) if others or tags else "no checkpoint"

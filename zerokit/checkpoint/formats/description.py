@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerokit.checkpoint.by_rank import ByRank
+from zerokit.checkpoint.disk import entries_of
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor
 from zerokit.checkpoint.source import Stretch, to_array
 from zerokit.errors import CheckpointError
@@ -93,7 +95,7 @@ class Description:
 
 def beside(folder: Path) -> list[str]:
     """Files of a training program in a checkpoint's folder that are not carried over, by name."""
-    return sorted(entry.name for entry in folder.iterdir() if _BESIDE.fullmatch(entry.name))
+    return [entry.name for entry in entries_of(folder) if _BESIDE.fullmatch(entry.name)]
 
 
 def stretches_of(tensor: StoredTensor, file: int, what: str) -> StoredStream:
@@ -112,10 +114,11 @@ def as_frozen(name: str, shape: tuple[int, ...], stream: StoredStream) -> Stored
     return StoredParameter(Parameter(name, shape, stream.dtype, trainable=False), {PARAM: stream})
 
 
-def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
+def plain_value(root: Any, name: str, dropped: list[str], where: Path | None = None) -> Any:
     """A program's own data as plain containers; paths of unsupported values are added to `dropped`.
 
-    Raises `CheckpointError` for data that grows without end where shared parts are written out.
+    Raises `CheckpointError`, naming the file `where` if given, for data that grows without end where shared parts are
+    written out.
     """
     count = 0
 
@@ -123,7 +126,10 @@ def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
         nonlocal count
         count += 1
         if count > _MOST_PLAIN or depth > _DEEPEST_PLAIN:
-            raise CheckpointError(f"{name}: over {_MOST_PLAIN} values, or nested over {_DEEPEST_PLAIN} deep")
+            file = "" if where is None else f"{where}: "
+            raise CheckpointError(
+                f"{file}{name}: over {_MOST_PLAIN} values, or nested over {_DEEPEST_PLAIN} deep"
+            )
         if value is None or isinstance(value, (bool, int, float, str, bytes)):
             return value
         if isinstance(value, dict):
@@ -136,7 +142,7 @@ def plain_value(root: Any, name: str, dropped: list[str]) -> Any:
                 elif (plain := visit(part, inner, depth + 1)) is not _DROPPED:
                     carried[key] = plain
             return carried
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not isinstance(value, ByRank):
             parts = [visit(part, f"{path}[{number}]", depth + 1) for number, part in enumerate(value)]
             if any(part is _DROPPED for part in parts):
                 return _DROPPED

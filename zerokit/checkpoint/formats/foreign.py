@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, damaged
-from zerokit.checkpoint.disk import opened
+from zerokit.checkpoint.disk import is_file, opened, status_of
 from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.description import (
@@ -44,6 +44,7 @@ from zerokit.checkpoint.reader import file_checksum
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out
 from zerokit.checkpoint.source import Source, Stretch
 from zerokit.checkpoint.strict import compact
+from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Parameter, Segment, build_layout, default_bucket_bytes
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
@@ -253,8 +254,14 @@ class ForeignCheckpoint(Source):
         return super().common_tensor(name)
 
     def held_files(self) -> list[tuple[str, int]]:
-        root = self.path.parent if self.path.is_file() else self.path
-        return [(str(file.relative_to(root)), file.stat().st_size) for file in self.described.files]
+        root = self.path.parent if is_file(self.path) else self.path
+        held = []
+        for file in self.described.files:
+            status = status_of(file)
+            if status is None:
+                raise CheckpointError(f"{file}: missing: removed since the checkpoint was opened")
+            held.append((str(file.relative_to(root)), status.st_size))
+        return held
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
         width = self.streams[stream].element_bytes

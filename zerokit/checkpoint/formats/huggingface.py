@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.disk import explained, read_whole
+from zerokit.checkpoint.disk import entries_of, is_directory, is_file, read_whole, status_of
 from zerokit.checkpoint.formats import description
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.dcp_items import rows
@@ -44,21 +44,21 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 def recognises(path: Path) -> bool:
     """Whether `path` is such a folder, or a single file of weights."""
-    if path.is_file():
+    if is_file(path):
         return path.suffix == ".safetensors"
-    if not path.is_dir() or (path / NAME).exists():
+    if not is_directory(path) or status_of(path / NAME) is not None:
         return False
     known = (INDEX, SINGLE, *_UNREAD)
-    return any((path / name).is_file() for name in known) or bool(_shards(path))
+    return any(is_file(path / name) for name in known) or bool(_shards(path))
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if is_file(path):
         return [path]
     # First, as in transformers, whose save_pretrained leaves an older index beside it.
-    if (path / SINGLE).is_file():
+    if is_file(path / SINGLE):
         return [path / SINGLE]
-    if not (path / INDEX).is_file():
+    if not is_file(path / INDEX):
         return _shards(path)
     names = sorted(set(_weight_map(path / INDEX).values()))
     for name in names:
@@ -68,7 +68,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _shards(path: Path) -> list[Path]:
-    return sorted(entry for entry in path.iterdir() if _SHARD.fullmatch(entry.name))
+    return [path / entry.name for entry in entries_of(path) if _SHARD.fullmatch(entry.name)]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -95,10 +95,10 @@ def _check_index(index: Path, files: list[Path], headers: list[Header]) -> None:
 def read(path: Path) -> ForeignCheckpoint:
     """Read the weights at `path`. Raises `CheckpointError` for damaged or missing data."""
     files = _files(path)
-    unread = next((name for name in _UNREAD if (path / name).is_file()), "")
+    unread = next((name for name in _UNREAD if is_file(path / name)), "")
     require(files, path, f"only {unread}, {_UNREAD.get(unread)}")
     headers = [read_header(file) for file in files]
-    if files[0] not in (path, path / SINGLE) and (path / INDEX).is_file():
+    if files[0] not in (path, path / SINGLE) and is_file(path / INDEX):
         _check_index(path / INDEX, files, headers)
     parameters: list[description.StoredParameter] = []
     buffers: list[description.StoredParameter] = []
@@ -124,7 +124,7 @@ def read(path: Path) -> ForeignCheckpoint:
             buffers=buffers,
             groups=None,
             identity=identity,
-            dropped=description.beside(path) if path.is_dir() else [],
+            dropped=description.beside(path) if is_directory(path) else [],
         )
     )
 
@@ -198,17 +198,16 @@ def files_like(model: Path) -> dict[str, Path]:
 
     Raises `CheckpointError` unless there is a configuration among them.
     """
-    with explained(model, "looked at"):
-        require(
-            (model / CONFIG).is_file(),
-            model,
-            f"has no {CONFIG}: give the folder that the model was loaded from, or make one with "
-            "model.config.save_pretrained(DIR) and tokenizer.save_pretrained(DIR)",
-        )
-        names = [path.name for path in model.iterdir() if _copied(path.name)]
-        if (model / TEMPLATES).is_dir():
-            names += [f"{TEMPLATES}/{path.name}" for path in (model / TEMPLATES).glob("*.jinja")]
-        return {name: model / name for name in sorted(names) if (model / name).is_file()}
+    require(
+        is_file(model / CONFIG),
+        model,
+        f"has no {CONFIG}: give the folder that the model was loaded from, or make one with "
+        "model.config.save_pretrained(DIR) and tokenizer.save_pretrained(DIR)",
+    )
+    names = [entry.name for entry in entries_of(model) if _copied(entry.name)]
+    templates = (entry.name for entry in entries_of(model / TEMPLATES))
+    names += [f"{TEMPLATES}/{name}" for name in templates if name.endswith(".jinja")]
+    return {name: model / name for name in sorted(names) if is_file(model / name)}
 
 
 def require_no_adapter(names: Iterable[str]) -> None:

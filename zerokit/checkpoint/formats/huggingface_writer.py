@@ -10,8 +10,8 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
@@ -19,7 +19,9 @@ from pathlib import Path
 
 from zerokit.checkpoint.copying import Copier, Options, converting
 from zerokit.checkpoint.disk import (
+    despite_damage,
     entries_of,
+    is_kind,
     make_directory,
     read_whole,
     sync_directory,
@@ -222,7 +224,7 @@ def _foreign(folder: Path, renewed: Collection[str]) -> str:
             weights = True
             if not _consolidated(Path(entry.path)):
                 return f"{named(entry)} of another program"
-        elif entry.name in folders and entry.is_dir(follow_symlinks=False):
+        elif entry.name in folders and is_kind(entry, stat.S_ISDIR):
             for inner in entries_of(Path(entry.path)):
                 if f"{entry.name}/{inner.name}" not in renewed:
                     return f"{named(inner)} in {entry.name}"
@@ -232,6 +234,6 @@ def _foreign(folder: Path, renewed: Collection[str]) -> str:
 
 
 def _consolidated(path: Path) -> bool:
-    with suppress(CheckpointError):
+    with despite_damage():
         return read_header(path).metadata.get("producer") == _PRODUCER
     return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import reprlib
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ MAX_PICKLE_BYTES = 1 << 28
 _MAX_CONTAINERS = 1 << 25
 """The most in one pickle: a container takes one byte there and a hundred in memory."""
 
+_MAX_NAME = 1 << 10
 _MAX_KEY_PARTS = 64
 _MAX_LARGE_KEYS = 1 << 13
 _MAX_COPIED = 8
@@ -59,18 +61,33 @@ _BUILTINS: dict[str, Callable[[], Any]] = {
 """Containers without arguments: they become plain ones that the following opcodes fill."""
 
 
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+"""What Python up to protocol 3 calls for a class in a class, and Python 3.11.0 to 3.11.3 for a member of an enum."""
+
+
 @dataclass(frozen=True, slots=True)
 class Name:
-    """The name of a class or function in a pickle, such as `torch._utils._rebuild_tensor_v2`; it is never imported."""
+    """The name of a class or function in a pickle, such as `torch._utils._rebuild_tensor_v2`; it is never imported.
+
+    `depth`: how many of its last parts name something in the module: 2 of a class in a class, or an enum's member.
+    """
 
     text: str
+    depth: int = 1
+
+    def of(self, part: str) -> Name:
+        """The name of what is in this. Raises `ValueError` for what can be no name, or a very long one."""
+        name = Name(f"{self.text}.{part}", self.depth + 1)
+        if "." in part or "\n" in part or not part or len(name.text) > _MAX_NAME:
+            raise ValueError(f"{part[:60]!r} is no attribute's name")
+        return name
 
 
 @dataclass(eq=False, slots=True)
 class Record:
     """The recorded call of a class or function `name` with `args`, then `state`, `items` and `pairs`.
 
-    `new`: its `__new__` would have been called, not the class or function itself.
+    `new`: its `__new__` would have been called, not the class or function itself. `depth`: see `Name`.
     """
 
     name: str
@@ -79,6 +96,10 @@ class Record:
     items: list[Any] = field(default_factory=list)
     pairs: dict[Any, Any] = field(default_factory=dict)
     new: bool = False
+    depth: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(map(reprlib.repr, self.args))})"
 
     def append(self, value: Any) -> None:
         self.items.append(value)
@@ -142,7 +163,14 @@ class _Machine(pickle._Unpickler):
             raise ValueError(f"more than {_MAX_CONTAINERS} containers")
 
     def find_class(self, module: str, name: str) -> Any:
-        return Name(f"{module}.{name}")
+        module.encode(), name.encode()  # half a surrogate pair could not be written again
+        if "\n" in module or not module or len(module) > _MAX_NAME:
+            raise ValueError(f"{module[:60]!r} is no module's name")
+        found, *parts = name.split(".")
+        made = Name(module, 0).of(found)
+        for part in parts:
+            made = made.of(part)
+        return made
 
     def persistent_load(self, pid: Any) -> Any:
         return Persistent(pid)
@@ -166,8 +194,15 @@ class _Machine(pickle._Unpickler):
                 _typed(made, dict).update((self._key(key), value) for key, value in given)
         elif name.text == BYTES and len(args) == 2 and isinstance(args[0], str):
             made = args[0].encode("latin-1")
+        elif (
+            name.text in _GETATTR
+            and len(args) == 2
+            and isinstance(args[0], Name)
+            and isinstance(args[1], str)
+        ):
+            made = args[0].of(args[1])
         else:
-            made = self._change(Record(name.text, args, new=new))
+            made = self._change(Record(name.text, args, new=new, depth=name.depth))
         self.stack.append(made)
 
     def _key(self, key: Any) -> Any:
@@ -291,11 +326,17 @@ class _Pickler(pickle._Pickler):
 
 def _save_name(out: Any, value: Name) -> None:
     module, _, name = value.text.rpartition(".")
-    out.write(f"c{module}\n{name}\n".encode())
+    if value.depth == 1:
+        out.write(f"c{module}\n{name}\n".encode())
+        return
+    # As Python writes it in protocol 2, which knows no names in names.
+    out.write(b"c__builtin__\ngetattr\n")
+    out.save((Name(module, value.depth - 1), name))
+    out.write(b"R")
 
 
 def _save_record(out: Any, value: Record) -> None:
-    out.save(Name(value.name))
+    out.save(Name(value.name, value.depth))
     out.save(value.args)
     out.write(b"\x81" if value.new else b"R")
     if id(value) in out.memo:  # an argument has led back to it, and it was written there

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerokit.checkpoint.checksum import crc32, damaged
-from zerokit.checkpoint.disk import opened, read_exactly
+from zerokit.checkpoint.disk import despite_damage, explained, opened, read_exactly, size_of
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import (
     MAX_PICKLE_BYTES,
@@ -49,6 +49,11 @@ _REBUILT = {
     "torch._utils._rebuild_tensor_v3",
 }
 _LOCAL_HEADER_BYTES = 30
+"""Without the entry's name. They end with the lengths of that and of what follows it."""
+
+_UTF_8 = 1 << 11
+"""The flag of an entry whose name is not in code page 437."""
+
 _MAX_ENTRIES = 1 << 20
 _MAX_DIRECTORY_BYTES = 1 << 26
 """The zip's directory: it is held in memory ten times over."""
@@ -114,7 +119,7 @@ def read_torch_file(
     Tensors come as `StoredTensor`, their bytes unread and added to `blobs`. Raises `CheckpointError` for what is no
     such file, has compressed entries, or a tensor outside its storage.
     """
-    whole = os.fstat(fd).st_size
+    whole = size_of(fd, path)
     size = whole - offset if size is None else size
     inside = offset >= 0 and 0 <= size <= whole - offset
     require(inside, path, f"truncated: {whole} bytes, at least {offset + size} expected")
@@ -148,34 +153,33 @@ def read_torch_file(
 
 def is_marked(path: Path) -> bool:
     """Whether zerokit has written the file."""
-    try:
-        with opened(path) as fd:
-            return any(name.endswith(f"/{PRODUCER}") for name in _entries(path, fd, 0, os.fstat(fd).st_size))
-    except CheckpointError:
-        return False
+    with despite_damage(), opened(path) as fd:
+        return any(name.endswith(f"/{PRODUCER}") for name in _entries(path, fd, 0, size_of(fd, path)))
+    return False
 
 
 def _entries(path: Path, fd: int, offset: int, size: int) -> dict[str, Blob]:
     """Every entry's bytes, by its name. The central directory is the zip library's to read."""
     try:
-        with zipfile.ZipFile(_Window(fd, offset, size)) as archive:
+        with zipfile.ZipFile(_Window(path, fd, offset, size)) as archive:
             listed = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError) as error:
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError, OSError) as error:
         raise CheckpointError(f"{path}: not a file of torch.save, or truncated: {error}") from None
     require(len(listed) <= _MAX_ENTRIES, path, f"{len(listed)} entries, more than {_MAX_ENTRIES}")
     entries: dict[str, Blob] = {}
     for entry in listed:
-        name, start, head = (
-            f"entry {entry.filename[:200]!r}",
-            entry.header_offset,
-            bytearray(_LOCAL_HEADER_BYTES),
-        )
+        name, start = f"entry {entry.filename[:200]!r}", entry.header_offset
+        own = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
+        head = bytearray(_LOCAL_HEADER_BYTES + len(own))
         stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
         require(stored, path, f"{name} is compressed, as torch.save never writes it")
         require(0 <= start <= size - len(head), path, f"{name} lies outside the file")
         read_exactly(fd, [head], offset + start, path)
         require(head[:4] == b"PK\x03\x04", path, f"{name} has no header of its own")
-        start += len(head) + sum(struct.unpack_from("<2H", head, 26))
+        lengths = struct.unpack_from("<2H", head, _LOCAL_HEADER_BYTES - 4)
+        same = lengths[0] == len(own) and head[_LOCAL_HEADER_BYTES:] == own
+        require(same, path, f"{name} has another name in its own header")
+        start += _LOCAL_HEADER_BYTES + sum(lengths)
         require(start + entry.file_size <= size, path, f"{name} ends behind the file")
         require(entry.filename not in entries, path, f"{name} is there twice")
         entries[entry.filename] = Blob(offset + start, entry.file_size, entry.CRC)
@@ -224,8 +228,10 @@ def _tensor(args: Sequence[Any], entries: Mapping[str, Blob], prefix: str) -> St
 
 
 class _Window(io.RawIOBase):
-    def __init__(self, fd: int, offset: int, size: int) -> None:
-        self._fd, self._offset, self._size, self._position = fd, offset, size, 0
+    """Part of a file. Where it cannot be read that is said, which the zip library would take for another format."""
+
+    def __init__(self, path: Path, fd: int, offset: int, size: int) -> None:
+        self._path, self._fd, self._offset, self._size, self._position = path, fd, offset, size, 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
@@ -239,6 +245,7 @@ class _Window(io.RawIOBase):
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > _MAX_DIRECTORY_BYTES:
             raise ValueError(f"a directory of {wanted} bytes, more than {_MAX_DIRECTORY_BYTES}")
-        content = os.pread(self._fd, wanted, self._offset + self._position)
+        with explained(self._path, "read"):  # zipfile takes an OSError for a file that is no zip
+            content = os.pread(self._fd, wanted, self._offset + self._position)
         self._position += len(content)
         return content
