@@ -82,6 +82,7 @@ class WholeWeights:
     def _gathered(self, *, as_built: bool, all_units: bool) -> Iterator[tuple[UnitState, Tensor]]:
         """Units whose parameters are not what is to be shown, or all, each with its whole values for now."""
         self._gathering.take_changes()
+        self._gathering.make_current()  # a unit that others still read cannot be offered again
         before, self._collectives.traffic = self._collectives.traffic, TrafficReport()
         try:
             for unit in self._gathering.units:
@@ -89,7 +90,6 @@ class WholeWeights:
                     getattr(torch, p.dtype) != unit.dtype for p in unit.unit.parameters
                 )
                 if all_units or changes or unit.comes_and_goes or unit.separate:
-                    unit.complete()
                     yield unit, self._gather(unit)
                     self._collectives.wait_for_readers()
         finally:
