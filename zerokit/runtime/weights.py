@@ -90,7 +90,6 @@ class WholeWeights:
                     getattr(torch, p.dtype) != unit.dtype for p in unit.unit.parameters
                 )
                 if all_units or changes or unit.comes_and_goes or unit.separate:
-                    unit.complete()
                     yield unit, self._gather(unit)
                     self._collectives.wait_for_readers()
 

@@ -41,7 +41,9 @@ class MemoryRoute(HostRoute):
                     self._offered.pop(reading.unit, None)  # or a second hop that began meanwhile has seen it
 
     def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> _Reading:
-        self.wait_for_readers(unit)  # its board has one address a unit: others would read this offer for the last
+        self.wait_for_readers(
+            unit
+        )  # its board has one address a unit: others would read this offer for the last
         while self._offered:  # in order, so that those that were taken are seen at once
             earlier = next(iter(self._offered.values()))
             if not earlier.taken():
