@@ -112,10 +112,6 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": "fp8"}, ("fp8", "bf16")),
     ({"precision": 16}, ("16",)),
     ({"precision": None}, ("None",)),
-    (
-        {"stage": 3, "precision": zerokit.Precision("bf16", wire="int8", wire_updates=True)},
-        ("choose stage 1 or 2",),
-    ),
     ({"bucket_mb": -1.0}, ("bucket_mb", "-1")),
     ({"bucket_mb": float("inf")}, ("bucket_mb", "inf")),
     ({"units": nn.Conv2d}, ("Conv2d", "units")),
@@ -339,24 +335,23 @@ def _one_rank_is_refused() -> None:
 
 
 def test_a_constructor_that_fails_on_one_rank_ends_the_others_within_the_time_out() -> None:
-    first, second, third = run_ranks_expecting_errors(3, _one_rank_is_refused, timeout=3.0)
+    first, second, third = run_ranks_expecting_errors(3, _one_rank_is_refused, timeout=20.0)
     assert second.raised("UsageError")
     for outcome in (first, third):
         assert outcome.raised("ZerokitError"), outcome.describe()
 
 
 @on_ranks(2, STAGES)
-def test_a_model_whose_optimizer_was_deleted_is_released_or_built_anew(stage: int) -> None:
+def test_a_model_whose_optimizer_was_deleted_must_be_released_or_built_anew(stage: int) -> None:
     model = small()
     optimizer = make(model, stage=stage)
     del optimizer
-    with pytest.raises(zerokit.UsageError, match=r"zerokit\.release\(model\)"):
+    with pytest.raises(zerokit.UsageError, match=r"call zerokit\.release\(model\)"):
         make(model, stage=stage)
     weights = model.state_dict()
     again = small()
     again.load_state_dict(weights)
-    make(again, stage=stage)
     zerokit.release(model)
-    make(model, stage=stage)
-    for one in (model, again):
+    for one in (again, model):
+        make(one, stage=stage)
         assert all(torch.equal(value, weights[name]) for name, value in one.state_dict().items())
