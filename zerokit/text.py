@@ -12,7 +12,7 @@ _PARAMETER = re.compile(rf"([?&;][\w.-]*(?:{_NAMES})[\w.-]*=)[^&;\s'\"]+", re.IG
 
 
 MOST_LETTERS = 2000
-"""Of one line. A name in a hostile file can have millions."""
+"""The limit of one line: a name in a hostile file can have millions."""
 
 
 def printable(text: str) -> str:

@@ -1,4 +1,4 @@
-"""A training with a data loader that saves when it is told to stop; started by tests/training/test_workers.py.
+"""A training with a data loader that saves on a stop signal; started by tests/training/test_workers.py.
 
     torchrun --nproc-per-node 2 stopped.py RUN
     python stopped.py RUN                       two ranks of torch.multiprocessing.spawn

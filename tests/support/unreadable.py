@@ -21,7 +21,7 @@ ERRORS = (
     *(errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EPERM),
 )
 Work = Callable[[Path, Path], Any]
-"""Of a source and a path for an output; gives what is to be equal."""
+"""Takes a source and a path for an output, and gives what is to be equal."""
 
 CALLS = ("open", "stat", "lstat", "fstat", "scandir", "listdir", "pread", "preadv")
 

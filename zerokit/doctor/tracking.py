@@ -24,9 +24,9 @@ from zerokit.doctor.names import within
 from zerokit.text import without_secrets
 
 QUICK_SECONDS, PATIENT_SECONDS = 0.7, 5.0
-"""Of a single read from a server."""
+"""Limits of a single read from a server, in a quick look and in a patient one."""
 _ALL_SECONDS = {True: 1.0, False: 15.0}
-"""Of the whole look, if quick and if not: names may be looked up for long, and a server send a byte now and then."""
+"""Limits of the whole look, quick or not: names may take long to resolve, and a server may send a byte now and then."""
 _MOST_BYTES = 1 << 16
 _READ = "api/2.0/mlflow/experiments/search?max_results=1"
 """As MLflow's clients ask: what begins with /api is guarded by the server's checks of host name and user."""

@@ -220,7 +220,7 @@ def read_cluster(path: Path, *, device: Device | None = None) -> Cluster:
 
 
 _MOST, _MOST_RANKS = 1e18, 1 << 20
-"""Of a figure in a file, and of the ranks of a node there: whatever is computed from them stays finite."""
+"""Limits of a figure in a file, and of the ranks of a node: whatever is computed from them stays finite."""
 
 
 def _is_number(value: object) -> bool:

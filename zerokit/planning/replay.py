@@ -21,7 +21,7 @@ from zerokit.runtime.buckets import Phase
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import MOST_IN_FLIGHT
 from zerokit.runtime.schedule import ForwardPass
-from zerokit.runtime.unit import State
+from zerokit.runtime.use import State, UnitUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +74,17 @@ class _Totals:
     temporary: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _StandIn:
+class _StandIn(UnitUse):
     """A unit of `Gathering` that has a size and no memory."""
 
-    unit: Unit
-    whole_bytes: int
-    totals: _Totals
-    placement: Placement
-    comes_and_goes: bool
-    state: State
-    active: int = 0
-    in_flight: None = None
+    in_flight = None
+
+    def __init__(
+        self, unit: Unit, whole_bytes: int, totals: _Totals, placement: Placement, *, comes_and_goes: bool
+    ) -> None:
+        super().__init__(State.FREED if comes_and_goes else State.READY)
+        self.unit, self.whole_bytes, self.totals = unit, whole_bytes, totals
+        self.placement, self.comes_and_goes = placement, comes_and_goes
 
     @property
     def index(self) -> int:
@@ -99,23 +98,6 @@ class _StandIn:
     def ready(self) -> None:
         if self.state is State.GATHERING:
             self.state = State.READY
-
-    def enter(self) -> None:
-        self.active += 1
-
-    def leave(self) -> bool:
-        self.active -= 1
-        return not self.active
-
-    def rest(self) -> None:
-        self.active = 0
-
-    def hold(self) -> None:
-        self.state = State.HELD
-
-    def begin_pass(self) -> None:
-        if self.state is State.READY:
-            self.state = State.GATHERING
 
     def free(self) -> None:
         if self.state is not State.FREED:
@@ -196,9 +178,8 @@ class Replay:
         units = []
         for unit in step.layout.units:
             numel = unit.numel - (0 if step.on_cuda else placement.parameters(unit, position).numel)
-            state = State.FREED if self._sharded else State.READY
             nbytes = numel * stored_bytes(unit, sizes.compute)
-            units.append(_StandIn(unit, nbytes, self._totals, placement, self._sharded, state))
+            units.append(_StandIn(unit, nbytes, self._totals, placement, comes_and_goes=self._sharded))
         self._units = units
         pool = pooled_units(step.layout)
         self._pool_numel = max(pool, default=0)

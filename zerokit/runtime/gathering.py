@@ -25,7 +25,8 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.guard import refuse_reading
 from zerokit.runtime.memory import Heap
 from zerokit.runtime.schedule import ForwardPass, Operation, Order, Passes, Reductions, Schedule, reduction
-from zerokit.runtime.unit import State, UnitState
+from zerokit.runtime.unit import UnitState
+from zerokit.runtime.use import State
 
 
 class Gathering:

@@ -11,7 +11,7 @@ from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_
 from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.precision import Precision
-from zerokit.runtime.unit import State
+from zerokit.runtime.use import State
 
 
 @dataclass(frozen=True, slots=True)

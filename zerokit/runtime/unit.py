@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from enum import Enum
 from typing import NoReturn
 
 import torch
@@ -29,18 +28,10 @@ from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import UnitMemory, set_versions, unit_memory
 from zerokit.runtime.torch_internals import become, change_class, point_at
+from zerokit.runtime.use import State, UnitUse
 
 
-class State(Enum):
-    """The state of a unit's whole parameters in this pass."""
-
-    FREED = "only the shard has memory"
-    GATHERING = "on their way, or there and not used yet"
-    READY = "in use"
-    HELD = "in use, and kept until backward ends: no hook will show when backward has read them"
-
-
-class UnitState(OwnedUnit):
+class UnitState(OwnedUnit, UnitUse):
     """The `parameters` of one unit, views of one storage in `dtype`; forward changes those at `renormed`."""
 
     def __init__(
@@ -52,12 +43,11 @@ class UnitState(OwnedUnit):
         placement: Placement,
         renormed: Collection[int] = (),
     ) -> None:
-        super().__init__(unit, parameters, collectives, placement)
+        OwnedUnit.__init__(self, unit, parameters, collectives, placement)
+        UnitUse.__init__(self, State.READY)
         self.dtype = dtype
         self.comes_and_goes = placement.cuts_parameters
         """Whether whole parameters have memory only while they are gathered."""
-        self.state = State.READY
-        self.active = 0  # how many of the unit's modules are at work, one inside the other
         self.guarded = False
         self.stopped: set[int] = set()
         """Positions of trainable parameters that require no gradient any more: they are not updated."""
@@ -123,30 +113,6 @@ class UnitState(OwnedUnit):
                 if self.separate:
                     values = exact[stretch.start : stretch.stop].clone()
                 self.masters.append(MasterSlice(group, stretch, nn.Parameter(values)))
-
-    # ---- use
-
-    def enter(self) -> None:
-        """Note that one of the unit's modules is at work."""
-        self.active += 1
-
-    def leave(self) -> bool:
-        """Note the return from a module. Returns whether it was the outermost one at work."""
-        self.active = max(self.active - 1, 0)
-        return not self.active
-
-    def rest(self) -> None:
-        """Note that none of the unit's modules is at work."""
-        self.active = 0
-
-    def hold(self) -> None:
-        """Keep the gathered unit until backward ends."""
-        self.state = State.HELD
-
-    def begin_pass(self) -> None:
-        """Note that the pass that begins has not used the gathered unit."""
-        if self.state is State.READY:
-            self.state = State.GATHERING
 
     # ---- changes by the user
 
