@@ -235,7 +235,7 @@ class UnitState(OwnedUnit, UnitUse):
         if self.state is State.GATHERING:
             self.state = State.READY
         if not self._viewed:
-            self._show(self._views if self._placeholders else ())
+            self._show(self._views)
             set_versions(self.parameters, self._versions)
             self._viewed = True
 
