@@ -299,8 +299,8 @@ def _connect(member: Membership, interrupts: Interrupts) -> socket.socket:
 def _place(member: Membership) -> str:
     """The name of the leader's Unix socket, which no file has: restarted ranks do not find that of the former ones.
 
-    Agents that keep one store for all rounds also keep its port, and count restarts alike. Others choose a port a round,
-    and one that comes later has counted fewer restarts.
+    Agents that keep one store for all rounds also keep its port, and count restarts alike. Others choose a port each
+    round, and one that comes later has counted fewer restarts.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if member.has_store else ""
     return f"\0zerokit-{os.geteuid()}-{member.master_port}-{restart}"
