@@ -6,8 +6,11 @@ The callers know the file, and what to do.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MOST_BYTES = 1 << 28
 """zerokit's own documents are smaller by far; a device that never ends could be named as well."""
@@ -26,21 +29,20 @@ def read_text(path: Path) -> str:
 
 def parse_json(text: str, deepest: int = _DEEPEST) -> Any:
     """The value of a JSON document, whose lists and objects are at most `deepest` in each other."""
-    try:
-        value = json.loads(text)
-        require_shallow(value, deepest)
-    except RecursionError:
-        raise ValueError("values are nested too deep") from None
-    return value
+    return _bounded(json.loads, text, deepest)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The value of a TOML document, as `parse_json`."""
     import tomllib
 
+    return _bounded(tomllib.loads, text, _DEEPEST)
+
+
+def _bounded(parse: Callable[[str], T], text: str, deepest: int) -> T:
     try:
-        value = tomllib.loads(text)
-        require_shallow(value, _DEEPEST)
+        value = parse(text)
+        require_shallow(value, deepest)
     except RecursionError:
         raise ValueError("values are nested too deep") from None
     return value
