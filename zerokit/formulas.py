@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 from zerokit.layout import Layout, Unit, pooled_units
 from zerokit.placement import Axis, Mesh, Placement
+from zerokit.schedule import Kind, Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,18 +229,15 @@ def predict_traffic(
     *,
     placement: Placement,
     sizes: ElementBytes,
-    order: Sequence[int] | None = None,
-    kept: Collection[int] | None = None,
+    order: Order | None = None,
     micro_batches: int = 1,
     reductions: int = 1,
 ) -> TrafficReport:
     """The traffic of one step, summed over ranks: on one axis (N-1)·kΨ elements with k = 2, 2, 2 and at most 3.
 
-    Each hop over an axis brings every element to all ranks but one of that axis. Under gathers (stage 3) units of the
-    rest, and the one that backward begins with, stay gathered between forward and backward and are subtracted. `order`
-    is the forward order of units where some are called more than once; `kept` are the units that stay gathered, by
-    default the rest. Gathers of sums have the dtype of reduction on any wire. `micro_batches` is the number of forward
-    and backward passes, `reductions` of those that reduce gradients.
+    Each hop over an axis brings every element to all ranks but one of that axis. At stage 3 gathers are those of the
+    plans of `order`, by default the line's. Gathers of sums have the dtype of reduction on any wire. `micro_batches` is
+    the number of forward and backward passes, `reductions` of those that reduce gradients.
     """
     mesh = placement.mesh
     trainable = [unit for unit in layout.units if unit.trainable]
@@ -270,10 +268,9 @@ def predict_traffic(
     hop("all_gather", placement.sums, trainable, reductions, sizes.reduce)
     hop("all_gather", placement.update, trainable, 1, sizes.compute)
     if placement.use:
-        forward = list(order) if order is not None else [unit.index for unit in layout.units]
-        stay = {unit.index for unit in layout.units if not unit.scopes} if kept is None else kept
-        backward = [index for index in forward if index not in stay][:-1]
-        used = [layout.units[index] for index in (*forward, *backward)]
+        order = order or Order.of_line(layout.units)
+        gathered = [*order.forward.units(Kind.GATHER), *order.backward.units(Kind.GATHER)]
+        used = [layout.units[index] for index in gathered]
         hop("all_gather", placement.use, used, micro_batches, None)
     return report
 

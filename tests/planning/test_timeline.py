@@ -13,7 +13,7 @@ from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.placement import Axis, Mesh, Placement
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import Cluster, Device, Link
-from zerokit.planning.timeline import Plan, schedule, step_time, update_bytes
+from zerokit.planning.timeline import Plan, step_time, update_bytes
 from zerokit.planning.work import ModelWork, Product, UnitWork, Work
 
 SIZES = ElementBytes(compute=2, reduce=4, master=4, states=8)
@@ -127,14 +127,6 @@ def test_a_transfer_in_flight_slows_work_down() -> None:
     )
     assert free.slowed_s == pytest.approx(0, abs=1e-12)
     assert slowed.slowed_s > 0
-
-
-def test_the_next_gather_is_issued_before_work() -> None:
-    forward = [f"{kind} {unit}" for kind, unit, _ in schedule([0, 1, 2], {0, 1, 2})]
-    assert forward == ["gather 0", "gather 1", "run 0", "gather 2", "run 1", "run 2"]
-    issued = schedule([0, 1, 0], {1}, backward=True, reduced={0, 1})
-    backward = [f"{kind} {unit}" for kind, unit, _ in issued]
-    assert backward == ["gather 1", "run 0", "run 1", "reduce 1", "run 0", "reduce 0"]
 
 
 def test_the_cost_depends_on_units_and_not_on_ranks_or_micro_batches() -> None:

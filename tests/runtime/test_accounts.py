@@ -138,7 +138,7 @@ def _require_formulas(name: str, run: Run, world: int, ranks: list[Account]) -> 
     assert gathered.bytes == (of_parameters if run.stage else of_sums) * gathered.elements, what
     if run.stage < 3:
         assert gathered.elements == ((world - 1) * psi if run.stage else reduced.elements), what
-    elif name not in ("lora", "unit_called_twice", "tied_inside"):
+    elif name not in ("lora", "unit_called_twice"):
         assert (world - 1) * psi <= gathered.elements <= 2 * run.micro * (world - 1) * psi, what
 
 

@@ -147,8 +147,8 @@ SCENES: dict[str, tuple[dict[str, Any], Way, list[str]]] = {
         {"blocks": 3},
         steps([0, 1, 0, 1, 2], [0, 1, 0, 1, 2]),
         [
-            "g0 g1 f0 g2 f1 g0 f0 g1 f1 g2 f2 g2 g1 b2 r2 g0 b1 g1 b0 g0 b1 r1 b0 r0 step",
-            "2 in memory",
+            "g0 g1 f0 g2 f1 g0 f0 g1 f1 f2 g2 g1 b2 r2 g0 b1 g1 b0 g0 b1 r1 b0 r0 step",
+            "3 in memory",
             "g0 g1 f0 g0 f1 g1 f0 g2 f1 f2 g1 b2 r2 g0 b1 g1 b0 g0 b1 r1 b0 r0 step",
             "2 in memory",
         ],
@@ -167,6 +167,11 @@ SCENES: dict[str, tuple[dict[str, Any], Way, list[str]]] = {
         {"frozen": [1]},
         steps(),
         ["g0 g1 f0 g2 f1 g3 f2 f3 g2 b3 r3 g1 b2 r2 g0 b1 b0 r0 step", "2 in memory"],
+    ),
+    "a frozen base is freed block by block, with its adapters": (
+        {"blocks": 3, "adapted": True},
+        steps(),
+        ["g0 g1 g2 g3 f0 g4 g5 f1 f2 g2 g3 b2 r5 g0 g1 b1 r3 b0 r1 step", "4 in memory"],
     ),
     "recomputation gathers nothing": (
         {"blocks": 3},

@@ -41,16 +41,21 @@ def fake_rank(world: int = 2) -> Iterator[None]:
 
 
 class Block(nn.Module):
-    """A product; tells when forward and backward are inside it."""
+    """A product, maybe of a frozen weight with an adapter; tells when forward and backward are inside it."""
 
-    def __init__(self, index: int, note: Callable[[str, int], None], *, trainable: bool) -> None:
+    def __init__(
+        self, index: int, note: Callable[[str, int], None], *, trainable: bool, adapted: bool
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=trainable)
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=trainable and not adapted)
+        self.adapter = nn.Parameter(torch.ones(WIDTH, WIDTH)) if adapted else None
         self.index, self.note = index, note
 
     def forward(self, x: Tensor) -> Tensor:
         self.note("f", self.index)
         y = x @ self.weight.t()
+        if self.adapter is not None:
+            y = y + x @ self.adapter
         if y.requires_grad:
             y.register_hook(lambda _: self.note("b", self.index))
         return y * 1
@@ -60,11 +65,19 @@ class Chain(nn.Module):
     """Uses the blocks of `uses` one after the other, and a scale of its own at both ends if it has one."""
 
     def __init__(
-        self, blocks: int, note: Callable[[str, int], None], frozen: Sequence[int], *, scaled: bool
+        self,
+        blocks: int,
+        note: Callable[[str, int], None],
+        frozen: Sequence[int],
+        *,
+        scaled: bool,
+        adapted: bool,
     ) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None
-        self.blocks = nn.ModuleList([Block(i, note, trainable=i not in frozen) for i in range(blocks)])
+        self.blocks = nn.ModuleList([
+                Block(i, note, trainable=i not in frozen, adapted=adapted) for i in range(blocks)
+            ])
         self.uses: Sequence[int] = range(blocks)
         self.recomputed = False
 
@@ -91,12 +104,13 @@ class Training:
         *,
         frozen: Sequence[int] = (),
         scaled: bool = False,
+        adapted: bool = False,
         **options: Any,
     ) -> None:
         self.record: list[str] = []
         self.resident: list[int] = []
         """Units in memory at each use, in forward and backward; stage 3 alone counts them."""
-        self.model = Chain(blocks, self._use, frozen, scaled=scaled)
+        self.model = Chain(blocks, self._use, frozen, scaled=scaled, adapted=adapted)
         self.optimizer = zerokit.ZeroOptimizer(
             self.model,
             torch.optim.SGD,

@@ -1,27 +1,24 @@
 """A traced micro-batch at one stage: which units are gathered and which gradients are whole at each of its events.
 
-Gathers, frees and reductions are decided by the runtime's own `Gathering`; its units and gradients are stand-ins that
-count bytes instead of holding them. Buckets are lent and returned as in `runtime.gradients` and `runtime.buckets`.
+The plans of `schedule` say what is gathered, freed and reduced at each event, and the runtime's own `Reductions` when a
+reduction is issued. Buckets are lent and returned as in `runtime.gradients` and `runtime.buckets`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
-
-import torch
 
 from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
 from zerokit.layout import Layout, Unit, pooled_units
 from zerokit.placement import Placement
 from zerokit.planning.recording import Event, ModelTrace, Moment
 from zerokit.runtime.buckets import Phase
-from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.gradients import MOST_IN_FLIGHT
-from zerokit.runtime.schedule import ForwardPass
-from zerokit.runtime.use import State, UnitUse
+from zerokit.runtime.passes import ForwardPass, Passes
+from zerokit.runtime.reductions import Reductions
+from zerokit.schedule import Cursor, Kind, Operation, Order, Plan, Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,48 +71,22 @@ class _Totals:
     temporary: int = 0
 
 
-class _StandIn(UnitUse):
-    """A unit of `Gathering` that has a size and no memory."""
-
-    in_flight = None
-
-    def __init__(
-        self, unit: Unit, whole_bytes: int, totals: _Totals, placement: Placement, *, comes_and_goes: bool
-    ) -> None:
-        super().__init__(State.FREED if comes_and_goes else State.READY)
-        self.unit, self.whole_bytes, self.totals = unit, whole_bytes, totals
-        self.placement, self.comes_and_goes = placement, comes_and_goes
-
-    @property
-    def index(self) -> int:
-        return self.unit.index
-
-    def gather(self) -> None:
-        if self.state is State.FREED:
-            self.state = State.GATHERING
-            self.totals.gathered += self.whole_bytes
-
-    def ready(self) -> None:
-        if self.state is State.GATHERING:
-            self.state = State.READY
-
-    def free(self) -> None:
-        if self.state is not State.FREED:
-            self.state = State.FREED
-            self.totals.gathered -= self.whole_bytes
-
-    def complete(self) -> None:
-        pass
-
-    guard = unguard = complete
-
-
-_NO_COLLECTIVES = SimpleNamespace(
-    device=torch.device("meta"),  # which has no heap
-    wait_for_readers=lambda: None,
-    all_gather_objects=lambda value: [value],
-)
-"""What `Gathering` asks of collectives, where nothing moves: every rank does what this one does."""
+def order_of(trace: ModelTrace, placement: Placement) -> Order:
+    """The order that the runtime records in the first step of this trace."""
+    line = Order.of_line(trace.layout.units, 1 if placement.cuts_parameters else None)
+    active: dict[int, int] = {}
+    stops: list[Stop] = []
+    for event in trace.events:
+        if event.moment is Moment.ENTER:
+            around = [unit for unit, modules in active.items() if modules]
+            if not set(around).issuperset(event.units):
+                stops.append(tuple(sorted({*around, *event.units})))
+        for unit in event.units if event.moment in (Moment.ENTER, Moment.LEAVE) else ():
+            active[unit] = active.get(unit, 0) + (1 if event.moment is Moment.ENTER else -1)
+    order = line.recorded(stops, line.kept, sorted(line.kept - trace.kept_lazily))
+    arrived = [event.units[0] for event in trace.events if event.moment is Moment.GRADIENT]
+    last = {unit: at for at, unit in enumerate(arrived)}
+    return order.reducing([*sorted(last, key=last.__getitem__), *(u for u in order.reduced if u not in last)])
 
 
 @dataclass(slots=True)
@@ -175,12 +146,11 @@ class Replay:
         self._sharded = placement.cuts_parameters
         position = placement.mesh.position(0)
         self._totals = _Totals()
-        units = []
-        for unit in step.layout.units:
-            numel = unit.numel - (0 if step.on_cuda else placement.parameters(unit, position).numel)
-            nbytes = numel * stored_bytes(unit, sizes.compute)
-            units.append(_StandIn(unit, nbytes, self._totals, placement, comes_and_goes=self._sharded))
-        self._units = units
+        self._whole_bytes = [
+            (unit.numel - (0 if step.on_cuda else placement.parameters(unit, position).numel))
+            * stored_bytes(unit, sizes.compute)
+            for unit in step.layout.units
+        ]
         pool = pooled_units(step.layout)
         self._pool_numel = max(pool, default=0)
         self._pool_size = min(placement.pooled_buckets, len(pool))
@@ -199,8 +169,14 @@ class Replay:
             )
             for unit in trainable
         }
-        stand_ins, itself, collectives = cast(Any, units), cast(Any, self), cast(Any, _NO_COLLECTIVES)
-        self._gathering = Gathering(stand_ins, itself, collectives)
+        self._order = order_of(trace, placement)
+        self._passes = Passes()
+        self._reductions = Reductions(self, self._passes)
+        self._cursor = Cursor(Plan())
+        self._active: Counter[int] = Counter()
+        self._present: set[int] = set()
+        self._held: set[int] = set()
+        """Gathered units that stay until backward ends."""
         self.accumulating = False
         """Whether gradients stay on this rank for now, as in `Gradients`."""
         self._begun = False
@@ -208,10 +184,6 @@ class Replay:
         self._free_buckets = self._pool_size
         self._readings: list[Reading] = []
         self._event = 0
-        # The first pass, in which the runtime adopts the order of units, and of reductions.
-        self.run(accumulating=False)
-        for one in self.units.values():
-            one.take_own(False)  # the step is over: what autograd made is dropped
 
     def is_lone(self, unit: Unit) -> bool:
         """Whether autograd's own tensor serves as the unit's bucket (see `UnitGradients`)."""
@@ -229,66 +201,99 @@ class Replay:
         self.accumulating, self._begun = accumulating, False
         for one in self.units.values():
             one.arrived, one.reduced = 0, False
-        self._gathering.begin_forward(training=True)
+        self._passes.begin(training=True)
+        self._reductions.begin(accumulates=False)
+        self._cursor = Cursor(self._order.forward)
+        for index in sorted(self._order.kept - self._trace.kept_lazily):
+            self._come_to(index)
         for number, event in enumerate(self._trace.events):
             self._event = number
-            self._take(event, self._gathering.passes.current)
+            self._take(event, self._passes.current)
             self._read()
         return self._readings
 
     def _take(self, event: Event, current: ForwardPass) -> None:
-        gathering = self._gathering
-        units: Any = [self._units[index] for index in event.units]
         match event.moment:
             case Moment.ENTER:
                 for index in event.units:
                     current.use(index)
-                if not all(unit.active for unit in units):
-                    self._enter(units)
-                for unit in units:
-                    unit.enter()
+                    self._come_to(index)
+                self._active.update(event.units)
             case Moment.LEAVE:
-                for unit in units:
-                    if gathering.leave(unit) and not event.watched:
-                        gathering.hold(unit)
-                current.watched.update(event.units if event.watched else ())
+                self._active.subtract(event.units)
+                for index in event.units:
+                    if event.watched:
+                        current.watched.add(index)
+                    elif not self._active[index]:
+                        self._passes.unwatched.add(index)
+                        self._held.add(index)
             case Moment.END_FORWARD:
-                gathering.end_forward(training=True)
-                if not gathering.order.recorded:
-                    gathering.order.record_forward(current, self._trace.kept_lazily)
+                self._perform(self._cursor.finish())
+                self._free(self._present - self._held - self._order.kept.union(self._order.last))
             case Moment.BACKWARD:
                 self._begin_backward()
                 current.consume(True)
-                gathering.enter_backward(units, current)
+                self._reductions.note_output(current, None)
+                for index in event.units:
+                    self._come_to(index)
             case Moment.RECOMPUTE:
                 self._begin_backward()
-                gathering.enter_backward(units)
+                for index in event.units:
+                    self._come_to(index, leaves=False)
             case Moment.GRADIENT:
                 self._begin_backward()
                 self._accept(self.units[event.units[0]], event.gradient_bytes)
             case Moment.END:
-                gathering.end_backward()
-                gathering.free_all()
-                gathering.passes.clear()
+                self._reductions.note_last_gradient()
+                self._perform(self._cursor.finish())
+                self._reductions.end(self._order.backward.units(Kind.REDUCE))
+                self._held.clear()
+                self._free(set(self._present))
+                self._passes.clear()
 
-    def _enter(self, units: Any) -> None:
-        gathering: Any = self._gathering
-        freed = [
-            unit for unit in self._units if unit.comes_and_goes and unit.index not in gathering.order.kept
-        ]
-        around = [unit for unit in freed if unit.active]
-        nested = around and any(unit in freed for unit in units)
-        for unit in units:
-            gathering.enter(unit)
-        for unit in (*around, *(unit for unit in units if unit in freed)) if nested else ():
-            gathering.hold(unit)
+    # ---- whole units
+
+    def _come_to(self, index: int, *, leaves: bool = True) -> None:
+        if not self._sharded:
+            return
+        use = self._cursor.find(index)
+        if use is not None:
+            self._perform(self._cursor.come_to(use, leaves=leaves))
+            self._perform(self._cursor.go_ahead())
+        elif index not in self._present:  # out of the plan
+            self._held.add(index)
+            self._gather(index)
+
+    def _perform(self, operations: Iterable[Operation]) -> None:
+        for kind, index in operations:
+            if kind is Kind.REDUCE:
+                self._reductions.add(index)
+            elif kind is Kind.GATHER:
+                self._reductions.issue(due=True)
+                self._gather(index)
+            elif index not in self._held:
+                self._free({index})
+        self._reductions.issue(due=False)
+
+    def _gather(self, index: int) -> None:
+        if index not in self._present:
+            self._present.add(index)
+            self._totals.gathered += self._whole_bytes[index]
+
+    def _free(self, units: set[int]) -> None:
+        for index in units & self._present:
+            self._present.remove(index)
+            self._totals.gathered -= self._whole_bytes[index]
 
     # ---- gradients
 
     def _begin_backward(self) -> None:
         if not self._begun:
             self._begun = True
-            self._gathering.begin_backward(accumulates=True)
+            self._reductions.begin(accumulates=True)
+            self._cursor = Cursor(self._order.backward)
+            if not self._sharded:
+                self._perform(self._cursor.finish())
 
     def _accept(self, one: _Gradients, size: int) -> None:
         one.arrived += 1
@@ -296,7 +301,7 @@ class Replay:
         if one.complete and self.accumulating:
             self._fill(one)
         elif one.complete:
-            self._gathering.reductions.note_complete(one.unit.index)
+            self._reductions.note_complete(one.unit.index)
 
     def _fill(self, one: _Gradients) -> None:
         """Copy what waits into the unit's bucket."""

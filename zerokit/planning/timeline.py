@@ -1,19 +1,16 @@
-"""The time of one step, by events over the order in which the runtime issues gathers, work and reductions.
+"""The time of one step, by events along the plans of `zerokit.schedule`. Standard library only.
 
-Devices compute unit by unit, each link carries one collective after another, and whoever needs a result waits for it:
-
-    forward    G a . G b . run a . G c . run b . …        the next gather is in flight before a unit's work begins
-    backward   G c . run d . R d . G b . run c . R c . …  a unit is reduced when its last gradient is there
-
-All ranks do the same, so one of them is simulated: the cost depends on units, not on ranks. Standard library only.
+Devices compute unit by unit, each link carries one collective after another, and whoever needs a result waits for it.
+The next gather is in flight before a unit's work begins, and a unit is reduced when its last gradient is there. All
+ranks do the same, so one of them is simulated: the cost depends on units, not on ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
 from zerokit.layout import Layout
@@ -22,9 +19,8 @@ from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import PAGE_BYTES, Cluster
 from zerokit.planning.hops import Hop, Hops
 from zerokit.planning.work import ModelWork
-
-Issue: TypeAlias = tuple[Literal["gather", "run", "reduce"], int, int]
-"""An entry of the schedule: what is done, a unit, and the index in `ModelWork.units` of the use that it serves."""
+from zerokit.schedule import Kind, lay_out
+from zerokit.schedule import Plan as Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +59,6 @@ class StepTime:
     def exposed_total_s(self) -> float:
         """Exposed communication of all axes."""
         return sum(self.exposed_s.values())
-
-
-def schedule(
-    uses: Sequence[int],
-    gathered: Collection[int],
-    *,
-    backward: bool = False,
-    reduced: Collection[int] = (),
-) -> Iterator[Issue]:
-    """One direction of a micro-batch: the unit of each use, whose gather is issued before the work of the use before.
-
-    `gathered` holds positions of `uses`, as those of units that stay gathered occur once. Units in `reduced` are
-    reduced behind their last use in this direction.
-    """
-    order = range(len(uses))[:: -1 if backward else 1]
-    last = {uses[use]: place for place, use in enumerate(order)}
-    for place, use in enumerate(order):
-        for coming in order[place + 1 if place else 0 : place + 2]:
-            if coming in gathered:
-                yield "gather", uses[coming], coming
-        yield "run", uses[use], use
-        if uses[use] in reduced and last[uses[use]] == place:
-            yield "reduce", uses[use], use
 
 
 _Flown: TypeAlias = tuple[Hop, float, float]
@@ -186,19 +159,23 @@ class _Step:
         if kept is None:
             kept = frozenset(unit.index for unit in self._units if not unit.scopes)
         first = {unit: use for use, unit in reversed(list(enumerate(uses)))}
-        # Backward begins with the unit that forward ended with, which is still there.
-        turn = max((use for use, unit in enumerate(uses) if unit not in kept), default=-1)
+        everything = frozenset(range(len(self._units)))
         cut = plan.placement.cuts_parameters
-        forward = {use for use, unit in enumerate(uses) if cut and (unit not in kept or first[unit] == use)}
-        backward = {use for use, unit in enumerate(uses) if cut and unit not in kept and use != turn}
+        kept = kept if cut else everything
+        # Backward begins with the unit that forward ended with, which is still there.
+        turn = next(([unit] for unit in reversed(uses) if unit not in kept), [])
         trainable = [unit.index for unit in self._units if unit.trainable]
-        self._forward = list(schedule(uses, forward))
-        self._backward = {
-            reduces: list(schedule(uses, backward, backward=True, reduced=reduced))
-            for reduces, reduced in ((False, ()), (True, trainable))
-        }
+        reduced = [
+            [unit] if first[unit] == use and unit in trainable else [] for use, unit in enumerate(uses)
+        ]
         # Zeros, from ranks and on behalf of all.
-        self._backward[True] += [("reduce", index, 0) for index in trainable if index not in first]
+        reduced[:1] = [[*each, *(index for index in trainable if index not in first)] for each in reduced[:1]]
+        stops = [(unit,) for unit in uses]
+        self._forward = lay_out(stops, kept, 1, () if cut else everything)
+        self._backward = {
+            reduces: lay_out(stops[::-1], kept, 1, [*kept, *turn], reduced[::-1] if reduces else ())
+            for reduces in (False, True)
+        }
         # What comes and goes leaves holes in the heap that gradients do not fit into.
         gradients = sum(self._units[index].numel for index in trainable) * plan.sizes.compute
         pages = (plan.work.fresh_bytes + gradients) / PAGE_BYTES if cut else 0.0
@@ -228,7 +205,7 @@ class _Step:
         for reduces, times in _runs(plan.micro_batches, plan.reductions):
             before, exposed, slowed = clock.now, dict(clock.exposed), clock.slowed
             self._walk(self._forward, updates, self._forward_s)
-            flown += self._walk(self._backward[reduces], {}, self._backward_s)
+            flown += self._walk(self._backward[reduces], {}, self._backward_s[::-1])
             clock.run(self._fresh_s, "fresh memory")
             more = times - 1
             repeated += more * (clock.now - before)
@@ -250,31 +227,45 @@ class _Step:
         )
 
     def _walk(
-        self, schedule: Sequence[Issue], flown: dict[int, list[_Flown]], seconds: Sequence[float]
+        self, plan: Schedule, flown: dict[int, list[_Flown]], seconds: Sequence[float]
     ) -> list[list[_Flown]]:
         """Run through one direction of a micro-batch; `flown` are gathers under way, by unit. Returns reductions."""
         clock, reductions = self._clock, []
-        for kind, index, use in schedule:
-            name = f"{kind} {index}"
-            unit, sizes = self._units[index], self._plan.sizes
-            if kind == "gather":
-                stored = unit.numel * stored_bytes(unit, sizes.compute)
+        work: tuple[float, str] | None = (
+            None  # of the stop that the rank has come to, behind the gathers ahead of it
+        )
+        for kind, number in plan.operations:
+            if kind is Kind.GATHER:
+                unit = self._units[number]
+                stored = unit.numel * stored_bytes(unit, self._plan.sizes.compute)
                 hops = self._hops.gather(self._plan.placement.use, stored, fresh=True)
-                flown[index] = clock.fly(hops, name)
-            elif kind == "run":
+                flown[number] = clock.fly(hops, f"gather {number}")
+                continue
+            if work is not None:
+                clock.run(*work)
+                work = None
+            if kind is Kind.USE:
+                (index,) = plan.stops[number]
                 clock.wait(flown.pop(index, []), f"gather {index}")
-                clock.run(seconds[use], name)
-            else:
-                wire = sizes.reduce if sizes.wire is None else sizes.wire
-                exact = unit.numel * sizes.reduce
-                if isinstance(wire, BlockFormat):
-                    hops = self._hops.reduce(wire.nbytes(unit.numel), exact, inner_bytes=exact)
-                else:
-                    hops = self._hops.reduce(unit.numel * wire, exact)
-                own = next((at for at, hop in enumerate(hops) if hop.link_s), len(hops))
-                clock.wait([(hop, 0.0, 0.0) for hop in hops[:own]], name)
-                reductions.append(clock.fly(hops[own:], name))
+                work = seconds[number], f"run {index}"
+            elif kind is Kind.REDUCE:
+                reductions.append(self._reduce(number))
+        if work is not None:
+            clock.run(*work)
         return reductions
+
+    def _reduce(self, index: int) -> list[_Flown]:
+        """Send a unit's gradients on their way to be summed."""
+        unit, sizes = self._units[index], self._plan.sizes
+        wire = sizes.reduce if sizes.wire is None else sizes.wire
+        exact = unit.numel * sizes.reduce
+        if isinstance(wire, BlockFormat):
+            hops = self._hops.reduce(wire.nbytes(unit.numel), exact, inner_bytes=exact)
+        else:
+            hops = self._hops.reduce(unit.numel * wire, exact)
+        own = next((at for at, hop in enumerate(hops) if hop.link_s), len(hops))
+        self._clock.wait([(hop, 0.0, 0.0) for hop in hops[:own]], f"reduce {index}")
+        return self._clock.fly(hops[own:], f"reduce {index}")
 
     def _gather_updates(self) -> dict[int, list[_Flown]]:
         """After a step, all updated units are gathered, and waited for where the next forward uses them."""

@@ -12,6 +12,7 @@ from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.precision import Precision
 from zerokit.runtime.use import State
+from zerokit.schedule import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
         placement=runtime.placement,
         sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
         buffers=sum(buffer.untyped_storage().nbytes() for buffer in runtime.model.buffers()),
-        reductions=runtime.gathering.order.reductions,
+        reductions=runtime.gathering.order.backward.units(Kind.REDUCE),
     )
 
 
@@ -53,8 +54,7 @@ def predicted_traffic(
         runtime.layout,
         placement=runtime.placement,
         sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
-        order=runtime.gathering.order.forward,
-        kept=runtime.gathering.order.kept,
+        order=runtime.gathering.order,
         micro_batches=micro_batches,
         reductions=reductions,
     )

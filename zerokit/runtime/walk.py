@@ -41,8 +41,8 @@ from zerokit.runtime.hooks import (
     transforming,
 )
 from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known
+from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
-from zerokit.runtime.schedule import ForwardPass
 from zerokit.runtime.torch_internals import share_memory
 from zerokit.runtime.unit import UnitState
 
@@ -148,8 +148,7 @@ class ModelWalk(Owner):
         if self._registrations != registrations()[0]:
             require_known(module, self._known)
             self._registrations = registrations()[0]
-        recorded, frees = self._gathering.order.recorded, self.units[0].comes_and_goes
-        if frees and not recorded and self._device == "cuda":
+        if self._frees and not self._gathering.recording.recorded and self._device == "cuda":
             require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
@@ -178,51 +177,42 @@ class ModelWalk(Owner):
                     tensor.register_hook(hook)
         gathering = self._gathering
         with outside_transforms():
-            gathering.end_forward(training=torch.is_grad_enabled())
-            if not gathering.order.recorded or gathering.deviated:
-                lazy = {index for index, modules in self._announcers.items() if modules <= self._called}
-                missing = gathering.order.record_forward(self._passes.current, lazy)
-                if torch.is_grad_enabled():
-                    gathering.gather_kept(missing)
+            announced = self._announcers.items() if gathering.records else ()
+            lazy = {index for index, modules in announced if modules <= self._called}
+            gathering.end_forward(training=torch.is_grad_enabled(), lazy=lazy)
         self._in_forward = False
 
     def _before_unit(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward():
             self._begin_backward()
             self._gathering.enter_backward(units)
-        elif not self._frees and self._gathering.order.recorded:
+        elif not self._frees and self._gathering.recording.recorded:
             for unit in units:
                 if unit.guarded:  # on its way, where its owners have updated it
                     self._gathering.enter_aside(unit)
         else:
-            if not self._gathering.order.recorded:
+            if not self._gathering.recording.recorded:
                 self._called.add(module)
             if self._in_forward:
                 for unit in units:
                     self._passes.current.use(unit.index)
             # Inside another module of the same units everything is there, and nothing is to be noted.
-            if not all(unit.active for unit in units):
-                self._enter(units, module, args, kwargs)
+            inside = all(unit.active for unit in units)
             for unit in units:
                 unit.enter()
+            if not inside:
+                self._enter(units, module, args, kwargs)
         return self._cast(module, args, kwargs)
 
     def _enter(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> None:
-        around = [unit for unit in self._gathering.at_work() if self._is_freed(unit)]
-        nested = around and any(map(self._is_freed, units))
         with outside_transforms():
-            for unit in units:
-                if self._in_forward:
-                    self._gathering.enter(unit)
-                else:
+            if self._in_forward:
+                self._gathering.enter(units)
+            else:
+                for unit in units:
                     if torch.is_grad_enabled():
                         self._passes.unwatched.add(unit.index)
                     self._gathering.enter_aside(unit)
-                if nested and self._is_freed(unit):
-                    self._gathering.hold(unit)
-        if nested:  # backward will come to the units around both before and after this one
-            for unit in around:
-                self._gathering.hold(unit)
         if self._frees and torch.is_grad_enabled():
             self._given[module] = {
                 origin(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args)

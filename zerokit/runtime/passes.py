@@ -1,0 +1,88 @@
+"""The forward passes of a step, and what backward will still bring through them.
+
+[Note: the end of a unit's gradients] Autograd runs nodes in reverse order of creation: when an output of a unit
+receives its gradient, units that a forward pass used only later, or never, will receive no more gradients. Another
+forward pass that is still open may bring them some in the same backward, but only where autograd's engine reaches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zerokit.schedule import Stop
+
+
+class ForwardPass:
+    """The uses of units in one forward pass."""
+
+    def __init__(self) -> None:
+        self.consumed = False  # whether a backward pass has brought gradients through it
+        self.uses = 0  # how often units have been used so far
+        self.first_use: dict[int, int] = {}  # which use of any unit was the first one of each
+        self.trace: list[Stop] = []
+        self.read_early: set[int] = set()
+        """Units whose weights were read outside the modules that announce it."""
+        self.watched: set[int] = set()  # units with outputs whose gradients a hook will announce
+
+    def consume(self, accumulates: bool) -> None:
+        """Note a backward pass through it, which brings gradients or does not."""
+        self.consumed |= accumulates
+
+    def use(self, unit: int) -> None:
+        self.uses += 1
+        self.first_use.setdefault(unit, self.uses)
+
+    def come_to(self, stop: Stop) -> None:
+        """Note a stop; a pass that is there already has come to no other one."""
+        if self.trace[-1:] != [stop]:
+            self.trace.append(stop)
+
+
+class Passes:
+    """The forward passes of this step, and those that backward has completed."""
+
+    def __init__(self) -> None:
+        self.current = ForwardPass()
+        self.aside = ForwardPass()
+        """Modules called by themselves, outside any forward of the model: their units are gathered as they come."""
+        self.unanswered = False  # whether a forward pass with gradients has no backward yet
+        self.unwatched: set[int] = set()
+        """Units used where no hook shows when backward is done with them."""
+        self._open: list[ForwardPass] = []
+        """Passes with gradients since the last step that no backward has come through."""
+        self._reached: set[int] = set()
+        """Units to which this backward brings gradients; known where several passes are open."""
+
+    def begin(self, *, training: bool) -> None:
+        self.current = ForwardPass()
+        if training:
+            self._open.append(self.current)
+            self.unanswered = True
+
+    @property
+    def latest(self) -> ForwardPass | None:
+        """The last pass of the model without a completed backward."""
+        return self._open[-1] if self._open else None
+
+    def begin_backward(self, reached: Iterable[int]) -> None:
+        """Start a backward pass that brings gradients to the units `reached`, through one open forward or more."""
+        self._reached = set(reached) if len(self._open) > 1 else set()
+
+    def end_backward(self) -> None:
+        self.unanswered = False
+        self._open = [one for one in self._open if not one.consumed]
+        if not self._open:
+            self.unwatched.clear()
+
+    def clear(self) -> None:
+        self._open.clear()
+        self.unwatched.clear()
+        self.unanswered = False
+
+    def are_gradients_over(self, unit: int, current: ForwardPass, uses: int | None) -> bool:
+        """Whether `unit` receives no more gradients once an output made after `uses` uses (None: all) has its own."""
+        others = any(not (one is current or one.consumed) for one in self._open)
+        if unit in self.unwatched or (others and unit in self._reached):
+            return False
+        first = current.first_use.get(unit)
+        return first is None or (uses is not None and uses < first)
