@@ -31,11 +31,12 @@ if TYPE_CHECKING:
         ZerokitWarning,
     )
     from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, ZeroOptimizer, release
-    from zerokit.training import Ema, LocalSteps, StopSignal
+    from zerokit.training import Batches, Ema, LocalSteps, StopSignal
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batches",
     "Checkpoint",
     "CheckpointError",
     "Ema",
@@ -74,7 +75,7 @@ _HOMES = {
         ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer", "release"),
         "zerokit.runtime",
     ),
-    **dict.fromkeys(("Ema", "LocalSteps", "StopSignal"), "zerokit.training"),
+    **dict.fromkeys(("Batches", "Ema", "LocalSteps", "StopSignal"), "zerokit.training"),
     "Checkpoint": "zerokit.checkpoint.reader",
     "plan": "zerokit.bench.plans.ask",
     **dict.fromkeys(("consolidate", "convert", "reshard"), "zerokit.checkpoint.formats.convert"),

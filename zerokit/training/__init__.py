@@ -1,7 +1,8 @@
-"""Additions to the training loop on top of the runtime: weight averages, local steps, and stop signals."""
+"""Additions to the training loop on top of the runtime: even batches, weight averages, local steps, stop signals."""
 
+from zerokit.training.batches import Batches
 from zerokit.training.ema import Ema
 from zerokit.training.local_steps import LocalSteps
 from zerokit.training.stopping import StopSignal
 
-__all__ = ["Ema", "LocalSteps", "StopSignal"]
+__all__ = ["Batches", "Ema", "LocalSteps", "StopSignal"]

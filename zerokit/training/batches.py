@@ -1,0 +1,265 @@
+"""Batches whose samples do not depend on the number of ranks, and that take all ranks about as long.
+
+The samples form one endless line: those of epoch 0 in an order drawn from (seed, 0), those of epoch 1 behind them, and
+so on. A step takes the next ones, so a place in the line is a place in the data, for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+
+from zerokit.errors import UsageError
+from zerokit.training.partition import Bin, Costs, divide
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the line of samples: `sample` of those of `epoch` comes next, in the step `step`."""
+
+    step: int = 0
+    epoch: int = 0
+    sample: int = 0
+
+
+class Batches:
+    """A batch sampler of steps that cost all ranks the same, however long their samples are.
+
+        batches = zerokit.Batches(lengths, samples=256, micro_tokens=16_384, seed=1)
+        loader = DataLoader(dataset, batch_sampler=batches, collate_fn=pad, num_workers=4)
+        for step in batches.steps(loader):
+            for batch in step:  # this rank's micro-batches
+                loss_sum, tokens = model(**batch)
+                optimizer.backward(loss_sum, count=tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+            zerokit.save("run", optimizer, step=…, extra={"batches": batches.state_dict()})
+
+    The samples of step t depend on `seed` and t alone, and each comes once an epoch; a step may end one epoch and begin
+    the next. Within a step samples are divided among ranks and micro-batches by their costs, longest first. All ranks
+    run equally many micro-batches, as stage 3 needs them to. A load on other ranks continues with the next sample.
+
+    Args:
+        costs: of each sample, as long as the dataset: its tokens, or better an estimate of its time, such as
+            `length + length**2 / 8192`.
+        samples: of a step, over all ranks; or
+        tokens: of a step, over all ranks: it takes samples while their `lengths` stay within it, and one at least.
+        micro_batches: of a step on each rank; by default as few as `micro_tokens` allows, or one.
+        micro_tokens: the most of `lengths` in a micro-batch, but for a single longer sample.
+        lengths: tokens of each sample; by default its costs.
+        seed: of the orders; the same on all ranks.
+        pace: relative speeds of the ranks, such as measured samples per second: a rank's part is in proportion.
+        rank, world: by default those of the default process group, or one rank.
+
+    Raises `UsageError` for arguments that leave a rank without a sample.
+    """
+
+    def __init__(
+        self,
+        costs: ArrayLike,
+        *,
+        samples: int | None = None,
+        tokens: float | None = None,
+        micro_batches: int | None = None,
+        micro_tokens: float | None = None,
+        lengths: ArrayLike | None = None,
+        seed: int = 0,
+        pace: Sequence[float] | None = None,
+        rank: int | None = None,
+        world: int | None = None,
+    ) -> None:
+        self._costs = _amounts("costs", costs)
+        self._lengths = self._costs if lengths is None else _amounts("lengths", lengths)
+        if len(self._lengths) != len(self._costs):
+            raise UsageError(
+                f"{len(self._costs)} costs, but {len(self._lengths)} lengths: give one a sample each"
+            )
+        in_group = dist.is_available() and dist.is_initialized()
+        self._rank = rank if rank is not None else dist.get_rank() if in_group else 0
+        self._world = world if world is not None else dist.get_world_size() if in_group else 1
+        self._pace = [1.0] * self._world if pace is None else [float(each) for each in pace]
+        self._samples, self._tokens, self._seed = samples, tokens, seed
+        self._micro_batches, self._micro_tokens = micro_batches, micro_tokens
+        self._check()
+        self._place = Place()
+        self._planned: deque[tuple[int, Place]] = deque()
+        """Of the steps that a loader has been given and `steps` has not: micro-batches, and the place behind each."""
+        self._line = lru_cache(maxsize=2)(self._order_of)
+        self._handed_out = False
+
+    def _check(self) -> None:
+        if (self._samples is None) == (self._tokens is None):
+            raise UsageError("a step needs a size: give samples= or tokens=, one of them")
+        if not 0 <= self._rank < self._world:
+            raise UsageError(f"rank {self._rank} of {self._world}: expected 0 to {self._world - 1}")
+        if len(self._pace) != self._world or not all(0 < each < math.inf for each in self._pace):
+            raise UsageError(f"pace={self._pace}: expected a positive number for each of {self._world} ranks")
+        least = self._world * (self._micro_batches or 1)
+        if self._samples is not None and not least <= self._samples <= len(self._costs):
+            raise UsageError(
+                f"samples={self._samples}: expected {least} to {len(self._costs)}, a sample for each rank and "
+                "micro-batch of a step, and none twice in a step"
+            )
+        for name, value in (("tokens", self._tokens), ("micro_tokens", self._micro_tokens)):
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name}={value!r}: expected a positive number")
+        if self._micro_batches is not None and (self._micro_tokens is not None or self._micro_batches < 1):
+            raise UsageError(
+                f"micro_batches={self._micro_batches}, micro_tokens={self._micro_tokens}: give one of them, positive"
+            )
+        if self._tokens is not None and self._tokens < least * self._lengths.max(initial=0):
+            raise UsageError(
+                f"tokens={self._tokens:g}: {least} ranks and micro-batches of the longest sample have "
+                f"{least * self._lengths.max():g}, and each of them needs one: give at least that"
+            )
+
+    # ---- the line
+
+    def _order_of(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self._costs))
+
+    def _take(self, place: Place) -> tuple[Bin, Place]:
+        """The samples of the step at `place`, and the place behind it."""
+        taken: list[Bin] = []
+        epoch, at, left = place.epoch, place.sample, self._tokens
+        wanted = self._samples
+        while True:
+            coming = self._line(epoch)[at:]
+            if wanted is not None:
+                part = coming[:wanted]
+                wanted -= len(part)
+                full = wanted == 0
+            else:
+                assert left is not None
+                sums = np.cumsum(self._lengths[coming])
+                part = coming[: int(np.searchsorted(sums, left, side="right"))]
+                left -= float(sums[len(part) - 1]) if len(part) else 0.0
+                full = len(part) < len(coming)
+            taken.append(part)
+            at += len(part)
+            if at == len(self._costs):
+                epoch, at = epoch + 1, 0
+            if full:
+                return np.concatenate(taken), Place(place.step + 1, epoch, at)
+
+    def _divide(self, samples: Bin) -> list[list[Bin]]:
+        """The samples of a step as micro-batches of each rank."""
+        costs, lengths = self._costs[samples], self._lengths[samples]
+        if self._micro_batches is not None:
+            count = self._micro_batches
+        elif self._micro_tokens is None:
+            count = 1
+        else:
+            count = max(math.ceil(float(lengths.sum()) / (self._world * self._micro_tokens)), 1)
+        while True:
+            count = min(count, len(samples) // self._world)
+            speeds = [pace for pace in self._pace for _ in range(count)]
+            bins = divide(costs, speeds)
+            most = len(samples) // self._world
+            fits = self._micro_tokens is None or all(
+                len(each) <= 1 or lengths[each].sum() <= self._micro_tokens for each in bins
+            )
+            if self._micro_batches is not None or fits or count == most:
+                break
+            count += 1
+        _fill_empty(bins, costs)
+        return [
+            [samples[each] for each in bins[rank * count : (rank + 1) * count]] for rank in range(self._world)
+        ]
+
+    # ---- for a loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's micro-batches from the current place on, without end: what a `DataLoader` asks for."""
+        place = self._place
+        self._planned.clear()
+        self._handed_out = True
+        while True:
+            samples, place = self._take(place)
+            own = self._divide(samples)[self._rank]
+            self._planned.append((len(own), place))
+            yield from (each.tolist() for each in own)
+
+    def steps(self, loader: Any) -> Iterator[Iterator[T]]:
+        """The loader's batches step by step, from the current place on.
+
+        The place moves when a step's last micro-batch has been taken, so a save after that continues with the next
+        step; what workers have fetched ahead does not count.
+        """
+        batches = iter(loader)
+        while True:
+            first = next(batches)
+            self._handed_out = False
+            count, behind = self._planned.popleft()
+            step = self._step(first, batches, count, behind)
+            yield step
+            for _ in step:  # what a loop has left early: the next step begins with its own samples
+                pass
+
+    def _step(self, first: T, batches: Iterator[T], count: int, behind: Place) -> Iterator[T]:
+        for number in range(count):
+            batch = first if number == 0 else next(batches)
+            if number == count - 1:
+                self._place = behind
+            yield batch
+
+    # ---- the place
+
+    @property
+    def step(self) -> int:
+        """The number of steps whose batches have been taken."""
+        return self._place.step
+
+    @property
+    def epoch(self) -> float:
+        """Epochs that have been taken, with a part of the current one."""
+        return self._place.epoch + self._place.sample / len(self._costs)
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the data, to be saved: a few integers, equal on all ranks.
+
+        Raises `UsageError` where the loader is not read through `steps`, which alone knows the place.
+        """
+        if self._handed_out:
+            raise UsageError(
+                "the place in the data is known only in `for step in batches.steps(loader):`, because workers fetch "
+                "ahead: loop over that, and not over the loader"
+            )
+        return {**asdict(self._place), "seed": self._seed, "samples": len(self._costs)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue at a saved place; loops that begin after this do.
+
+        Raises `UsageError` for the place of another seed or dataset.
+        """
+        here = {"seed": self._seed, "samples": len(self._costs)}
+        saved = {name: state.get(name) for name in here}
+        if saved != here:
+            raise UsageError(f"the saved place is of {saved}, but these batches have {here}: give the same")
+        self._place = Place(*(int(state[name]) for name in ("step", "epoch", "sample")))
+
+
+def _amounts(name: str, values: ArrayLike) -> Costs:
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or not len(array) or not np.isfinite(array).all() or (array < 0).any():
+        raise UsageError(f"{name}: expected a number of at least 0 for each sample, not {str(values)[:60]}")
+    return array
+
+
+def _fill_empty(bins: list[Bin], costs: Costs) -> None:
+    """Give each empty bin the cheapest sample of the bin with the most, so that every rank has a batch."""
+    for at, each in enumerate(bins):
+        if not len(each):
+            giver = max(range(len(bins)), key=lambda one: len(bins[one]))
+            cheapest = int(costs[bins[giver]].argmin())
+            bins[at], bins[giver] = bins[giver][cheapest : cheapest + 1], np.delete(bins[giver], cheapest)
