@@ -89,7 +89,7 @@ def require_unwrapped(model: nn.Module) -> None:
                     f"{path or 'the model'} is under {name}(), but ZeroOptimizer shards the model itself: pass the "
                     f"plain model, and omit {name}()"
                 )
-    if called_by_ddp():
+    if called_by_ddp(model):
         raise UsageError(
             "this model is under ZeroOptimizer, which reduces its gradients itself: call the model without "
             "DistributedDataParallel (with accelerate, zerokit.integrations.accelerate.ZeroAccelerator does so)"
@@ -110,9 +110,9 @@ def require_own_memory(model: nn.Module) -> None:
             involved = isinstance(tensor, nn.Parameter) or isinstance(second, nn.Parameter)
             if tensor is not second and involved and _span(tensor).intersection(_span(second)).numel:
                 raise UsageError(
-                    f"{name} and {other} share memory, but are not the same parameter: ZeroOptimizer gives each its "
-                    "own. Use one parameter in both places (b.weight = a.weight, with .t() or a slice taken in "
-                    "forward), or copy: .detach().clone()"
+                    f"{name} and {other} share memory, or interleave in it, but are not the same parameter: "
+                    "ZeroOptimizer gives each its own. Use one parameter in both places (b.weight = a.weight, with "
+                    ".t() or a slice taken in forward), or copy: .detach().clone()"
                 )
 
 

@@ -64,7 +64,8 @@ class BetweenIslands(Protocol):
     def at_load(self, value: _T) -> list[_T]: ...
 
 
-_AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
+AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
+"""Why steps are refused while weights and averages are exchanged."""
 
 
 def _forwarded(name: str) -> Any:
@@ -105,10 +106,6 @@ class ForwardingOptimizer(Optimizer):
         finally:
             self.refusal = before
 
-    def with_averages(self) -> AbstractContextManager[None]:
-        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
-        return self.refusing(_AVERAGED)
-
     def note_release(self) -> None:
         """Drop all states and refuse to step: `zerokit.release` makes the model a plain one now."""
         self.require_own_weights("release()")
@@ -118,7 +115,7 @@ class ForwardingOptimizer(Optimizer):
 
     def require_own_weights(self, call: str) -> None:
         """Raise `UsageError` while the model has its averaged weights."""
-        if self.refusal == _AVERAGED:
+        if self.refusal == AVERAGED:
             raise UsageError(
                 f"{call} inside `with ema.applied():`, where weights and averages are exchanged: leave the "
                 "context first"

@@ -168,9 +168,10 @@ def applied_to(module: nn.Module) -> Sequence[str]:
     return list(module.__dict__.get(REGISTRY_KEY, ()))
 
 
-def called_by_ddp() -> bool:
-    """Whether a DistributedDataParallel runs its module's forward now."""
-    return nn.parallel.DistributedDataParallel._active_ddp_module is not None
+def called_by_ddp(model: nn.Module) -> bool:
+    """Whether a DistributedDataParallel around `model` runs its forward now."""
+    active = nn.parallel.DistributedDataParallel._active_ddp_module
+    return active is not None and any(module is model for module in active.modules())
 
 
 # ---- process groups
