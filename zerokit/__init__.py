@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         ZerokitError,
         ZerokitWarning,
     )
-    from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, ZeroOptimizer, release
-    from zerokit.training import Batches, Ema, LocalSteps, StopSignal
+    from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, release
+    from zerokit.training import Batches, Ema, LocalSteps, StopSignal, ZeroOptimizer
 
 __version__ = "0.1.0"
 
@@ -72,10 +72,9 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("LossScale", "MemoryReport", "Precision", "TrafficReport", "ZeroOptimizer", "release"),
-        "zerokit.runtime",
+        ("LossScale", "MemoryReport", "Precision", "TrafficReport", "release"), "zerokit.runtime"
     ),
-    **dict.fromkeys(("Batches", "Ema", "LocalSteps", "StopSignal"), "zerokit.training"),
+    **dict.fromkeys(("Batches", "Ema", "LocalSteps", "StopSignal", "ZeroOptimizer"), "zerokit.training"),
     "Checkpoint": "zerokit.checkpoint.reader",
     "plan": "zerokit.bench.plans.ask",
     **dict.fromkeys(("consolidate", "convert", "reshard"), "zerokit.checkpoint.formats.convert"),

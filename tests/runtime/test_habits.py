@@ -121,8 +121,8 @@ def _ddp_before(stage: int) -> Any:
 
 def _ddp_after(stage: int) -> Any:
     model = _model()
-    _optimizer(model, stage)
-    return nn.parallel.DistributedDataParallel(model)
+    optimizer = _optimizer(model, stage)
+    return _train(nn.parallel.DistributedDataParallel(model), optimizer)
 
 
 def _fully_shard_before(stage: int) -> Any:
@@ -133,35 +133,19 @@ def _fully_shard_before(stage: int) -> Any:
 
 def _fully_shard_after(stage: int) -> Any:
     model = _model()
-    _optimizer(model, stage)
-    return fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
-
-
-def _in_groups(change: Callable[[nn.Parameter], object], stage: int) -> None:
-    optimizer = _optimizer(_model(), stage)
-    with torch.no_grad():
-        change(optimizer.param_groups[0]["params"][0])
+    optimizer = _optimizer(model, stage)
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    return _train(model, optimizer)
 
 
 REFUSED: dict[str, tuple[Callable[[int], Any], tuple[int, ...], str]] = {
     "DistributedDataParallel before": (_ddp_before, (0, 3), "pass the plain model"),
-    "DistributedDataParallel after": (_ddp_after, (0, 3), "call the model without DistributedDataParallel"),
+    "DistributedDataParallel after": (_ddp_after, (0, 2), "call the model without DistributedDataParallel"),
+    "DistributedDataParallel after, of what is freed": (_ddp_after, (3,), "divided over ranks"),
     "fully_shard before": (_fully_shard_before, (3,), "pass the plain model"),
-    "fully_shard after": (_fully_shard_after, (0, 3), "omit fully_shard()"),
+    "fully_shard after": (_fully_shard_after, (0, 2), "omit fully_shard()"),
+    "fully_shard after, of what is freed": (_fully_shard_after, (3,), "divided over ranks"),
 }
-CHANGES: dict[str, Callable[[nn.Parameter], object]] = {
-    "clamped": lambda p: p.data.clamp_(-0.1, 0.1),
-    "decayed": lambda p: torch._foreach_mul_([p], 0.9),
-    "written": lambda p: p.__setitem__(slice(9), 0.0),
-    "replaced": lambda p: setattr(p, "data", p.data.add(p.data, alpha=-0.1)),
-    "frozen": lambda p: p.requires_grad_(True).requires_grad_(False),
-}
-for name, change in CHANGES.items():
-    REFUSED[f"param_groups {name}"] = (
-        partial(_in_groups, change),
-        (0, 3),
-        "inside `with optimizer.gathered():`",
-    )
 # Stages by turns: a compiler takes seconds over each.
 COMPILED = [
     (3, "before"),

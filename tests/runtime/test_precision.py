@@ -245,6 +245,32 @@ def test_plain_backward_under_fp16_is_refused(stage: int) -> None:
         torch.autograd.backward(model(torch.ones(1, 3)).sum())
 
 
+def _one_backward_a_step(stage: Any, precision: str, clip: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False)
+    scale = zerokit.LossScale(value=4.0, interval=1)
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, precision=precision, lr=0.5, loss_scale=scale
+    )
+    for step in range(4):
+        loss = model(torch.linspace(-1, 1, 32).view(2, 16)).float().square().mean()
+        if dist.get_rank() != step % 2:
+            optimizer.backward(loss)
+        if clip:
+            optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    weight: Tensor = model.state_dict()["weight"]
+    return weight
+
+
+@on_ranks(2, itertools.product(range(4), (False, True)))
+def test_a_rank_that_brings_no_gradients_divides_by_the_scale_of_the_step(given: tuple[int, bool]) -> None:
+    """The scale doubles in every step, so that of its own last gradients is another one."""
+    half, full = (_one_backward_a_step(given[0], precision, given[1]) for precision in ("fp16", "fp32"))
+    assert torch.allclose(half, full, atol=2e-3)
+
+
 @on_ranks(1)
 def test_settings_given_to_two_optimizers_stay_settings() -> None:
     """A `LossScale` says how to begin: one optimizer's growth must not move another's scale."""

@@ -254,7 +254,8 @@ def _apply(optimizer: ZeroOptimizer, match: Match, shared: Shared, extra: Mappin
         shared.apply(runtime, unit, master)
     saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
-        optimizer.scaler.restore(float.fromhex(saved_scale["value"]), int(saved_scale["good_steps"]))
+        value, good_steps = float.fromhex(saved_scale["value"]), int(saved_scale["good_steps"])
+        optimizer.scaler = optimizer.scaler.restored(value, good_steps)
 
 
 def _apply_buffers(checkpoint: Source, buffers: Mapping[str, Tensor]) -> None:

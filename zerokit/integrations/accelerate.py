@@ -26,8 +26,9 @@ from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.integrations.marks import is_unsharded, mark, take_back
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
-from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.runtime import Precision
 from zerokit.runtime.whole import is_managed
+from zerokit.training import ZeroOptimizer
 
 try:
     from accelerate import Accelerator, DistributedType

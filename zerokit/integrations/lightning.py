@@ -32,8 +32,9 @@ from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, 
 from zerokit.integrations.pretrained import whole_weights
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
-from zerokit.runtime import Precision, ZeroOptimizer, release
+from zerokit.runtime import Precision, release
 from zerokit.runtime.whole import is_managed
+from zerokit.training import ZeroOptimizer
 
 _NAME = lightning_package()
 read_sharded(_NAME)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.runtime import Precision
+from zerokit.training import ZeroOptimizer
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import nn
 import zerokit
 from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.errors import UsageError
-from zerokit.runtime import ZeroOptimizer
+from zerokit.training import ZeroOptimizer
 
 _SHARDED = "_zerokit_sharded"  # the attribute that holds what was registered
 _GENERATES_TOGETHER = "_is_fsdp_managed_module"

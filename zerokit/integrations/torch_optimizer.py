@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.runtime import ZeroOptimizer
+from zerokit.training import ZeroOptimizer
 
 ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale"})
 """Arguments of `ZeroOptimizer` that are the same in every library."""

@@ -33,8 +33,9 @@ from zerokit.integrations.accelerate import ZeroAccelerator, choose_precision
 from zerokit.integrations.pretrained import read_sharded
 from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.placement import StageArgument
-from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.runtime import Precision
 from zerokit.runtime.admission import probe
+from zerokit.training import ZeroOptimizer
 
 read_sharded()
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from zerokit.layout import Interval, Unit
 from zerokit.runtime.collectives import Exchange, Wire, Work
 from zerokit.runtime.guard import drop_gradients, hooked, show_gradient, shown_gradient
-from zerokit.runtime.hooks import excluded_from_graphs
-from zerokit.runtime.torch_internals import take_gradient
+from zerokit.runtime.torch_internals import excluded_from_graphs, take_gradient
 from zerokit.runtime.unit import UnitState, unit_views
 
 _SMALL_BYTES = 1 << 20

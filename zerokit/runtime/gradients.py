@@ -28,7 +28,7 @@ from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.guard import drop_gradients, hooked
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.torch_internals import take_gradient
+from zerokit.runtime.torch_internals import take_gradient, will_reach, without_torch_function
 from zerokit.runtime.unit import UnitState
 from zerokit.runtime.wires import Draws, make_wire
 
@@ -55,7 +55,8 @@ class Gradients:
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
         self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
-        self.loss_scale = 1.0  # the factor of the loss that the gradients held now come from
+        self.loss_scale: float | None = None
+        """The factor of the loss that the gradients held now come from; None where this rank has had none since."""
         self.accumulating = False  # gradients stay on this rank for now
         self.received = False  # a backward pass has brought some since the last `forget`
         self.mixed = False  # a failed backward pass has left sums of earlier ones mixed with its own
@@ -83,11 +84,11 @@ class Gradients:
                 if position in unit.state.stopped:
                     continue
                 if (index, position) not in self._nodes:
-                    with torch._C.DisableTorchFunctionSubclass():
+                    with without_torch_function():
                         edge = torch.autograd.graph.get_gradient_edge(parameter)
                     self._nodes[index, position] = edge.node
                 try:
-                    if torch._C._will_engine_execute_node(self._nodes[index, position]):
+                    if will_reach(self._nodes[index, position]):
                         yield index
                         break
                 except RuntimeError:  # autograd.grad with respect to this parameter
@@ -103,11 +104,13 @@ class Gradients:
             raise UsageError(
                 "fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()"
             )
-        if self.received and self.loss_scale != (scale or 1.0):
+        held = self.loss_scale
+        if self.received and held is not None and held != (scale or 1.0):
             raise UsageError(
                 f"this backward brings gradients of a loss scaled by {scale or 1.0:g} to an optimizer that holds "
-                f"others scaled by {self.loss_scale:g}: call its zero_grad() or step() in between, or sum the "
-                "losses and call backward() of one optimizer"
+                f"others scaled by {held:g}, which is 1 after step(), clip_grad_norm_() and "
+                "gathered_gradients(): call its zero_grad() in between, or sum the losses of several optimizers and "
+                "call backward() of one"
             )
         self.loss_scale = scale or 1.0
 
@@ -288,7 +291,7 @@ class Gradients:
         for unit in self.units.values():
             unit.forget()
         self.pool.reclaim()
-        self.transient, self.received, self.mixed = 0, False, mixed
+        self.transient, self.received, self.mixed, self.loss_scale = 0, False, mixed, None
         self._cleared.clear()
 
     def clear(self, index: int, position: int) -> None:
@@ -297,7 +300,7 @@ class Gradients:
         self._cleared.add((index, position))
         self.units[index].received.discard(position)
         if self._cleared >= self._shared:  # all of this rank's share
-            self.received = False
+            self.received, self.loss_scale = False, None
 
     def holds(self, index: int, position: int) -> bool:
         """Whether this rank knows of a gradient of this parameter."""
@@ -309,7 +312,7 @@ class Gradients:
 
     def require_reduced(self, call: str, *, scaled: bool) -> None:
         """Raise `UsageError` where `call` would not find sums over ranks; `scaled` if this optimizer scales losses."""
-        if not scaled and self.loss_scale != 1.0 and self.received:
+        if not scaled and self.loss_scale not in (None, 1.0) and self.received:
             raise UsageError(
                 f"{call}: another optimizer's backward() has brought gradients of a loss scaled by {self.loss_scale:g} "
                 "for fp16: call zero_grad() before this optimizer's own backward(), or give both precision='fp16'"
@@ -324,12 +327,18 @@ class Gradients:
             )
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead."""
-        gradients = [unit.of(unit.state.updated) for unit in self.units.values()]
-        if isinstance(factor, float) or not self._collectives.runs_ahead:
+        """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead.
+
+        It takes in that of the loss: they are gradients of the plain loss then.
+        """
+        self.loss_scale = 1.0
+        if not self._collectives.runs_ahead:
             factor = float(factor)
-            if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        gradients = [unit.of(unit.state.updated) for unit in self.units.values()]
+        if isinstance(factor, float):
+            torch._foreach_mul_(gradients, factor)
             return
         # A tensor of another dtype would be multiplied one by one, and rounded to theirs: 1 / 65536 to 8 bits of fp16.
         wide = [gradient.float() for gradient in gradients]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
-from zerokit.runtime.hooks import Hook, uncompiled
+from zerokit.runtime.hooks import Hook
+from zerokit.runtime.torch_internals import compiling, uncompiled, without_torch_function
 
 TICKET = "_zerokit"  # the attribute of a managed parameter that leads to its unit
 
@@ -94,8 +95,11 @@ def ticket_of(parameter: Tensor) -> Ticket | None:
     return ticket if isinstance(ticket, Ticket) and ticket.reference() is not None else None
 
 
-class _WithoutGradient(nn.Parameter):
-    """A parameter whose gradient zerokit holds: `grad` is a `HeldGradient` while there is one, and None clears it."""
+class WithoutGradient(nn.Parameter):
+    """A parameter whose gradient zerokit holds: `grad` is a `HeldGradient` while there is one, and None clears it.
+
+    Masters are such outside the update: functions over `optimizer.param_groups` would find no gradients, and clip none.
+    """
 
     @property
     @uncompiled
@@ -125,7 +129,7 @@ class _WithoutGradient(nn.Parameter):
         self.grad = None
 
 
-class Guarded(_WithoutGradient):
+class Guarded(WithoutGradient):
     """The behaviour of a guarded parameter; `guarded_class` joins it to the parameter's own class."""
 
     plain: type[nn.Parameter] = nn.Parameter
@@ -141,7 +145,7 @@ class Guarded(_WithoutGradient):
         touched = [(each, ticket) for each in used if (ticket := ticket_of(each)) is not None]
         for _, ticket in touched:  # reading one may unguard the others of its unit
             ticket.owner.read(ticket.index, ticket.name)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if name == "data" and described:
                 _require_same_memory(args[0], args[1])
             result = function(*args, **kwargs)
@@ -181,7 +185,7 @@ class HeldGradient(Tensor):
     ticket: Ticket
 
     def __new__(cls, parameter: Tensor, ticket: Ticket) -> HeldGradient:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
             held = nothing.expand(parameter.shape).as_subclass(cls)
         held.ticket = ticket
@@ -194,7 +198,7 @@ class HeldGradient(Tensor):
         held = next((value for value in _flat((args, kwargs or {})) if isinstance(value, cls)), None)
         assert held is not None
         if name in _METADATA or name == "detach_":
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 result = function(*args, **(kwargs or {}))
             return held if name in ("detach_", "requires_grad_") else result
         if name == "zero_":
@@ -208,34 +212,6 @@ class HeldGradient(Tensor):
         return f"HeldGradient({self.ticket.name}, shape={tuple(self.shape)})"
 
 
-class MasterParameter(_WithoutGradient):
-    """A master outside the update, or its `data`: a change would reach neither the model nor other ranks in time."""
-
-    @classmethod
-    @uncompiled
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, values = _name(function), (*args[1:], *(kwargs or {}).values())
-        if name in ("requires_grad", "requires_grad_"):
-            writes = False in values
-        elif name == "data":
-            writes = bool(values)
-        else:
-            writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        changed = [each for each in _flat(args[:1]) if writes and isinstance(each, cls)]
-        with torch._C.DisableTorchFunctionSubclass():
-            if changed:
-                raise UsageError(
-                    f"{name} of {changed[0].__dict__[TICKET].name}: optimizer.param_groups hold this rank's part, in "
-                    "flat tensors that only step() changes. Freeze parameters of the model, and change their values "
-                    "inside `with optimizer.gathered():`, which all ranks enter"
-                )
-            result = function(*args, **(kwargs or {}))
-            if name == "data":
-                result = result.as_subclass(cls)
-                result.__dict__.update(args[0].__dict__)
-        return result
-
-
 @functools.cache
 def guarded_class(plain: type[nn.Parameter]) -> type[Guarded]:
     """The guarded form of a class of parameters."""
@@ -247,20 +223,20 @@ _GRAD: Any = Tensor.grad  # the slot that autograd writes, below the guarded pro
 
 def show_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
     """Set `parameter.grad` to a real tensor or to None, whatever class the parameter has."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         _GRAD.__set__(parameter, gradient)
 
 
 def drop_gradients(parameters: Sequence[Tensor]) -> None:
     """Set the real `grad` of all of them to None, whatever class they have."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         for parameter in parameters:
             _GRAD.__set__(parameter, None)
 
 
 def shown_gradient(parameter: Tensor) -> Tensor | None:
     """The real tensor that `show_gradient` set, or its replacement."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         gradient: Tensor | None = _GRAD.__get__(parameter)
     return gradient
 
@@ -323,7 +299,7 @@ def refuse_moving(name: str, found: Tensor, expected: Tensor) -> UsageError:
 
 def refuse_reading(name: str) -> UsageError:
     """The error for the use of a freed parameter whose unit cannot be gathered."""
-    if torch._guards.CompileContext.try_get() is not None:
+    if compiling():
         return UsageError(
             f"a graph of torch.compile reads {name}, which stage 3 has divided over ranks, outside its unit's module: "
             "compile the units instead, `for block in model.blocks: block.compile()`"

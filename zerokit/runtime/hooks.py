@@ -6,13 +6,11 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.decorators import skip
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -21,29 +19,7 @@ from torch.nn.modules.module import (
 
 from zerokit.errors import UsageError
 from zerokit.layout import Unit
-
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-_set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
-
-
-excluded_from_graphs: Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]] = skip
-"""Excludes one function from torch.compile's graphs, and not what it calls."""
-
-
-def uncompiled(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """A function that torch.compile excludes from its graphs, with everything that it calls."""
-
-    @functools.wraps(function)
-    def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        compiler = _set_compiler(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _set_compiler(compiler)
-
-    return excluded_from_graphs(call)
+from zerokit.runtime.torch_internals import NO_CONTEXT, leaves_of, profiling, uncompiled
 
 
 class Hook:
@@ -94,21 +70,6 @@ def _ignore(*args: Any) -> None:
     pass
 
 
-def in_backward() -> bool:
-    """Whether autograd's engine is running in this thread, even while a checkpoint recomputes a forward."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def transforming() -> bool:
-    """Whether torch.func (vmap, grad, jvp) is active; hooks on its tensors are unreliable."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def outside_transforms() -> AbstractContextManager[Any]:
-    """A context in which collectives see plain tensors, even while torch.func is active."""
-    return temporarily_clear_interpreter_stack() if transforming() else _NOTHING
-
-
 @functools.cache
 def registrations() -> list[int]:
     """How many times a module of this process was assigned a parameter or a module since the first call, in a list."""
@@ -139,7 +100,7 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 
 def _search(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
-    for leaf in torch.utils._pytree.tree_leaves(value):
+    for leaf in leaves_of(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif not isinstance(leaf, (*_PLAIN, type, nn.Module)) and id(leaf) not in seen and depth:
@@ -154,7 +115,7 @@ def tensors_kept(attribute: Any) -> list[Tensor]:
     """The tensors of an attribute that is one, or holds some in a plain container."""
     if not isinstance(attribute, Tensor | list | tuple | dict):
         return []
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(attribute) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(attribute) if isinstance(leaf, Tensor)]
 
 
 def announced(tensor: Tensor) -> bool:
@@ -169,6 +130,6 @@ def origin(tensor: Tensor) -> tuple[object, int]:
 
 def profiled(what: str, unit: Unit | None = None) -> AbstractContextManager[object]:
     """A profiler range `zerokit: WHAT UNIT` around a block; without a profiler it only checks a flag."""
-    if not profiler._is_profiler_enabled:
-        return _NOTHING
+    if not profiling():
+        return NO_CONTEXT
     return profiler.record_function(f"zerokit: {what}" if unit is None else f"zerokit: {what} {unit.name}")

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zerokit.layout import Interval, Slice, Unit
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.guard import TICKET, MasterParameter, Ticket
+from zerokit.runtime.guard import TICKET, Ticket, WithoutGradient
 from zerokit.runtime.torch_internals import change_class
 
 
@@ -103,7 +103,7 @@ class OwnedUnit:
                 positions, name = tuple(self.positions_in(master)), f"master of {self.unit.name}"
                 first: Ticket = self.parameters[0].__dict__[TICKET]
                 master.tensor.__dict__[TICKET] = replace(first, positions=positions, name=name)
-            change_class(master.tensor, MasterParameter)
+            change_class(master.tensor, WithoutGradient)
 
     def unguard_masters(self) -> None:
         for master in self.masters:

@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -233,16 +233,6 @@ def unit_memory(
         return MappedMemory(numel, own, dtype)
     kind = ResizedMemory if comes_and_goes and numel else UnitMemory
     return kind(torch.zeros(numel, dtype=dtype, device=device), own)
-
-
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set the version counter of each tensor; as many versions as tensors."""
-    set_version: Any = torch._C._autograd._unsafe_set_version_counter
-    try:
-        set_version(tuple(tensors), tuple(versions))
-    except TypeError:  # torch 2.6 takes one tensor and one number
-        for tensor, version in zip(tensors, versions, strict=True):
-            set_version(tensor, version)
 
 
 _M_TRIM_THRESHOLD = -1  # glibc's malloc.h, mallopt(3)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
-from zerokit.layout import Parameter, Segment, Unit
+from zerokit.layout import Interval, Parameter, Segment, Unit
+from zerokit.runtime.torch_internals import applied_to, called_by_ddp
 
 InitRule = Callable[[nn.Module], None] | None
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
@@ -79,8 +80,27 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
     return Anatomy(named, segments, owners)
 
 
+def require_unwrapped(model: nn.Module) -> None:
+    """Raise `UsageError` where PyTorch's own data parallelism reduces this model's gradients, too."""
+    for path, module in model.named_modules():
+        for name in applied_to(module):
+            if name in ("fully_shard", "replicate"):
+                raise UsageError(
+                    f"{path or 'the model'} is under {name}(), but ZeroOptimizer shards the model itself: pass the "
+                    f"plain model, and omit {name}()"
+                )
+    if called_by_ddp(model):
+        raise UsageError(
+            "this model is under ZeroOptimizer, which reduces its gradients itself: call the model without "
+            "DistributedDataParallel (with accelerate, zerokit.integrations.accelerate.ZeroAccelerator does so)"
+        )
+
+
 def require_own_memory(model: nn.Module) -> None:
-    """Raise `UsageError` where two tensors of the model share elements, which each of them would get for itself."""
+    """Raise `UsageError` where two tensors of the model share elements, which each of them would get for itself.
+
+    Strided views that lie between each other are taken to share some.
+    """
     by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in _tensors_of(model):
         if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
@@ -88,11 +108,11 @@ def require_own_memory(model: nn.Module) -> None:
     for sharing in by_memory.values():
         for (name, tensor), (other, second) in itertools.combinations(sharing, 2):
             involved = isinstance(tensor, nn.Parameter) or isinstance(second, nn.Parameter)
-            if tensor is not second and involved and _overlap(tensor, second):
+            if tensor is not second and involved and _span(tensor).intersection(_span(second)).numel:
                 raise UsageError(
-                    f"{name} and {other} share memory, but are not the same parameter: ZeroOptimizer gives each its "
-                    "own. Use one parameter in both places (b.weight = a.weight, with .t() or a slice taken in "
-                    "forward), or copy: .detach().clone()"
+                    f"{name} and {other} share memory, or interleave in it, but are not the same parameter: "
+                    "ZeroOptimizer gives each its own. Use one parameter in both places (b.weight = a.weight, with "
+                    ".t() or a slice taken in forward), or copy: .detach().clone()"
                 )
 
 
@@ -108,22 +128,10 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
-    spans = []
-    for tensor in (one, other):
-        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.storage_offset() * tensor.element_size()
-        spans.append((start, start + (last + 1) * tensor.element_size()))
-    (start, stop), (second_start, second_stop) = spans
-    if start >= second_stop or second_start >= stop:
-        return False
-    if one.dtype != other.dtype or (one.is_contiguous() and other.is_contiguous()):
-        return True
-    # Strided views may lie between each other, as the parts of a fused projection do.
-    numbers = torch.arange(max(stop, second_stop) // one.element_size())
-    first, second = (numbers.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (one, other))
-    return bool(torch.isin(first, second).any())
+def _span(tensor: Tensor) -> Interval:
+    """The bytes from the first element of a tensor to its last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return Interval(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
 
 
 def plain_name(name: str) -> str:

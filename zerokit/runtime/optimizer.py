@@ -12,7 +12,6 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -23,12 +22,20 @@ from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.hooks import profiled
-from zerokit.runtime.islands import divide_into_islands
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
+from zerokit.runtime.options import Options
 from zerokit.runtime.precision import LossScale, Precision
-from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
+from zerokit.runtime.states import (
+    Average,
+    BetweenIslands,
+    ForwardingOptimizer,
+    Islands,
+    load_state,
+    take_state,
+)
 from zerokit.runtime.step import INTERRUPTED, all_finite, clip_coefficient, global_norm, update_masters
+from zerokit.runtime.torch_internals import compiles_backward
 from zerokit.runtime.whole import ModelMethods
 
 
@@ -62,6 +69,11 @@ class ZeroOptimizer(ForwardingOptimizer):
         LayoutMismatch: on every rank, when ranks disagree about the model or the settings.
     """
 
+    islands: Islands | None = None
+    """The islands that the ranks train as; only `zerokit.ZeroOptimizer` makes some."""
+    local_steps: BetweenIslands | None = None
+    """What synchronises the islands, if there are any: made by `zerokit.LocalSteps(optimizer, every=...)`."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -81,27 +93,12 @@ class ZeroOptimizer(ForwardingOptimizer):
         **optimizer_options: Any,
     ) -> None:
         self.precision = Precision.of(precision)
-        self.scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
+        self.scaler = (loss_scale or LossScale()) if self.precision.scaled else None
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
-        stage, mesh, process_group, self.islands = divide_into_islands(stage, mesh, process_group)
-        self.local_steps: BetweenIslands | None = None
-        """What synchronises the islands, if there are any: made by `zerokit.LocalSteps(optimizer, every=...)`."""
-        self.runtime = Runtime(
-            model,
-            optimizer_class,
-            optimizer_options,
-            stage=stage,
-            mesh=mesh,
-            precision=self.precision,
-            params=params,
-            rule=units,
-            bucket_mb=bucket_mb,
-            prefetch=prefetch,
-            process_group=process_group,
-            timeout=timeout,
-            init=init_fn,
-        )
+        ranks = stage, mesh, process_group, timeout
+        options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn)
+        self.runtime = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self._collectives, self._control = self.runtime.collectives, self.runtime.control
         self._gradients, self._gathering = self.runtime.gradients, self.runtime.gathering
@@ -113,12 +110,26 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
         self._norm: Tensor | None = None
-        self._unscaled = False
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
-        self.methods = ModelMethods(self._gathering, self.runtime.weights, self.runtime.hooks, self)
+        self.methods = ModelMethods(
+            self.runtime.model, self._gathering, self.runtime.weights, self.runtime.hooks, self
+        )
         """The model's own methods while it is managed."""
-        self.methods.manage(self.runtime.model)
         self._collectives.take_traffic()
+
+    # ---- what ranks that train apart do otherwise
+
+    def with_own_ranks(self, options: Options) -> Options:
+        """Options for the ranks that this one trains with."""
+        return options
+
+    def require_steppable(self) -> None:
+        """Raise `UsageError` where a step cannot be made now."""
+        if self.refusal:
+            raise UsageError(f"step() refused: {self.refusal}")
+
+    def after_update(self) -> None:
+        """A step is over, made or left out for an overflow; `refusal` stands until this returns."""
 
     # ---- the training loop
 
@@ -127,12 +138,8 @@ class ZeroOptimizer(ForwardingOptimizer):
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`.
         """
-        if self._unscaled and self._gradients.received:
-            raise UsageError(
-                "backward() after step(), clip_grad_norm_() or gathered_gradients() needs zero_grad() in between"
-            )
-        self._unscaled, self._finite = False, None
-        if compiled_autograd.compiled_autograd_enabled:
+        self._finite = None
+        if compiles_backward():
             raise UsageError(
                 "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
                 "torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (with their backward)"
@@ -175,11 +182,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._walk.finish()
         norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
         self._finite = norm.isfinite()
-        factor = 1.0
-        if self.scaler is not None and not self._unscaled:
-            factor = 1.0 / self._gradients.loss_scale
+        factor = self._unscaling()
+        if factor != 1.0:
             norm = norm * factor
-            self._unscaled = True
         coefficient = clip_coefficient(norm, max_norm)
         self._gradients.scale(
             coefficient if factor == 1.0 else torch.where(self._finite, coefficient * factor, 1.0)
@@ -210,26 +215,21 @@ class ZeroOptimizer(ForwardingOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.refusal:
-            raise UsageError(f"step() refused: {self.refusal}")
-        if self.islands is not None and self.local_steps is None:
-            raise UsageError(
-                "step() of an island that nothing would ever synchronise with the others: make "
-                "zerokit.LocalSteps(optimizer, every=...) before"
-            )
+        self.require_steppable()
         self._walk.finish()
+        unscaling = self._unscaling()  # before the scale grows
         if self.scaler is not None and self._finite is None:
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
         overflow = not self._control.agree(None if self.scaler is None else self._finite)
         if self.scaler is not None:
-            self.scaler.update(overflow)
+            self.scaler = self.scaler.after_step(overflow=overflow)
         if not overflow:
-            self._unscale()
+            self._gradients.scale(unscaling)
             self._gathering.take_changes()
             self._collectives.wait_for_readers()
             for hook in self._optimizer_step_pre_hooks.values():
                 hook(self, (), {})
-        self.refusal = INTERRUPTED
+        self.refuse(INTERRUPTED)
         if overflow:
             self.skipped_steps += 1
         else:
@@ -238,28 +238,22 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._last_traffic = self._collectives.take_traffic()
         if not overflow:
             self._gathering.gather_updated()
-        if self.local_steps is not None:
-            try:
-                self.local_steps.after_step()  # also where the step was skipped: islands must count alike
-            except ScheduleError:  # which leaves the weights of this step on all ranks of the island
-                self.refusal = ""
-                raise
-        self.refusal = ""
+        self.after_update()
+        self.refuse("")
         for hook in () if overflow else self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         return loss
 
-    def _unscale(self) -> None:
-        if self.scaler is not None and not self._unscaled:
-            self._gradients.scale(1.0 / self._gradients.loss_scale)
-            self._unscaled = True
+    def _unscaling(self) -> float:
+        """The factor that makes the gradients those of the plain loss, on a rank that has brought none of them too."""
+        return 1.0 / (self._gradients.loss_scale or self.loss_scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, including those of an unfinished backward pass."""
         if self._gradients.shown:
             raise UsageError("zero_grad() inside gathered_gradients(): leave the context first")
         self._walk.forget()
-        self._unscaled, self._finite = False, None
+        self._finite = None
 
     @contextmanager
     def gathered(self, source: int | None = None) -> Iterator[None]:
@@ -294,9 +288,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         require_rank(source, self.layout.world)
         self._gradients.require_reduced("gathered_gradients()", scaled=self.scaler is not None)
         self._walk.finish()
-        if self.scaler is not None and not self._unscaled:
+        if self.scaler is not None and self._finite is None:
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-            self._unscale()
+            self._gradients.scale(self._unscaling())
         with self._gradients.show(source):
             yield
 
@@ -346,7 +340,7 @@ class ZeroOptimizer(ForwardingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, which only the same rank of an equal run can load; not of local steps."""
-        self._require_plain("state_dict()")
+        self.require_own_weights("state_dict()")
         if self.refusal:
             raise UsageError(f"state_dict() refused: {self.refusal}")
         self._control.finish()
@@ -356,19 +350,11 @@ class ZeroOptimizer(ForwardingOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`. Raises `LayoutMismatch` for another layout, stage or rank."""
-        self._require_plain("load_state_dict()")
+        self.require_own_weights("load_state_dict()")
         load_state(self.runtime, state_dict)
         if self.scaler is not None:
-            self.scaler.restore(*state_dict["loss_scale"])
-        self.refusal = ""
-
-    def _require_plain(self, call: str) -> None:
-        self.require_own_weights(call)
-        if self.local_steps is not None:
-            raise UsageError(
-                f"{call} of an optimizer with LocalSteps would leave out their anchor and position in the round: use "
-                "zerokit.save() and zerokit.load()"
-            )
+            self.scaler = self.scaler.restored(*state_dict["loss_scale"])
+        self.refuse("")
 
     def __repr__(self) -> str:
         return (

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
 from zerokit.errors import LossScaleError, UsageError
 from zerokit.formulas import BLOCK_FORMATS, BlockFormat
+from zerokit.runtime.torch_internals import BATCH_NORMS, SPECTRAL_NORM, map_leaves
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -131,7 +131,7 @@ _ROLES: tuple[str, ...] = ("compute", "reduce", "master")
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LossScale:
     """Dynamic loss scaling, as in Micikevicius et al. (arXiv:1710.03740, §3.2).
 
@@ -169,25 +169,22 @@ class LossScale:
         finally:
             cls.current = before
 
-    def restore(self, value: float, good_steps: int) -> None:
-        """Go on from a scale and a number of steps without overflow that were saved."""
-        self.value, self.good_steps = value, good_steps
+    def restored(self, value: float, good_steps: int) -> LossScale:
+        """This one with a scale, the floor at least, and a number of steps without overflow that were saved."""
+        return dataclasses.replace(self, value=max(value, self.floor), good_steps=good_steps)
 
-    def update(self, overflow: bool) -> None:
-        """Adapt the scale after a step. Raises `LossScaleError` for an overflow at the floor."""
-        if not overflow:
-            self.good_steps += 1
-            if self.good_steps == self.interval:
-                self.value *= self.growth
-                self.good_steps = 0
-            return
-        if self.value <= self.floor:
+    def after_step(self, *, overflow: bool) -> LossScale:
+        """The loss scale of the next step. Raises `LossScaleError` for an overflow at the floor."""
+        if overflow and self.value <= self.floor:
             raise LossScaleError(
                 f"gradients are inf or nan at the loss scale's floor of {self.floor:g}: the loss itself is not finite. "
                 "Lower the learning rate, clip gradients, check the data, or train with precision='bf16'"
             )
-        self.value = max(self.floor, self.value * self.backoff)
-        self.good_steps = 0
+        if overflow:
+            return dataclasses.replace(self, value=max(self.floor, self.value * self.backoff), good_steps=0)
+        if self.good_steps + 1 >= self.interval:
+            return dataclasses.replace(self, value=self.value * self.growth, good_steps=0)
+        return dataclasses.replace(self, good_steps=self.good_steps + 1)
 
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
@@ -240,7 +237,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
         return changed
     if isinstance(value, list | tuple | dict):
         # Containers that pytree does not know are not entered.
-        return torch.utils._pytree.tree_map(
+        return map_leaves(
             lambda leaf: leaf if isinstance(leaf, list | tuple | dict) else _cast(leaf, dtype), value
         )
     return value
@@ -255,10 +252,10 @@ def keep_statistics(model: nn.Module, compute: torch.dtype) -> list[RemovableHan
     """
     hooks: list[RemovableHandle] = []
     for module in model.modules() if compute != torch.float32 else ():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
+        if isinstance(module, BATCH_NORMS) and module.running_mean is not None:
             hooks.append(module.register_forward_pre_hook(_show_exact))
             hooks.append(module.register_forward_hook(_hide_exact, always_call=True))
-        spectral = isinstance(module, _SpectralNorm)
+        spectral = isinstance(module, SPECTRAL_NORM)
         older = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
         names = {f"{hook.name}{end}" for hook in older for end in ("_u", "_v")}
         for name, buffer in module.named_buffers(recurse=False):

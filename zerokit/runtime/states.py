@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import checksums
-from zerokit.runtime.guard import SCALES_ITSELF, ticket_of
+from zerokit.runtime.guard import SCALES_ITSELF
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
@@ -32,6 +32,17 @@ class Average(Protocol):
 
 
 _T = TypeVar("_T")
+
+
+class Islands(Protocol):
+    """The interface of groups of ranks that train apart from each other; `index` is that of this rank's group."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def rank(self) -> int: ...  # among the ranks of all islands
 
 
 class BetweenIslands(Protocol):
@@ -53,28 +64,8 @@ class BetweenIslands(Protocol):
     def at_load(self, value: _T) -> list[_T]: ...
 
 
-_AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
-
-
-class States(defaultdict[Any, Any]):
-    """An optimizer's states by master. Asked by a parameter of the model it raises `UsageError`."""
-
-    def __missing__(self, key: Any) -> Any:
-        _require_master(key)
-        return super().__missing__(key)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        _require_master(key)
-        return super().pop(key, *default)
-
-
-def _require_master(key: Any) -> None:
-    ticket = ticket_of(key) if isinstance(key, Tensor) else None
-    if ticket is not None and not ticket.name.startswith("master of "):
-        raise UsageError(
-            f"optimizer.state of {ticket.name}: states belong to flat tensors that are sharded across ranks, those of "
-            "optimizer.param_groups; none can be read, removed or replaced for one parameter of the model"
-        )
+AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
+"""Why steps are refused while weights and averages are exchanged."""
 
 
 def _forwarded(name: str) -> Any:
@@ -92,7 +83,6 @@ class ForwardingOptimizer(Optimizer):
     def __init__(self, inner: Optimizer) -> None:
         # `Optimizer.__init__` is not called: everything else that it would create is forwarded.
         self._inner = inner
-        inner.state = States(dict, inner.state)
         self.refusal = ""  # why `step` is refused; "" where it is not
         # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
         self._optimizer_step_pre_hooks = OrderedDict()
@@ -101,6 +91,10 @@ class ForwardingOptimizer(Optimizer):
     param_groups: list[dict[str, Any]] = _forwarded("param_groups")
     defaults: dict[str, Any] = _forwarded("defaults")
     state: Any = _forwarded("state")
+
+    def refuse(self, reason: str) -> None:
+        """Refuse steps and saves for this `reason` from now on; "" allows them again."""
+        self.refusal = reason
 
     @contextmanager
     def refusing(self, reason: str) -> Iterator[None]:
@@ -112,10 +106,6 @@ class ForwardingOptimizer(Optimizer):
         finally:
             self.refusal = before
 
-    def with_averages(self) -> AbstractContextManager[None]:
-        """A context in which the model has the averaged weights from `zerokit.Ema`, and `step` is refused."""
-        return self.refusing(_AVERAGED)
-
     def note_release(self) -> None:
         """Drop all states and refuse to step: `zerokit.release` makes the model a plain one now."""
         self.require_own_weights("release()")
@@ -125,7 +115,7 @@ class ForwardingOptimizer(Optimizer):
 
     def require_own_weights(self, call: str) -> None:
         """Raise `UsageError` while the model has its averaged weights."""
-        if self.refusal == _AVERAGED:
+        if self.refusal == AVERAGED:
             raise UsageError(
                 f"{call} inside `with ema.applied():`, where weights and averages are exchanged: leave the "
                 "context first"
@@ -148,31 +138,16 @@ class ForwardingOptimizer(Optimizer):
         )
 
 
-class RankState(OrderedDict[str, Any]):
-    """One rank's part of the state; looking up torch's keys in it raises an error with advice."""
-
-    def __missing__(self, key: str) -> NoReturn:
-        raise UsageError(
-            f"{key!r} is not in the state_dict of a ZeroOptimizer, which is one rank's part over flat tensors: use "
-            "zerokit.save() and zerokit.load() instead of torch.distributed.checkpoint's functions for optimizers"
-        )
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # torch.load(weights_only=True) knows that one
-
-
-def take_state(runtime: Runtime) -> RankState:
+def take_state(runtime: Runtime) -> dict[str, Any]:
     """This rank's part, apart from the loss scale."""
     runtime.gathering.take_changes()  # weights that were changed in place: masters are what is taken
-    return RankState(
-        {
-            "inner": runtime.inner.state_dict(),
-            "divided": [unit.divided for unit in runtime.units],
-            "masters": [master.tensor.detach() for _, master, _ in runtime.masters()],
-            "draws": runtime.gradients.draws.state(),
-            "place": _origin(runtime),
-        }
-    )
+    return {
+        "inner": runtime.inner.state_dict(),
+        "divided": [unit.divided for unit in runtime.units],
+        "masters": [master.tensor.detach() for _, master, _ in runtime.masters()],
+        "draws": runtime.gradients.draws.state(),
+        "place": _origin(runtime),
+    }
 
 
 def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
@@ -197,7 +172,6 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
                 "their own since then: load it into a new optimizer"
             )
     runtime.inner.load_state_dict(state["inner"])
-    runtime.inner.state = States(dict, runtime.inner.state)
     with torch.no_grad():
         for (_, master, _), values in zip(runtime.masters(), state["masters"], strict=True):
             master.tensor.detach().copy_(values)

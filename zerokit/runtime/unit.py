@@ -26,8 +26,14 @@ from zerokit.runtime.collectives import Collectives, Exchange, Work
 from zerokit.runtime.guard import TICKET, Guarded, Owner, Ticket, guarded_class, refuse_moving
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
-from zerokit.runtime.memory import UnitMemory, set_versions, unit_memory
-from zerokit.runtime.torch_internals import become, change_class, point_at
+from zerokit.runtime.memory import UnitMemory, unit_memory
+from zerokit.runtime.torch_internals import (
+    become,
+    change_class,
+    point_at,
+    set_versions,
+    without_torch_function,
+)
 from zerokit.runtime.use import State, UnitUse
 
 
@@ -201,7 +207,7 @@ class UnitState(OwnedUnit, UnitUse):
             self._versions = [version + 1 for version in self._versions]
 
     def _current_versions(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return [parameter._version for parameter in self.parameters]
 
     # ---- gathering
@@ -262,7 +268,7 @@ class UnitState(OwnedUnit, UnitUse):
                 self._require_renorm()
                 self.take_changes()
             self._viewed = False
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 self._show(self._placeholders)
             set_versions(self.parameters, [version + 1 for version in versions])
         if len(self.placement.use) > 1:
@@ -296,7 +302,7 @@ class UnitState(OwnedUnit, UnitUse):
 
     def note_requires_grad(self) -> None:
         """Record frozen and unfrozen parameters; a parameter frozen at construction cannot become trainable."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             trained = [parameter.requires_grad for parameter in self.parameters]
         if self.unit.trainable:
             self.stopped = {position for position, trains in enumerate(trained) if not trains}

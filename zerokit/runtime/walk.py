@@ -30,20 +30,24 @@ from zerokit.runtime.hooks import (
     Hook,
     TracedHook,
     announced,
-    excluded_from_graphs,
-    in_backward,
     origin,
-    outside_transforms,
     registrations,
     require_no_graphs,
     tensors_in,
     tensors_kept,
-    transforming,
 )
-from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known
+from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known, require_unwrapped
 from zerokit.runtime.passes import ForwardPass
 from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
-from zerokit.runtime.torch_internals import share_memory
+from zerokit.runtime.torch_internals import (
+    at_end_of_backward,
+    excluded_from_graphs,
+    in_backward,
+    keeps_graph,
+    outside_transforms,
+    share_memory,
+    transforming,
+)
 from zerokit.runtime.unit import UnitState
 
 _UNKNOWN = (None,)
@@ -148,7 +152,10 @@ class ModelWalk(Owner):
         if self._registrations != registrations()[0]:
             require_known(module, self._known)
             self._registrations = registrations()[0]
-        if self._frees and not self._gathering.recording.recorded and self._device == "cuda":
+        recorded = self._gathering.recording.recorded
+        if not recorded:
+            require_unwrapped(module)
+        if self._frees and not recorded and self._device == "cuda":
             require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
@@ -277,7 +284,7 @@ class ModelWalk(Owner):
         self, units: list[UnitState], current: ForwardPass, uses: int | None, gradient: Tensor
     ) -> None:
         self._begin_backward()
-        if current is not self._passes.aside and not torch._C._autograd._get_current_graph_task_keep_graph():
+        if current is not self._passes.aside and not keeps_graph():
             current.consume(self._accumulates)
         if torch.is_grad_enabled():
             self._makes_graph = True
@@ -299,7 +306,7 @@ class ModelWalk(Owner):
         self._passes.begin_backward(self._gradients.reached())
         if accumulates:
             self._gradients.note_loss_scale(required=self._precision.scaled)
-        torch.autograd.Variable._execution_engine.queue_callback(Hook(self._me, ModelWalk._end_backward))
+        at_end_of_backward(Hook(self._me, ModelWalk._end_backward))
         self._start_backward(accumulates=accumulates)
 
     def _start_backward(self, *, accumulates: bool) -> None:

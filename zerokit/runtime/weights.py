@@ -128,7 +128,6 @@ def standing_in(model: nn.Module, values: Mapping[nn.Parameter, Tensor]) -> Iter
 
 def _plain(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     kind = type(parameter).plain if isinstance(parameter, Guarded) else type(parameter)
-    with torch._C.DisableTorchFunctionSubclass():
-        made = torch.Tensor._make_subclass(kind, values, parameter.requires_grad)
+    made = nn.Parameter.__new__(kind, values, parameter.requires_grad)
     made.__dict__.update({name: value for name, value in parameter.__dict__.items() if name != TICKET})
     return made

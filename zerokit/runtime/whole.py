@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.utils.hooks import RemovableHandle
 
 from zerokit.errors import UsageError
@@ -43,30 +39,29 @@ class ModelMethods:
 
     def __init__(
         self,
+        model: nn.Module,
         gathering: Gathering,
         weights: WholeWeights,
         hooks: Sequence[RemovableHandle],
         managing: Managing,
     ) -> None:
-        self._gathering, self._weights = gathering, weights
-        self._hooks, self._managing = list(hooks), weakref.ref(managing)
-
-    def manage(self, model: nn.Module) -> None:
-        """Install them in the optimizer's model, and mark its modules."""
+        """Install them in the optimizer's `model`, in which `hooks` have been registered for it before."""
+        self._gathering, self._weights, self._managing = gathering, weights, weakref.ref(managing)
         self.install(model)
-        self._hooks += [
+        self._hooks = [
+            *hooks,
             model.register_load_state_dict_pre_hook(self._before_load),
             model.register_load_state_dict_post_hook(self._after_load),
         ]
         model.__dict__[_METHODS] = self
-        # DistributedDataParallel reads it first of all; fully_shard and replicate look into the registry.
-        model.__dict__["_ddp_params_and_buffers_to_ignore"] = _NoDistributedDataParallel()
-        for module in model.modules():
-            module.__dict__[REGISTRY_KEY] = _NoFullyShard(module.__dict__.get(REGISTRY_KEY, ()))
 
     def install(self, model: nn.Module) -> None:
         """Install them in `model`: the optimizer's, or another module over the same parameters."""
-        plain, gathering, weights, reference = _Plain(model), self._gathering, self._weights, self._managing
+        gathering, weights, reference = self._gathering, self._weights, self._managing
+        model_reference = weakref.ref(model)  # what stands in the model must not keep it alive
+
+        def plain(name: str, *args: Any, **kwargs: Any) -> Any:
+            return getattr(type(model_reference()), name)(model_reference(), *args, **kwargs)
 
         def zero_grad(set_to_none: bool = True) -> None:
             plain("zero_grad", set_to_none)
@@ -102,9 +97,11 @@ class ModelMethods:
 
         def save_pretrained(*args: Any, **kwargs: Any) -> Any:
             """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
-            # One rank saves what all have gathered, as trainers do.
-            whole = kwargs.get("state_dict")
-            with weights.shown(as_built=True) if whole is None else _parts_taken_from(whole, plain.model):
+            whole, own = kwargs.get("state_dict"), model_reference()
+            # Trainers give one rank alone what all have gathered. It stands in the model then: the dtype of its tensors
+            # goes into the configuration that is saved beside them.
+            assert own is not None
+            with weights.shown(as_built=True) if whole is None else standing_in(own, _named(own, whole)):
                 return plain("save_pretrained", *args, **kwargs)
 
         installed = (state_dict, load_state_dict, zero_grad, save_pretrained)
@@ -112,7 +109,7 @@ class ModelMethods:
         model.__dict__.update({"_apply": apply, "__deepcopy__": _refuse_deepcopy})
 
     def remove(self, model: nn.Module) -> None:
-        """Take back what `install` and `manage` have set in `model`."""
+        """Take back what was set in `model`."""
         for name in (*_INSTALLED, _METHODS, WALK):
             model.__dict__.pop(name, None)
 
@@ -125,9 +122,6 @@ class ModelMethods:
         for hook in self._hooks:
             hook.remove()
         self.remove(model)
-        for module in model.modules():
-            if registered := OrderedDict(module.__dict__.pop(REGISTRY_KEY)):
-                module.__dict__[REGISTRY_KEY] = registered
 
     def _before_load(
         self,
@@ -148,10 +142,7 @@ class ModelMethods:
         self._gathering.close(agree=True)
 
 
-_INSTALLED = (
-    *("state_dict", "load_state_dict", "zero_grad", "save_pretrained", "_apply", "__deepcopy__"),
-    "_ddp_params_and_buffers_to_ignore",
-)
+_INSTALLED = ("state_dict", "load_state_dict", "zero_grad", "save_pretrained", "_apply", "__deepcopy__")
 
 
 def release(model: nn.Module) -> None:
@@ -176,49 +167,10 @@ def is_managed(model: nn.Module) -> bool:
     return _METHODS in model.__dict__
 
 
-class _Plain:
-    """Calls methods of a model's class, for what hides them in the model and must not keep the model alive."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._reference = weakref.ref(model)
-
-    @property
-    def model(self) -> nn.Module:
-        model = self._reference()
-        assert model is not None
-        return model
-
-    def __call__(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(type(self.model), name)(self.model, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def _parts_taken_from(whole: Mapping[str, Any], model: nn.Module) -> Iterator[None]:
-    """A context in which `state_dict()` of the model's parts, which one rank alone may call, is of the `whole`.
-
-    Its tensors stand in the model, whose dtype goes into the configuration that is saved beside them.
-    """
+def _named(model: nn.Module, whole: Mapping[str, Any]) -> dict[nn.Parameter, Tensor]:
+    """The tensors that `whole` has under the names of the model's parameters."""
     named = model.named_parameters(remove_duplicate=False)
-    given = {parameter: whole[name] for name, parameter in named if isinstance(whole.get(name), Tensor)}
-    parts = [
-        (f"{path}.", vars(part))
-        for path, part in model.named_modules()
-        if path and "state_dict" not in vars(part)
-    ]
-
-    def state_dict(path: str, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        state = {} if destination is None else destination
-        state.update({prefix + name[len(path) :]: whole[name] for name in whole if name.startswith(path)})
-        return state
-
-    for path, members in parts:
-        members["state_dict"] = functools.partial(state_dict, path)
-    try:
-        with standing_in(model, given):
-            yield
-    finally:
-        for _, members in parts:
-            del members["state_dict"]
+    return {parameter: whole[name] for name, parameter in named if isinstance(whole.get(name), Tensor)}
 
 
 def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> None:
@@ -235,25 +187,3 @@ def _refuse_deepcopy(memo: object) -> NoReturn:
         "deepcopy of a model under ZeroOptimizer would copy empty or shared units: copy it before, or take its "
         "state_dict()"
     )
-
-
-class _NoDistributedDataParallel:
-    """Raises an error when it is iterated over."""
-
-    def __iter__(self) -> Iterator[str]:
-        raise UsageError(
-            "this model is under ZeroOptimizer, which reduces its gradients itself: call the model without "
-            "DistributedDataParallel (with accelerate, zerokit.integrations.accelerate.ZeroAccelerator does so)"
-        )
-
-
-class _NoFullyShard(dict[str, Any]):
-    """torch's note of what has been applied to a module; refuses what would divide it again."""
-
-    def __contains__(self, name: object) -> bool:
-        if name in ("fully_shard", "replicate"):
-            raise UsageError(
-                f"this model is under ZeroOptimizer, which already shards it: omit {name}(), or omit "
-                "ZeroOptimizer and pass its parameters to a torch optimizer"
-            )
-        return super().__contains__(name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zerokit.errors import UsageError
 from zerokit.formulas import BLOCK_FORMATS
-from zerokit.runtime.islands import Islands
 from zerokit.runtime.optimizer import ZeroOptimizer
+from zerokit.training.islands import Islands
 
 
 def require_zero_optimizer(given: object, line: str) -> None:
@@ -16,10 +16,16 @@ def require_zero_optimizer(given: object, line: str) -> None:
         )
 
 
+def islands_of(optimizer: ZeroOptimizer) -> Islands | None:
+    """The optimizer's islands, if it has some."""
+    return optimizer.islands if isinstance(optimizer.islands, Islands) else None
+
+
 def require_islands(optimizer: ZeroOptimizer) -> Islands:
     """The optimizer's islands. Raises `UsageError` where it has none, or makes local steps already."""
     require_zero_optimizer(optimizer, "LocalSteps(optimizer, every=50)")
-    if optimizer.islands is None:
+    islands = islands_of(optimizer)
+    if islands is None:
         raise UsageError(
             "this optimizer sums gradients over all its ranks in every step, so it has no islands: build it with "
             'mesh=(islands, ranks of an island) and stage=("local", stage), such as '
@@ -27,7 +33,7 @@ def require_islands(optimizer: ZeroOptimizer) -> Islands:
         )
     if optimizer.local_steps is not None:
         raise UsageError("this optimizer makes local steps already: use optimizer.local_steps")
-    return optimizer.islands
+    return islands
 
 
 def check_arguments(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
-from zerokit.runtime.states import EMA
+from zerokit.runtime.states import AVERAGED, EMA
 from zerokit.training.arguments import require_zero_optimizer
 
 
@@ -118,7 +118,7 @@ class Ema:
         self._require_exchangeable(optimizer)
         self._exchange()
         try:
-            with optimizer.with_averages():
+            with optimizer.refusing(AVERAGED):
                 yield
         finally:
             self._exchange()

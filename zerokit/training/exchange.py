@@ -24,8 +24,8 @@ from torch import Tensor
 from zerokit.errors import LayoutMismatch, ScheduleError
 from zerokit.placement import Axis
 from zerokit.runtime.collectives.base import as_bytes
-from zerokit.runtime.islands import Islands
 from zerokit.training.differences import Differences
+from zerokit.training.islands import Islands
 
 _T = TypeVar("_T")
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
-from zerokit.training.arguments import require_zero_optimizer
+from zerokit.training.arguments import islands_of, require_zero_optimizer
 from zerokit.training.exchange import Exchange
 from zerokit.workers import taking
 
@@ -78,7 +78,7 @@ class StopSignal:
         self.reason = ""
         """Why to stop, the same on every rank: such as "SIGTERM on rank 1"; "" until `requested` returns True."""
         self._minutes_before = minutes_before
-        self._collectives, self._islands = optimizer.runtime.collectives, optimizer.islands
+        self._collectives, self._islands = optimizer.runtime.collectives, islands_of(optimizer)
         where = self._islands or self._collectives
         self._rank, self._world = where.rank, where.world
         self._group: dist.ProcessGroup | None = None

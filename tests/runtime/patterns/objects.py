@@ -109,7 +109,10 @@ def optimizer_state_dict(engine: Engine) -> None:
     engine.optimizer.load_state_dict(state)
 
 
-@amid("`torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)`", refused=OR_RIGHT)
+@amid(
+    "`torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)`",
+    refused=always(Refused("KeyError", ("state",), or_right=True)),
+)
 def checkpoint_state_dict(engine: Engine) -> None:
     _, state = get_state_dict(engine.model, engine.optimizer)
     engine.record(len(state["state"]))
@@ -134,17 +137,6 @@ def from_vector(engine: Engine) -> None:
     with engine.gathered():
         vector = nn.utils.parameters_to_vector(engine.model.parameters())
         nn.utils.vector_to_parameters(0.5 * vector.detach(), engine.model.parameters())
-
-
-STATE = always(usage("optimizer.state", "param_groups"))
-
-
-@pattern("`optimizer.state[p]`, or `.pop(p)` to begin a parameter's moments anew", refused=STATE)
-def state_outside(engine: Engine) -> None:
-    engine.train()
-    if engine.setting.stage % 2:
-        engine.optimizer.state.pop(engine.model.head.weight, None)
-    engine.record(len(engine.optimizer.state[engine.model.head.weight]))
 
 
 @pattern("`optimizer.register_step_post_hook`")

@@ -145,6 +145,13 @@ def _take_rows(model: Mlp) -> None:
         model.get_submodule(f"blocks.{place}.inner").weight = nn.Parameter(rows[64 * place : 64 * place + 64])
 
 
+def _take_columns(model: Mlp) -> None:
+    columns = torch.randn(64, 128) / 64
+    for place in (0, 1):
+        weight = nn.Parameter(columns[:, 64 * place : 64 * place + 64])
+        model.get_submodule(f"blocks.{place}.inner").weight = weight
+
+
 SHARING: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "tied_transposed": ("a weight tied by `.data.t()`", _transpose),
     "tied_slice": ("a bias tied by `.data[:8]`", _slice),
@@ -152,6 +159,7 @@ SHARING: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "a buffer over a parameter's memory",
         lambda model: model.register_buffer("copy_of_bias", model.head.bias.data),
     ),
+    "columns": ("parameters that interleave in one memory, as the columns of a fused weight", _take_columns),
     "attribute_over": (
         "an attribute over a parameter's memory",
         lambda model: setattr(model, "seen", model.head.weight.detach()),

@@ -13,8 +13,8 @@ from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
 from zerokit.formulas import BLOCK_FORMATS
 from zerokit.placement import StageArgument, stage_of
-from zerokit.runtime import Precision, ZeroOptimizer
-from zerokit.training import LocalSteps
+from zerokit.runtime import Precision
+from zerokit.training import LocalSteps, ZeroOptimizer
 
 
 class ZerokitTrainer(Trainer):

@@ -10,6 +10,8 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from zerokit.runtime.torch_internals import group_name, naming_groups, timeout_for
+
 _clones: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """How many communicators have been made like a group; its ranks make them together."""
 
@@ -51,7 +53,7 @@ def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> datetime.tim
     """The given group's, for the first of the devices that it serves: a new group would have the backend's default."""
     for device in devices:
         with suppress(RuntimeError):
-            timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+            timeout = timeout_for(group, device)
             if timeout is not None:
                 return timeout  # type: ignore[no-any-return]
     return None
@@ -71,18 +73,9 @@ def clone(
     everyone = dist.get_process_group_ranks(group)
     ranks = everyone if members is None else [everyone[member] for member in members]
     whole_world = len(ranks) == dist.get_world_size()
-    default = dist.distributed_c10d._get_default_group()
-    bound, default.bound_device_id = default.bound_device_id, None
-    # torch names a group of some ranks after how many groups this rank knows of, which ranks of a pipeline do not agree
-    # on: they would wait for each other under different names.
     number = _clones[group] = _clones.get(group, 0) + 1
     part = "" if members is None else f"/{'-'.join(map(str, members))}"
-    name = f"zerokit/{dist.distributed_c10d._world.pg_names.get(group, '')}/{number}{part}"
-    naming = dist.distributed_c10d._hash_ranks_to_str
-    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        # A bound default group would be split, in which all of its ranks must take part: those of a subset would
-        # wait for ever.
+    with naming_groups(f"zerokit/{group_name(group)}/{number}{part}"):
         clone = dist.new_group(
             ranks,
             backend=backend,
@@ -90,8 +83,5 @@ def clone(
             use_local_synchronization=not whole_world,
             device_id=device,
         )
-    finally:
-        default.bound_device_id = bound
-        dist.distributed_c10d._hash_ranks_to_str = naming
     assert isinstance(clone, dist.ProcessGroup)
     return clone

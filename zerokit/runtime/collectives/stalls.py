@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from zerokit.errors import ScheduleError
+from zerokit.runtime.torch_internals import store_of
 
 OTHERS_S = 2.0
 """Ranks that wait for each other give up together, but for as long as they began apart: others may still publish."""
@@ -26,9 +27,9 @@ class StallReporter:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = group.rank(), group.size()
-        self._store = dist.distributed_c10d._get_process_group_store(group) if self.world > 1 else None
+        self._store = store_of(group) if self.world > 1 else None
         self._prefix = f"zerokit/{group.group_name}"
-        self._waits = self._inside = 0
+        self._waits = 0
         self.waited_s = 0.0  # seconds spent waiting so far, for measurements of communication
 
     def distinguish(self, number: int) -> None:
@@ -38,17 +39,14 @@ class StallReporter:
     @contextmanager
     def waiting(self, what: str | Callable[[], str]) -> Iterator[None]:
         """Mark a wait for `what`; errors inside become `ScheduleError`s that name what each rank waited for."""
-        start = time.monotonic()
+        start, before = time.monotonic(), self.waited_s
         self._waits += 1
-        self._inside += 1
         try:
             yield
         except RuntimeError as error:
             raise ScheduleError(self._explain(what if isinstance(what, str) else what(), error)) from error
         finally:
-            self._inside -= 1
-            if not self._inside:
-                self.waited_s += time.monotonic() - start
+            self.waited_s = before + time.monotonic() - start  # waits inside are part of this one
 
     def note(self, what: str) -> None:
         """Publish `what` for the others if the store is reachable; no rank waits for it."""
