@@ -21,8 +21,8 @@ from tests.support.training import Run, Trajectory, one_step, require_memory_rou
 from zerokit.errors import UsageError
 from zerokit.placement import Axis
 from zerokit.runtime.collectives import Collectives, make_collectives
-from zerokit.runtime.collectives.memory import MemoryRoute
-from zerokit.runtime.collectives.node import SWITCH, Neighbours, meet
+from zerokit.runtime.collectives.host.memory import MemoryRoute
+from zerokit.runtime.collectives.host.node import SWITCH, Neighbours, meet
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.devices import Training
 from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.collectives import Work
 from zerokit.runtime.collectives.nccl import NcclCollectives
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
 
 
@@ -100,7 +100,7 @@ def _forget_to_wait_for_shown_gradients(patch: pytest.MonkeyPatch) -> None:
         start(*arguments)
         return Nothing()
 
-    def show_at_once(self: UnitGradients) -> Tensor:
+    def show_at_once(self: UnitGradients) -> Shards:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(NcclCollectives, "start", start_only)
             return show(self)

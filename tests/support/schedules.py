@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zerokit
 from zerokit.placement import stage_of
-from zerokit.runtime.collectives.base import Collectives, Kind
+from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.collectives.route import Kind
 
 WIDTH = 8
 PADDED_BYTES = 4 * 128

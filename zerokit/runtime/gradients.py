@@ -188,7 +188,9 @@ class Gradients:
                 self._gather(unit, after=self._reductions[-1][1])
         if unit.cut and unit.unit.numel > self.pool.numel:
             buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
-            self.transient = max(self.transient, sum(one.flat.nbytes for one in buckets if one is not None))
+            self.transient = max(
+                self.transient, sum(one.flat.tensor.nbytes for one in buckets if one is not None)
+            )
 
     def _finish_oldest(self) -> None:
         unit, work = self._reductions[0]
@@ -205,7 +207,7 @@ class Gradients:
         return bool(self._placement.sums) and self._collectives.runs_ahead and unit.earlier_sum is None
 
     def _gather(self, unit: UnitGradients, after: Work | None = None) -> None:
-        gather = self._collectives.gather(unit.unit, unit.memory, axes=self._placement.sums)
+        gather = self._collectives.gather(unit.held, axes=self._placement.sums)
         self._gathers.append(gather.start(after))
 
     def end_backward(self) -> None:
@@ -325,7 +327,7 @@ class Gradients:
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead."""
-        gradients = [unit.of(unit.state.updated) for unit in self.units.values()]
+        gradients = [unit.held.at(unit.state.updated) for unit in self.units.values()]
         if isinstance(factor, float) or not self._collectives.runs_ahead:
             factor = float(factor)
             if factor != 1.0:

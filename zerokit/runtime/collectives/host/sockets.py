@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.runtime.collectives.base import Kind, Wire
-from zerokit.runtime.collectives.host import HostHop, HostRoute, Progress
+from zerokit.runtime.collectives.host.progress import HostHop, Progress
+from zerokit.runtime.collectives.host.route import HostRoute
+from zerokit.runtime.collectives.route import Kind, Wire
 
 T = TypeVar("T")
 
@@ -41,21 +42,24 @@ class SocketRoute(HostRoute):
         self._turns: defaultdict[tuple[Kind, int], int] = defaultdict(int)
         self._poster = _Thread()
         self._waiters = [_Thread(), _Thread()]
-        self._peers = [rank for rank in range(self.size) if rank != self.rank]
 
-    def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> _Messages:
-        targets = [(peer, pieces[peer], pieces[self.rank]) for peer in self._peers]
+    def _gather(self, pieces: Sequence[Tensor], unit: int, finish: Callable[[], None]) -> _Messages:
+        targets = [(peer, pieces[peer], pieces[self.rank]) for peer in self.peers]
         return self._exchange(Kind.ALL_GATHER, unit, targets, finish)
 
-    def _reduce(self, pieces: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> _Messages:
-        own, here = pieces[self.rank], out.device == pieces.device
-        widens, in_place = pieces.dtype != out.dtype, out.data_ptr() == own.data_ptr()
+    def _reduce(self, pieces: Sequence[Tensor], out: Tensor, unit: int, add: bool, wire: Wire) -> _Messages:
+        own = pieces[self.rank]
+        here, widens, in_place = (
+            out.device == own.device,
+            own.dtype != out.dtype,
+            out.data_ptr() == own.data_ptr(),
+        )
         # The first two pieces may be added in either order, so one of them, the first peer's, arrives directly
         # in the memory of the sum: with two ranks nothing else is allocated.
         direct = here and not (add or widens or in_place)
         terms = [torch.empty_like(own) if rank != self.rank else own for rank in range(self.size)]
-        if direct and self._peers:
-            terms[self._peers[0]] = out
+        if direct and self.peers:
+            terms[self.peers[0]] = out
 
         def finish() -> None:
             total = terms[0]
@@ -75,7 +79,7 @@ class SocketRoute(HostRoute):
             elif total.data_ptr() != out.data_ptr():
                 out.copy_(total)
 
-        targets = [(peer, terms[peer], pieces[peer]) for peer in self._peers]
+        targets = [(peer, terms[peer], pieces[peer]) for peer in self.peers]
         return self._exchange(Kind.REDUCE_SCATTER, unit, targets, finish)
 
     def _exchange(
