@@ -1,13 +1,13 @@
 """The owners of elements: the one module that cuts the line of trainable state.
 
 A model's parameters, in order, form a line of elements. Neighbouring parameters form *units*, which are
-communicated together; each unit has a `Cut` into contiguous pieces, one a rank, the *shards*. Today all are equal:
+communicated together; each unit has a `Cut` into contiguous pieces, one a rank, the *shards*, which are equal so far:
 
     unit    | wq (70)      |pad| wk (64)      | bias (3) |  pad          |     alignment 64
     memory  0              70  128            192        195            256    128 elements a rank, N = 2
     rank 0  |############################|
     rank 1                                |############################|
-cut     0                            128                          256
+    cut     0                            128                          256
 
 Positions inside a unit are *memory coordinates*: every parameter starts at a multiple of `ALIGNMENT`
 elements, parameters of one optimizer group lie together, and the unit's length is a multiple of
@@ -39,9 +39,9 @@ LAYOUT_BYTES = 4
 """Bytes an element that `bucket_mb` is counted in, whatever the precision: it must not move a boundary."""
 
 
-def align(numel: int) -> int:
-    """The smallest multiple of `ALIGNMENT` that is at least `numel`."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def align(numel: int, alignment: int = ALIGNMENT) -> int:
+    """The smallest multiple of `alignment` that is at least `numel`."""
+    return -(-numel // alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -71,9 +71,9 @@ class Cut:
     bounds: Sequence[int]
 
     @classmethod
-    def equal(cls, numel: int, pieces: int) -> Cut:
-        """Equal pieces, each a multiple of `ALIGNMENT`, for at least `numel` elements from 0 on."""
-        size = align(-(-numel // pieces))
+    def equal(cls, numel: int, pieces: int, alignment: int = ALIGNMENT) -> Cut:
+        """Equal pieces, each a multiple of `alignment`, for at least `numel` elements from 0 on."""
+        size = align(-(-numel // pieces), alignment)
         # A range is as small for thousands of ranks as for two.
         return cls(range(0, size * pieces + 1, size) if size else (0,) * (pieces + 1))
 
@@ -233,8 +233,9 @@ class Unit:
     def slices_within(self, piece: Interval) -> Iterator[Slice]:
         """The parts of parameters that lie in `piece` (memory coordinates), in order; none is empty."""
         for whole in self.wholes_within(piece):
-            part = whole.memory.intersection(piece)
-            yield Slice(whole.parameter, part.shifted(-whole.offset), part.start)
+            offset = whole.offset
+            start, stop = max(piece.start, offset), min(piece.stop, offset + whole.interval.stop)
+            yield Slice(whole.parameter, Interval(start - offset, stop - offset), start)
 
     def wholes_within(self, piece: Interval) -> Iterator[Slice]:
         """The parameters that have elements in `piece` (memory coordinates), whole, in order."""
@@ -341,8 +342,9 @@ class Layout:
         `cut` is what the rank holds, `part` what is wanted of it; no part is empty. All is wanted by default.
         """
         unit, whole = self._by_name[self.parameters[position].name]
-        for rank in unit.cut.owners(whole.memory if wanted is None else wanted.shifted(whole.offset)):
-            cut = unit.shard(rank).intersection(whole.memory).shifted(-whole.offset)
+        memory = whole.memory
+        for rank in unit.cut.owners(memory if wanted is None else wanted.shifted(whole.offset)):
+            cut = unit.shard(rank).intersection(memory).shifted(-whole.offset)
             yield rank, cut, cut if wanted is None else cut.intersection(wanted)
 
     def describe(self) -> dict[str, object]:

@@ -182,7 +182,7 @@ def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpe
         memory.shrink()
 
     def reduce() -> None:
-        collectives.reduction(bucket, bucket, axes=[Axis.INNER], add=False).start().wait()
+        collectives.reduction(bucket, bucket, axes=[Axis.INNER]).start().wait()
 
     def seconds(call: Callable[[], object]) -> float:
         times = []

@@ -79,8 +79,14 @@ class Bucket:
         self.flat = Shards(unit, memory[: unit.numel])
         self.pieces = self.flat.views()
         self.gaps = [self.flat.at(gap) for gap in unit.gaps()]
-        self.reductions: dict[bool, Exchange] = {}
-        """What reduces it, and adds to an earlier sum or does not, made once."""
+        self._reduction: Exchange | None = None
+
+    def reduce(self, state: UnitState, out: Shards, wire: Wire | None) -> Work:
+        """Start to sum it over ranks into `out`, in each call alike."""
+        if self._reduction is None:
+            sums = state.placement.sums
+            self._reduction = state.collectives.reduction(self.flat, out, wire=wire, back=sums)
+        return self._reduction.start()
 
 
 class UnitGradients:
@@ -90,11 +96,8 @@ class UnitGradients:
         self.state, self.unit, self.dtype = state, state.unit, dtype
         self._wire, self._pool = wire, pool
         self._blocks = wire is not None and wire.block > 1
-        kept = state.placement.gradients(self.unit, state.collectives.position)
         self.cut = state.placement.cuts_gradients
         """Whether what is kept between backward and step has memory of its own; else it is the bucket."""
-        self._adds = self.cut and kept == state.own
-        """Whether sums over ranks are added there; else they arrive in the midst of what is summed."""
         self.phase = Phase.OPEN
         # Positions of the parameters
         self.waiting: dict[int, Tensor] = {}  # whose gradients of this pass are to be moved into the bucket
@@ -105,12 +108,11 @@ class UnitGradients:
         self.summed = False
         """Whether the shard holds a sum over ranks that later backward passes add to."""
         self.earlier_sum: Shards | None = None
-        """That sum, where its place in the bucket is about to be filled again."""
+        """That sum, where its place is about to be filled again."""
         self.bucket: Bucket | None = None
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
-        self._lent: dict[
-            int, Bucket
-        ] = {}  # the pool's, by the identity of their memory, which lives for ever
+        self._lent: dict[int, Bucket] = {}
+        """The pool's, by the identity of their memory, which lives for ever."""
         self._lone = (
             len(state.parameters) == 1
             and self.unit.payload_numel == self.unit.numel
@@ -119,12 +121,11 @@ class UnitGradients:
         )
         """Whether autograd's own tensor can serve as the bucket: a unit of one unpadded parameter."""
         # Made at once: made in the first backward, they would lie between activations and fragment the heap.
-        self._sum = (
-            Shards(self.unit, torch.zeros(kept.numel, dtype=dtype, device=state.device), kept)
-            if self.cut
-            else None
-        )
-        if not self.cut and not self._lone:
+        self._sum: Shards | None = None
+        if self.cut:
+            kept = state.placement.gradients(self.unit, state.collectives.position)
+            self._sum = Shards(self.unit, torch.zeros(kept.numel, dtype=dtype, device=state.device), kept)
+        elif not self._lone:
             self.take_own_bucket()
 
     @property
@@ -196,7 +197,8 @@ class UnitGradients:
             if id(memory) not in self._lent:
                 self._lent[id(memory)] = Bucket(self.unit, memory)
             self.bucket = self._lent[id(memory)]
-        self._set_sum_aside()
+        if not self.cut:
+            self._set_sum_aside()
         return True
 
     def take_own_bucket(self) -> None:
@@ -206,8 +208,10 @@ class UnitGradients:
             self.bucket = Bucket(self.unit, memory)
 
     def _set_sum_aside(self) -> None:
-        if self.summed and not self._adds:
-            self.earlier_sum, self.summed = Shards(self.unit, self.shard.clone(), self.state.own), False
+        if self.summed:
+            updated = self.state.updated
+            self.earlier_sum = Shards(self.unit, self.held.at(updated).clone(), updated)
+            self.summed = False
 
     def adopt(self, factor: float) -> bool:
         """Let a gradient that waits be the bucket: no copy, and no second piece of memory. False if it cannot."""
@@ -268,16 +272,15 @@ class UnitGradients:
         if factor != 1.0:
             bucket.flat.tensor.mul_(factor)
         self.phase = Phase.REDUCING
-        add = self.summed and self._adds
-        if add not in bucket.reductions:
-            prepare = self.state.collectives.reduction
-            bucket.reductions[add] = prepare(bucket.flat, self.held, add=add, wire=self._wire)
-        return bucket.reductions[add].start()
+        self._set_sum_aside()
+        return bucket.reduce(self.state, self.held, self._wire)
 
     def finish(self) -> None:
-        """Note that the sum has arrived in the shard."""
+        """Note that the sum has arrived where this rank updates."""
         if self.earlier_sum is not None:
-            self.shard.add_(self.earlier_sum.tensor)
+            if self.state.placement.sums:
+                self.state.collectives.wait_for_readers()  # other ranks may still be gathering this one's piece
+            self.held.at(self.earlier_sum.interval).add_(self.earlier_sum.tensor)
             self.earlier_sum = None
         self.phase, self.summed = Phase.SUMMED, True
         self.filled.clear()

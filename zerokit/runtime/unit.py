@@ -166,10 +166,6 @@ class UnitState(OwnedUnit, UnitUse):
             self.take_exact(position, values)
         self.take_changes(certain=True)
 
-    def views(self) -> list[Tensor]:
-        """The whole parameters, as plain tensors over their memory."""
-        return self._views
-
     def written(self) -> set[int]:
         """Positions of the parameters that were changed in place since `note_versions`; none of a freed unit."""
         if not self._viewed:
@@ -207,7 +203,7 @@ class UnitState(OwnedUnit, UnitUse):
         self.complete()
         self._memory.grow()
         self._note_addresses()
-        self._start(self.placement.use)
+        self._start(self.whole, self.placement.use, self.kept)
         if self.state is State.FREED:
             self.state = State.GATHERING
 
@@ -216,17 +212,11 @@ class UnitState(OwnedUnit, UnitUse):
         self.complete()
         if axes is None:
             axes = [axis for axis in self.collectives.mesh.axes if axis not in self.placement.use]
-        self._start(tuple(axes))
+        self._start(self.kept, tuple(axes), None)
 
-    def _start(self, axes: tuple[Axis, ...]) -> None:
-        """Gather the whole unit over the axes that cut it, or what this rank keeps over others."""
+    def _start(self, memory: Shards, axes: tuple[Axis, ...], own: Shards | None) -> None:
         if axes not in self._exchanges:
-            whole = axes == self.placement.use
-            self._exchanges[axes] = (
-                self.collectives.gather(self.whole, axes=axes, own=self.kept)
-                if whole
-                else self.collectives.gather(self.kept, axes=axes)
-            )
+            self._exchanges[axes] = self.collectives.gather(memory, axes=axes, own=own)
         with profiled("gather", self.unit):
             self.in_flight = self._exchanges[axes].start()
 
@@ -321,6 +311,7 @@ class UnitState(OwnedUnit, UnitUse):
         nothing = Interval(0, 0)
         self._memory = UnitMemory(Shards(self.unit, self.whole.tensor.new_empty(0), nothing), nothing)
         self.whole, self.kept = self._memory.whole, self._memory.kept
+        self._exchanges.clear()
         self._views.clear()
 
     def _note_addresses(self) -> None:

@@ -63,7 +63,7 @@ def measure_bandwidth(trainer: Trainer) -> list[Bandwidth]:
         collectives.wait_for_readers()
 
     def reduce() -> None:
-        collectives.reduction(bucket, bucket, add=False, wire=wire).start().wait()
+        collectives.reduction(bucket, bucket, wire=wire).start().wait()
 
     calls = {
         "all_gather": (whole.dtype.itemsize, gather),

@@ -59,11 +59,10 @@ class Exchange:
         self._collectives, self._kind, self._unit = collectives, kind, unit.index
         self._hops, self._counts = hops, counts
 
-    def start(self, after: Work | None = None) -> Work:
-        """Start it `after` a collective that nothing else waits for."""
+    def start(self) -> Work:
         for count in self._counts:
             count.start()
-        return self._collectives.start(self._kind, self._unit, self._hops, after)
+        return self._collectives.start(self._kind, self._unit, self._hops)
 
 
 class Collectives:
@@ -141,6 +140,11 @@ class Collectives:
 
         This rank's piece is in `own`, or there already.
         """
+        return Exchange(self, Kind.ALL_GATHER, memory.unit, *self._gather(memory, axes, own))
+
+    def _gather(
+        self, memory: Shards, axes: Sequence[Axis], own: Shards | None = None
+    ) -> tuple[list[Hop], list[Count]]:
         hops: list[Hop] = []
         counts: list[Count] = []
         for axis in (axis for axis in self.mesh.axes if axis in axes):
@@ -151,23 +155,23 @@ class Collectives:
                 elsewhere = own if own is not None and not hops else memory
                 source, place = elsewhere.at(mine), memory.at(mine)
                 hops.append(route.gather(memory, cut, None if same_place(source, place) else source))
-        return Exchange(self, Kind.ALL_GATHER, memory.unit, hops, counts)
+        return hops, counts
 
     def reduction(
         self,
         bucket: Shards,
         out: Shards,
         *,
-        add: bool,
         wire: Wire | None = None,
         axes: Sequence[Axis] = BOTH,
+        back: Sequence[Axis] = (),
     ) -> Exchange:
-        """What writes (or adds) the ranks' sum of this rank's shard of `bucket`, the whole unit, over `axes` to `out`.
+        """What writes the ranks' sum of this rank's shard of `bucket`, the whole unit, over `axes` to `out`.
 
         Where the route `averages`, it is their mean. With a `wire` every rank's piece is rounded to its form, this
         rank's too, and they are added in `out`'s dtype and in rank order. One rank rounds nothing. `out` may be
-        `bucket`, unless `add`. On a mesh of two axes sums over the inner one arrive in `out` if it has room for them,
-        else in the bucket. What else is in the bucket is lost.
+        `bucket`. On a mesh of two axes sums over the inner one arrive in `out` if it has room for them,
+        else in the bucket. What else is in the bucket is lost. Sums are gathered `back` over these axes, into `out`.
         """
         hops: list[Hop] = []
         counts: list[Count] = []
@@ -181,14 +185,15 @@ class Collectives:
             mine = cut.piece(route.rank)
             target = out if out.covers(mine) else source
             if cut.whole.numel:
-                hops.append(route.reduction(source, cut, target.at(mine), add and last, chosen))
+                hops.append(route.reduction(source, cut, target.at(mine), chosen))
             source = target
-        return Exchange(self, Kind.REDUCE_SCATTER, bucket.unit, hops, counts)
+        gathers, counted = self._gather(out, back)
+        return Exchange(self, Kind.REDUCE_SCATTER, bucket.unit, [*hops, *gathers], [*counts, *counted])
 
-    def start(self, kind: Kind, unit: int, hops: Sequence[Hop], after: Work | None) -> Work:
+    def start(self, kind: Kind, unit: int, hops: Sequence[Hop]) -> Work:
         """Start a unit's hops one behind the other; for `Exchange`."""
         self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit + 1) % _HASH_MODULUS
-        return self._chain(kind, hops, after)
+        return self._chain(kind, hops)
 
     def wait_for_readers(self) -> None:
         """Wait until this rank's pieces of gathered units and buckets may be changed or dropped."""
@@ -200,8 +205,8 @@ class Collectives:
         if len(self.routes) > 1:
             self.routes[Axis.INNER].wait_for_readers(unit.index)
 
-    def _chain(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
-        work = after
+    def _chain(self, kind: Kind, hops: Sequence[Hop]) -> Work:
+        work: Work | None = None
         for hop in hops:
             work = hop(work)
         return work or DONE

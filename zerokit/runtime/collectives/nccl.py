@@ -135,24 +135,21 @@ class NcclRoute(Route):
         name = Kind.ALL_GATHER.of(whole.unit.index)
         return partial(self._gathers.launch, Operation(name, run, [own], arrives))
 
-    def reduction(self, bucket: Shards, cut: Cut, out: Tensor, add: bool, wire: Wire) -> Hop:
+    def reduction(self, bucket: Shards, cut: Cut, out: Tensor, wire: Wire) -> Hop:
         flat, pieces = bucket.at(cut.whole), bucket.rows(cut)
 
         def reduce() -> None:
-            # Allocated and freed on this stream: the allocator cannot hand it to another one too early.
-            result = torch.empty_like(out) if add else out
             if wire.dtype == flat.dtype:
                 op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-                _reduce_scatter(result, flat, op=op, group=self._reduce_group)
+                _reduce_scatter(out, flat, op=op, group=self._reduce_group)
             else:
-                # Each rank's share of the mean is what is rounded: then it is the same by every route.
+                # Each rank's share of the mean is what is rounded: then it is the same by every route. Allocated and
+                # freed on this stream: the allocator cannot hand it to another one too early.
                 packed = wire.pack(pieces, 1.0 / self.size if self._averages else 1.0)
                 arrived = torch.empty_like(packed)
                 dist.all_to_all_single(arrived, packed, group=self._reduce_group)
                 for rank, term in enumerate(arrived):
-                    wire.unpack(term, result, add=rank > 0)
-            if add:
-                out.add_(result)
+                    wire.unpack(term, out, add=rank > 0)
 
         name = Kind.REDUCE_SCATTER.of(bucket.unit.index)
         operation = Operation(name, reduce, [flat], [out, flat])

@@ -101,15 +101,15 @@ class Route:
 
         return start
 
-    def reduction(self, bucket: Shards, cut: Cut, out: Tensor, add: bool, wire: Wire) -> Hop:
-        """What writes (or adds) the ranks' sum of this rank's piece of `cut` in `bucket` to `out`.
+    def reduction(self, bucket: Shards, cut: Cut, out: Tensor, wire: Wire) -> Hop:
+        """What writes the ranks' sum of this rank's piece of `cut` in `bucket` to `out`, which may be that piece.
 
-        Pieces travel on `wire`. `out` may be that piece itself, unless `add`. The other pieces are lost.
+        Pieces travel on `wire`. The other pieces are lost.
         """
         own = bucket.at(cut.piece(self.rank))
 
         def start(after: Work | None) -> Done:
-            out.add_(own) if add else out.copy_(own)
+            out.copy_(own)
             return DONE
 
         return start

@@ -1,7 +1,6 @@
 """Routes between hosts' memory: gloo makes the groups and carries control values.
 
-progress  collectives in flight, and how a waiting rank continues to serve the others
-route     the base of both routes; CUDA tensors pass through host memory
+progress  collectives in flight, how a waiting rank continues to serve the others, and the base of both routes
 sockets   point-to-point messages of gloo
 memory    an axis on one node: its ranks read each other's memory (`node`)
 """
@@ -18,8 +17,7 @@ from zerokit.placement import Mesh
 from zerokit.runtime.collectives.groups import clone, destroy_unused_groups
 from zerokit.runtime.collectives.host.memory import MemoryRoute
 from zerokit.runtime.collectives.host.node import meet, node_number
-from zerokit.runtime.collectives.host.progress import Progress
-from zerokit.runtime.collectives.host.route import HostCollectives, HostRoute
+from zerokit.runtime.collectives.host.progress import HostCollectives, HostRoute, Progress
 from zerokit.runtime.collectives.host.sockets import SocketRoute
 from zerokit.runtime.collectives.stalls import StallReporter
 
