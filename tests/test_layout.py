@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from zerokit.layout import (
     ALIGNMENT,
     LAYOUT_BYTES,
+    Cut,
     Interval,
     Layout,
     Parameter,
@@ -21,6 +22,7 @@ from zerokit.layout import (
     build_layout,
     default_bucket_bytes,
 )
+from zerokit.placement import Axis, Mesh
 
 SHAPES = st.one_of(
     st.just(()),
@@ -76,7 +78,7 @@ def test_any_model_is_divided_as_promised(segments: list[Segment], world: int, b
     last_of_kind: dict[tuple[bool, str], int] = {}
     for unit in layout.units:
         _require_tiles(layout, unit)
-        assert unit.shard_numel % ALIGNMENT == 0
+        assert unit.cut.piece_numel % ALIGNMENT == 0
         assert all(whole.offset % ALIGNMENT == 0 for whole in unit.slices)
         groups = len({parameter.group for parameter in unit.parameters})
         padding = unit.numel - unit.payload_numel
@@ -99,7 +101,7 @@ def test_any_model_is_divided_as_promised(segments: list[Segment], world: int, b
 def _require_tiles(layout: Layout, unit: Unit) -> None:
     """Shards tile the unit, and what ranks own of a parameter, by `cuts` and by the unit, tiles the parameter."""
     shards = [unit.shard(rank) for rank in range(layout.world)]
-    assert [shard.start for shard in shards] == [unit.shard_numel * rank for rank in range(layout.world)]
+    assert [shard.start for shard in shards] == [unit.cut.piece_numel * rank for rank in range(layout.world)]
     assert shards[-1].stop == unit.numel
     for parameter in unit.parameters:
         found, whole = layout.find(parameter.name)
@@ -196,6 +198,60 @@ def test_the_dtype_of_trainable_parameters_moves_no_boundary(
         [[p.name for p in unit.parameters] for unit in units_of(s, world, bucket)] for s in (segments, half)
     )
     assert before == after
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    """Equal cuts, and bounds anywhere, some pieces of which may be empty."""
+    if draw(st.booleans()):
+        return Cut.equal(draw(st.integers(0, 5000)), draw(st.integers(1, 40)))
+    return Cut(tuple(sorted(draw(st.lists(st.integers(0, 60), min_size=2, max_size=12)))))
+
+
+@settings(max_examples=300)
+@given(cuts(), st.data())
+def test_pieces_tile_what_is_cut_and_owners_agree_with_them(cut: Cut, data: st.DataObject) -> None:
+    pieces = [cut.piece(index) for index in range(len(cut))]
+    assert all(one.stop == other.start for one, other in pairwise(pieces))
+    assert cut.whole == Interval(pieces[0].start, pieces[-1].stop)
+    ends = st.integers(cut.whole.start, cut.whole.stop)
+    wanted = Interval(*sorted((data.draw(ends), data.draw(ends))))
+    owners = cut.owners(wanted)
+    assert {i for i in owners if pieces[i].numel} == {
+        index for index, piece in enumerate(pieces) if piece.intersection(wanted).numel
+    }
+    if wanted.numel:  # neither end is a piece that has none of it
+        assert pieces[owners[0]].intersection(wanted).numel
+        assert pieces[owners[-1]].intersection(wanted).numel
+
+
+@given(st.integers(0, 100_000), st.integers(1, 2000))
+def test_equal_pieces_are_aligned_and_pad_as_little_as_that_takes(numel: int, pieces: int) -> None:
+    cut = Cut.equal(numel, pieces)
+    assert len(cut) == pieces
+    assert {cut.piece(index).numel for index in range(pieces)} == {cut.piece_numel}
+    assert cut.piece_numel % ALIGNMENT == 0
+    assert 0 <= cut.whole.numel - numel < ALIGNMENT * pieces
+
+
+@given(st.integers(0, 5000), st.integers(1, 6), st.integers(1, 6))
+def test_joined_cuts_agree_with_the_mesh(numel: int, outer: int, inner: int) -> None:
+    unit = Unit.equal(0, (), (Parameter("p", (numel,)),), outer * inner)
+    mesh = Mesh(outer, inner)
+    for rank in range(mesh.world):
+        shard = unit.shard(mesh.position(rank))
+        within = mesh.cut(Axis.INNER, unit, rank)
+        assert within.whole == unit.cut.whole
+        apart = mesh.cut(Axis.OUTER, unit, rank)
+        s, m = (mesh.members(axis, rank).index(rank) for axis in (Axis.INNER, Axis.OUTER))
+        assert within.piece(s) == apart.whole
+        assert apart.piece(m) == shard
+
+
+def test_what_needs_equal_pieces_refuses_others() -> None:
+    assert Cut((5, 8, 11)).piece_numel == 3
+    with pytest.raises(ValueError, match="into equal pieces, not one at 0, 64, 192"):
+        _ = Cut((0, 64, 192)).piece_numel
 
 
 def _variants() -> dict[str, Layout]:

@@ -25,7 +25,7 @@ def placed(draw: st.DrawFn) -> tuple[Unit, Placement]:
     pair = draw(st.sampled_from(PAIRS))
     stage: Any = pair if mesh.outer > 1 else pair[1]
     parameters = tuple(Parameter(f"p{place}", shape) for place, shape in enumerate(shapes))
-    return Unit(0, ("module",), parameters, mesh.world), Placement.of(stage, mesh)
+    return Unit.equal(0, ("module",), parameters, mesh.world), Placement.of(stage, mesh)
 
 
 @pytest.mark.parametrize(

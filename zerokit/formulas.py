@@ -104,8 +104,8 @@ class BlockFormat:
 
     def unit_nbytes(self, unit: Unit) -> int:
         """Bytes of a unit's payload and of the scales of all its shards."""
-        shards = unit.numel // unit.shard_numel if unit.numel else 0
-        return -(-unit.payload_numel * self.bits // 8) + 2 * shards * -(-unit.shard_numel // self.block)
+        scales = unit.world * -(-unit.cut.piece_numel // self.block)
+        return -(-unit.payload_numel * self.bits // 8) + 2 * scales
 
 
 BLOCK_FORMATS = {"int8": BlockFormat(8, 256), "int4": BlockFormat(4, 128)}

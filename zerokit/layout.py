@@ -1,12 +1,13 @@
 """The owners of elements: the one module that cuts the line of trainable state.
 
 A model's parameters, in order, form a line of elements. Neighbouring parameters form *units*, which are
-communicated together; each unit is cut into `world` equal contiguous pieces, the *shards*:
+communicated together; each unit has a `Cut` into contiguous pieces, one a rank, the *shards*, which are equal so far:
 
     unit    | wq (70)      |pad| wk (64)      | bias (3) |  pad          |     alignment 64
     memory  0              70  128            192        195            256    128 elements a rank, N = 2
     rank 0  |############################|
     rank 1                                |############################|
+    cut     0                            128                          256
 
 Positions inside a unit are *memory coordinates*: every parameter starts at a multiple of `ALIGNMENT`
 elements, parameters of one optimizer group lie together, and the unit's length is a multiple of
@@ -25,11 +26,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 
 ALIGNMENT = 64
 """Elements. 64 fp32 elements are four cache lines and no fewer than any CPU's or GPU's vector width."""
@@ -38,9 +39,9 @@ LAYOUT_BYTES = 4
 """Bytes an element that `bucket_mb` is counted in, whatever the precision: it must not move a boundary."""
 
 
-def align(numel: int) -> int:
-    """The smallest multiple of `ALIGNMENT` that is at least `numel`."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def align(numel: int, alignment: int = ALIGNMENT) -> int:
+    """The smallest multiple of `alignment` that is at least `numel`."""
+    return -(-numel // alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,6 +62,54 @@ class Interval:
 
     def shifted(self, by: int) -> Interval:
         return Interval(self.start + by, self.stop + by)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a stretch of elements is divided among ranks: ascending `bounds`, one more than there are pieces."""
+
+    bounds: Sequence[int]
+
+    @classmethod
+    def equal(cls, numel: int, pieces: int, alignment: int = ALIGNMENT) -> Cut:
+        """Equal pieces, each a multiple of `alignment`, for at least `numel` elements from 0 on."""
+        size = align(-(-numel // pieces), alignment)
+        # A range is as small for thousands of ranks as for two.
+        return cls(range(0, size * pieces + 1, size) if size else (0,) * (pieces + 1))
+
+    def __len__(self) -> int:
+        """The number of pieces."""
+        return len(self.bounds) - 1
+
+    @property
+    def whole(self) -> Interval:
+        """What is divided."""
+        return Interval(self.bounds[0], self.bounds[-1])
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of each piece, for what works on equal ones only. Raises `ValueError` for a cut into others."""
+        bounds, size = self.bounds, self.bounds[1] - self.bounds[0]
+        if not isinstance(bounds, range) and any(b - a != size for a, b in pairwise(bounds)):
+            raise ValueError(f"expected a cut into equal pieces, not one at {', '.join(map(str, bounds))}")
+        return size
+
+    def piece(self, index: int) -> Interval:
+        return Interval(self.bounds[index], self.bounds[index + 1])
+
+    def owners(self, interval: Interval) -> range:
+        """The pieces that hold some of an interval, which are neighbours; none if it is empty."""
+        if not interval.numel:
+            return range(0)
+        return range(bisect_right(self.bounds, interval.start) - 1, bisect_left(self.bounds, interval.stop))
+
+    def joined(self, count: int) -> Cut:
+        """The coarser cut that joins each `count` neighbours, which divides the number of pieces."""
+        return Cut(self.bounds[::count])
+
+    def part(self, first: int, count: int) -> Cut:
+        """The cut of `count` neighbouring pieces alone, from piece `first` on."""
+        return Cut(self.bounds[first : first + count + 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +158,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are communicated together, and their cut into `world` shards.
+    """Parameters that are communicated together, and their cut into shards, in memory coordinates.
 
     `scopes` names the modules whose parameters these are; it is empty for a stretch of the rest.
     """
@@ -117,7 +166,19 @@ class Unit:
     index: int
     scopes: tuple[str, ...]
     parameters: tuple[Parameter, ...]
-    world: int
+    cut: Cut
+
+    @classmethod
+    def equal(
+        cls, index: int, scopes: tuple[str, ...], parameters: tuple[Parameter, ...], world: int
+    ) -> Unit:
+        """A unit in `world` equal shards."""
+        numel = sum(align(parameter.numel) for parameter in parameters)
+        return cls(index, scopes, parameters, Cut.equal(numel, world))
+
+    @property
+    def world(self) -> int:
+        return len(self.cut)
 
     @property
     def trainable(self) -> bool:
@@ -151,20 +212,15 @@ class Unit:
         """Elements of the parameters themselves, without padding."""
         return sum(parameter.numel for parameter in self.parameters)
 
-    @cached_property
-    def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included; equal on all ranks."""
-        return align(-(-self._aligned_numel // self.world))
-
     @property
     def holders(self) -> int:
         """The number of ranks that hold some of it; these are the first ranks."""
-        return -(-self._aligned_numel // self.shard_numel) if self.shard_numel else 0
+        return self.cut.owners(Interval(0, self._aligned_numel)).stop
 
     @property
     def numel(self) -> int:
         """Elements of the unit in memory, padding included."""
-        return self.shard_numel * self.world
+        return self.cut.bounds[-1]
 
     @cached_property
     def _aligned_numel(self) -> int:
@@ -172,13 +228,14 @@ class Unit:
 
     def shard(self, rank: int) -> Interval:
         """Rank `rank`'s piece, in memory coordinates."""
-        return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+        return self.cut.piece(rank)
 
     def slices_within(self, piece: Interval) -> Iterator[Slice]:
         """The parts of parameters that lie in `piece` (memory coordinates), in order; none is empty."""
         for whole in self.wholes_within(piece):
-            part = whole.memory.intersection(piece)
-            yield Slice(whole.parameter, part.shifted(-whole.offset), part.start)
+            offset = whole.offset
+            start, stop = max(piece.start, offset), min(piece.stop, offset + whole.interval.stop)
+            yield Slice(whole.parameter, Interval(start - offset, stop - offset), start)
 
     def wholes_within(self, piece: Interval) -> Iterator[Slice]:
         """The parameters that have elements in `piece` (memory coordinates), whole, in order."""
@@ -244,11 +301,8 @@ class Layout:
         """`(position, elements)` of what rank `rank` holds, in line order."""
         for index in sorted(index for holders, index in self._holders[: self._count_holding(rank)]):
             unit = self.units[index]
-            piece = unit.shard(rank)
-            for whole in unit.wholes_within(piece):
-                offset, numel = whole.offset, whole.interval.stop
-                part = Interval(max(piece.start - offset, 0), min(piece.stop - offset, numel))
-                yield self.positions[whole.parameter.name], part
+            for part in unit.owned(rank):
+                yield self.positions[part.parameter.name], part.interval
 
     def _count_holding(self, rank: int) -> int:
         """Units of which the rank holds some: the first ones of `_holders`."""
@@ -274,15 +328,13 @@ class Layout:
     def for_world(self, world: int) -> Layout:
         """The same units, cut for `world` ranks. Raises `ValueError` for fewer than 1."""
         _check_world(world)
-        units = tuple(Unit(unit.index, unit.scopes, unit.parameters, world) for unit in self.units)
+        units = tuple(Unit.equal(unit.index, unit.scopes, unit.parameters, world) for unit in self.units)
         return Layout(world, self.bucket_bytes, units)
 
     def owners(self, position: int) -> range:
         """The ranks that hold some of a parameter, which are neighbours; none if it has no elements."""
         unit, whole = self._by_name[self.parameters[position].name]
-        if not whole.interval.numel:
-            return range(0)
-        return range(whole.offset // unit.shard_numel, (whole.memory.stop - 1) // unit.shard_numel + 1)
+        return unit.cut.owners(whole.memory)
 
     def cuts(self, position: int, wanted: Interval | None = None) -> Iterator[tuple[int, Interval, Interval]]:
         """`(rank, cut, part)` of the ranks that hold some of the elements `wanted` of a parameter, in rank order.
@@ -290,14 +342,10 @@ class Layout:
         `cut` is what the rank holds, `part` what is wanted of it; no part is empty. All is wanted by default.
         """
         unit, whole = self._by_name[self.parameters[position].name]
-        wanted = whole.interval if wanted is None else wanted
-        if not wanted.numel:
-            return
-        size, offset, numel = unit.shard_numel, whole.offset, whole.interval.numel
-        for rank in range((offset + wanted.start) // size, (offset + wanted.stop - 1) // size + 1):
-            cut = Interval(max(rank * size - offset, 0), min((rank + 1) * size - offset, numel))
-            inside = wanted.start <= cut.start and cut.stop <= wanted.stop
-            yield rank, cut, cut if inside else cut.intersection(wanted)
+        memory = whole.memory
+        for rank in unit.cut.owners(memory if wanted is None else wanted.shifted(whole.offset)):
+            cut = unit.shard(rank).intersection(memory).shifted(-whole.offset)
+            yield rank, cut, cut if wanted is None else cut.intersection(wanted)
 
     def describe(self) -> dict[str, object]:
         """The layout as plain data: the part on which ranks must agree, and from which a reader rebuilds it."""
@@ -379,7 +427,7 @@ def _make_unit(index: int, pieces: Sequence[Segment], world: int) -> Unit:
     # A stable sort keeps the line's order inside a group; groups must lie together (see `groups_within`).
     parameters = sorted((p for piece in pieces for p in piece.parameters), key=lambda p: p.group)
     scopes = dict.fromkeys(piece.scope for piece in pieces if piece.scope is not None)
-    return Unit(index, tuple(scopes), tuple(parameters), world)
+    return Unit.equal(index, tuple(scopes), tuple(parameters), world)
 
 
 def pooled_units(layout: Layout) -> list[int]:

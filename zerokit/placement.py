@@ -19,7 +19,8 @@ over the inner axis first and then over the outer one, gathers the other way rou
 (between nodes) once an inner piece and not once a rank.
 
 A unit is cut into `outer · inner` shards. Rank (m, s) owns shard s·M + m, its *position*: shards s·M to s·M + M - 1 are
-the inner piece of all ranks (·, s). On one axis the position is the rank.
+the inner piece of all ranks (·, s), so each M-th bound of the cut is one between inner pieces. On one axis the position
+is the rank.
 
     M = 2, S = 2     | shard 0 | shard 1 | shard 2 | shard 3 |
     inner piece      |----- ranks (·, 0) |----- ranks (·, 1) |
@@ -34,7 +35,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from zerokit.errors import UsageError
-from zerokit.layout import Interval, Unit
+from zerokit.layout import Cut, Interval, Unit
 
 _WHOLE, _CUT = "R", "S"
 _STATES = {"parameters": "RRRS", "gradients": "RPSS", "optimizer": "RSSS"}
@@ -110,6 +111,12 @@ class Mesh:
         if axis is Axis.INNER:
             return range(m * self.inner, (m + 1) * self.inner)
         return range(s, self.world, self.inner)
+
+    def cut(self, axis: Axis, unit: Unit, rank: int) -> Cut:
+        """The cut over the ranks on `axis` that include `rank`: into inner pieces, or of one of these into shards."""
+        if axis is Axis.INNER:
+            return unit.cut.joined(self.outer)
+        return unit.cut.part(self.position(rank) // self.outer * self.outer, self.outer)
 
     def copies(self, axis: Axis) -> int:
         """The number of ranks that receive each element in a hop over `axis`, over the whole mesh."""
@@ -187,12 +194,6 @@ class Placement:
             return 0
         return 2 if self.cuts_parameters else 3
 
-    def inner_piece(self, unit: Unit, position: int) -> Interval:
-        """The elements that ranks (·, s) own together; on one axis, the unit's shard."""
-        size = unit.shard_numel * self.mesh.outer
-        start = position // self.mesh.outer * size
-        return Interval(start, start + size)
-
     def parameters(self, unit: Unit, position: int) -> Interval:
         """The elements of `unit` that a rank holds between steps."""
         return self._held("parameters", unit, position)
@@ -208,10 +209,9 @@ class Placement:
     def _held(self, kind: str, unit: Unit, position: int) -> Interval:
         cut = self._axes(kind, _CUT)
         if Axis.INNER not in cut:
-            return Interval(0, unit.numel)
-        if Axis.OUTER in cut or self.mesh.outer == 1:
-            return unit.shard(position)
-        return self.inner_piece(unit, position)
+            return unit.cut.whole
+        joined = 1 if Axis.OUTER in cut else self.mesh.outer
+        return unit.cut.joined(joined).piece(position // joined)
 
     def __str__(self) -> str:
         outer, inner = self.stages

@@ -142,7 +142,7 @@ def test_the_example_of_cuts_is_right(example: list[Parameter]) -> None:
     assert [int(row[0]) for row in rows] == [1, 2, 3, 4]
     for world, size, *ranks in rows:
         layout = made(example, int(world))
-        assert layout.units[0].shard_numel == int(size.split("=")[-1])
+        assert layout.units[0].cut.piece_numel == int(size.split("=")[-1])
         for rank, cell in enumerate(ranks):
             owned = layout.units[0].owned(rank) if rank < int(world) else ()
             told = [f"{s.parameter.name} {s.interval.start}–{s.interval.stop}" for s in owned]

@@ -190,7 +190,7 @@ def _on_two_disks(directory: str) -> None:
     zero = _trained()
     save(directory, zero, step=1)
     save(directory, zero, step=2)
-    before = [unit.shard.clone() for unit in zero.runtime.units]
+    before = [unit.kept.tensor.clone() for unit in zero.runtime.units]
     if dist.get_rank() == 1:  # a node that does not see the newest yet
         shutil.copytree(f"{directory}/step-00000001", f"{directory}-of-1/step-00000001")
     with pytest.raises(
@@ -198,7 +198,9 @@ def _on_two_disks(directory: str) -> None:
         match=r"step-00000002 with the manifest [0-9a-f]{8} on rank 0; step-00000001 with the manifest .* on rank 1",
     ):
         load(f"{directory}-of-1" if dist.get_rank() else directory, zero)
-    assert all(torch.equal(unit.shard, old) for unit, old in zip(zero.runtime.units, before, strict=True))
+    assert all(
+        torch.equal(unit.kept.tensor, old) for unit, old in zip(zero.runtime.units, before, strict=True)
+    )
     assert not zero.refusal
 
 

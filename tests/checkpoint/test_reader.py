@@ -221,7 +221,9 @@ def empty_units(step: Path, number: int) -> None:
     """A parameter without elements in each, and as many in one more."""
     names = [f"p{place}" for place in range(2 * number)]
     units = [*([name] for name in names[:number]), names[number:]]
-    made = (Unit(n, (), tuple(Parameter(name, (0,)) for name in held), 2) for n, held in enumerate(units))
+    made = (
+        Unit.equal(n, (), tuple(Parameter(name, (0,)) for name in held), 2) for n, held in enumerate(units)
+    )
     layout = Layout(2, 0, tuple(made))
     write_checkpoint(step, layout, example_content(layout))
 
@@ -301,7 +303,9 @@ def test_the_files_of_many_ranks_cost_what_they_hold() -> None:
     """Parameters × ranks would be minutes for a manifest of a few megabytes."""
 
     def calls_of(parameters: int, world: int) -> int:
-        units = tuple(Unit(place, (), (Parameter(f"p{place}", (1,)),), world) for place in range(parameters))
+        units = tuple(
+            Unit.equal(place, (), (Parameter(f"p{place}", (1,)),), world) for place in range(parameters)
+        )
         layout = Layout(world, 0, units)
         streams = example_content(layout).streams
 

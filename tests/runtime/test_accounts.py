@@ -19,7 +19,7 @@ from tests.support.models import CASES, count
 from tests.support.on_ranks import on_ranks
 from tests.support.training import SMALL, Run, Trajectory, one_step, require_memory_route, trained
 from zerokit.formulas import MemoryReport, Operation, TrafficReport
-from zerokit.runtime.collectives.node import SWITCH, Neighbours
+from zerokit.runtime.collectives.host.node import SWITCH, Neighbours
 
 STAGES = (0, 1, 2, 3)
 PAIRS = [(outer, inner) for inner in range(4) for outer in range(inner + 1)]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from tests.support.on_ranks import on_ranks
-from tests.support.recording import Group
+from tests.support.recording import Group, plain_unit
 from tests.support.streams import PromptStream
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Interval
@@ -25,6 +25,7 @@ from zerokit.runtime.collectives import groups, make_collectives, nccl, stalls
 from zerokit.runtime.collectives.nccl import Communicators, make_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.memory import ResizedMemory
+from zerokit.runtime.shards import Shards
 
 GPU = torch.device("cuda", 0)
 
@@ -285,10 +286,11 @@ def test_communicators_outlive_every_wait_of_ours(monkeypatch: pytest.MonkeyPatc
 
 
 def test_memory_that_is_there_is_not_allocated_anew() -> None:
-    memory = ResizedMemory(torch.arange(8.0), Interval(0, 4))
-    address = memory.whole.data_ptr()
+    whole = torch.arange(8.0)
+    memory = ResizedMemory(Shards(plain_unit(0, 8, 2), whole), Interval(0, 4))
+    address = whole.data_ptr()
     memory.grow()
-    assert memory.whole.data_ptr() == address
+    assert whole.data_ptr() == address
     memory.shrink()
     memory.grow()
-    assert memory.whole.untyped_storage().nbytes() == 32
+    assert whole.untyped_storage().nbytes() == 32

@@ -33,7 +33,7 @@ def _averages(optimizer: zerokit.ZeroOptimizer) -> Weights:
     for unit, master, state in optimizer.runtime.masters():
         for part in unit.members(master):
             whole = found.setdefault(part.parameter.name, torch.zeros(part.parameter.numel))
-            whole[part.interval.start : part.interval.stop] = master.part(state["ema"], part.memory)
+            whole[part.interval.start : part.interval.stop] = master.like(state["ema"]).at(part.memory)
     for layout in optimizer.layout.parameters:
         if not layout.trainable:
             continue

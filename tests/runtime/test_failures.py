@@ -30,7 +30,7 @@ from tests.support.distributed import AT_ONCE, ROOT, run_ranks_expecting_errors
 from tests.support.machine import live_storages
 from tests.support.on_ranks import on_ranks
 from tests.support.training import Run, Trajectory, one_step, trained
-from zerokit.runtime.collectives.node import SWITCH
+from zerokit.runtime.collectives.host.node import SWITCH
 
 STAGES = (0, 1, 2, 3)
 SQUARE = (2, 2)

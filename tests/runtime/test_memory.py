@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.distributed import run_alone
+from tests.support.recording import plain_unit
 from zerokit.layout import Interval
 from zerokit.runtime import memory
 from zerokit.runtime.memory import Heap, MappedMemory, keep_freed_memory
@@ -97,7 +98,7 @@ def _faults() -> int:
 
 
 def _units(numel: int, count: int, dtype: torch.dtype = torch.float32) -> list[MappedMemory]:
-    units = [MappedMemory(numel, Interval(5000, 6000), dtype) for _ in range(count)]
+    units = [MappedMemory(plain_unit(0, numel, 1), Interval(5000, 6000), dtype) for _ in range(count)]
     for unit in units:
         unit.shrink()
     return units
@@ -108,15 +109,15 @@ def _units(numel: int, count: int, dtype: torch.dtype = torch.float32) -> list[M
 @pytest.mark.parametrize("numel", [6100, _SHORT, _LONG])  # the first with no whole page behind the shard
 def test_freed_memory_reads_as_nan_and_the_shard_stays(numel: int, dtype: torch.dtype) -> None:
     for number, unit in enumerate(_units(numel, 3, dtype) * 2):
-        unit.shard.fill_(number)
+        unit.kept.tensor.fill_(number)
         unit.grow()
         if numel == _SHORT:  # where other units' pages may come
-            assert unit.whole[7000:].isnan().all()
-        unit.whole.fill_(number)
+            assert unit.whole.tensor[7000:].isnan().all()
+        unit.whole.tensor.fill_(number)
         unit.shrink()
-        assert unit.whole[6000:].isnan().all()
-        assert unit.whole[:5000].isnan().all()
-        assert unit.shard.eq(number).all()
+        assert unit.whole.tensor[6000:].isnan().all()
+        assert unit.whole.tensor[:5000].isnan().all()
+        assert unit.kept.tensor.eq(number).all()
 
 
 def _faults_of_gathering(same: bool) -> int:
@@ -125,12 +126,12 @@ def _faults_of_gathering(same: bool) -> int:
     for _ in range(3):
         for unit in (earlier, later):
             unit.grow()
-            unit.whole.fill_(1.0)
+            unit.whole.tensor.fill_(1.0)
             unit.shrink()
         unit = later if same else earlier
         start = _faults()
         unit.grow()
-        unit.whole.fill_(1.0)
+        unit.whole.tensor.fill_(1.0)
         faults = _faults() - start
         unit.shrink()
     return faults
@@ -156,7 +157,7 @@ def _mebibytes_kept() -> int:
     units = [_units(_SHORT + 2000 * number, 1)[0] for number in range(60)]
     for unit in units:
         unit.grow()
-        unit.whole.fill_(1.0)
+        unit.whole.tensor.fill_(1.0)
     for unit in units:
         unit.shrink()
     return _resident_mib() - before

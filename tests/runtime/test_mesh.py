@@ -25,7 +25,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.streams import LaggingStream, device_way
 from tests.support.training import SMALL, Run, Trajectory, one_step, require_memory_route, train_all, trained
 from zerokit.checkpoint.reader import Checkpoint
-from zerokit.runtime.collectives.node import SWITCH
+from zerokit.runtime.collectives.host.node import SWITCH
 
 PAIRS = [(outer, inner) for inner in range(4) for outer in range(inner + 1)]
 SQUARE = (2, 2)

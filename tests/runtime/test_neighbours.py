@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -17,12 +18,15 @@ from torch import Tensor
 
 from tests.support.distributed import run_each, run_ranks
 from tests.support.on_ranks import on_ranks
+from tests.support.recording import Group
 from tests.support.training import Run, Trajectory, one_step, require_memory_route, trained
 from zerokit.errors import UsageError
 from zerokit.placement import Axis
 from zerokit.runtime.collectives import Collectives, make_collectives
-from zerokit.runtime.collectives.memory import MemoryRoute
-from zerokit.runtime.collectives.node import SWITCH, Neighbours, meet
+from zerokit.runtime.collectives.host.memory import MemoryRoute
+from zerokit.runtime.collectives.host.node import SWITCH, Neighbours, meet
+from zerokit.runtime.collectives.host.progress import HostWork, Progress
+from zerokit.runtime.collectives.stalls import StallReporter
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +132,44 @@ def test_a_step_leaves_nothing_unread(stage: int) -> None:
     with torch.no_grad():
         case.loss(model, case.batch(0, 1, dist.get_rank()))  # stages 1 and 2 gather after the step
     assert (len(route.progress.pending), len(route._offered)) == (0, 0)
+
+
+class _Board:
+    """What one of two ranks sees of the other, whose counts are set by hand."""
+
+    rank, peers = 0, (1,)
+
+    def __init__(self) -> None:
+        self.cells = [0] * 6  # by rank: offers, the address of the last, offers taken
+
+    def cell(self, peer: int, kind: object, unit: int) -> int:
+        return 3 * peer
+
+
+class _SecondHop:
+    """A hop that begins while its rank waits: the peer takes the first offer, and another one follows."""
+
+    def __init__(self, board: _Board, offer: Callable[[], object]) -> None:
+        self.board, self.offer = board, offer
+
+    def attempt(self) -> bool:
+        if not self.board.cells[5]:
+            self.board.cells[5] = 1
+            self.offer()
+        return True
+
+
+def test_an_offer_made_while_waiting_for_the_last_one_is_waited_for_too() -> None:
+    board, group = _Board(), Group(0, 2)
+    progress = Progress(10.0, StallReporter(Group(0, 1)))
+    route = MemoryRoute(group, progress, cast(Neighbours, board))
+    pieces = list(torch.zeros(2, 4))
+    offer = partial(route._gather, pieces, 0, lambda: None)
+    first = offer()
+    progress.pending.append(cast(HostWork, _SecondHop(board, offer)))
+    route.wait_for_readers()
+    assert first.taken()
+    assert not route._offered[0].taken()
 
 
 def test_all_that_have_ended_are_named() -> None:

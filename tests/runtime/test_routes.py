@@ -24,10 +24,12 @@ from tests.support.streams import PromptStream, device_way
 from tests.support.training import LARGE, SMALL, Run, Trajectory, require_memory_route, train_all, train_zero
 from zerokit.formulas import BLOCK_FORMATS
 from zerokit.placement import Mesh
-from zerokit.runtime.collectives import Collectives, Wire, make_collectives, memory
+from zerokit.runtime.collectives import Collectives, Wire, make_collectives
+from zerokit.runtime.collectives.host import memory
+from zerokit.runtime.collectives.host.node import SWITCH
 from zerokit.runtime.collectives.nccl import communicators_of, make_nccl
-from zerokit.runtime.collectives.node import SWITCH
 from zerokit.runtime.collectives.stalls import StallReporter
+from zerokit.runtime.shards import Shards
 from zerokit.runtime.wires.blocks import QuantisedWire
 from zerokit.runtime.wires.rounding import rounding_key
 
@@ -86,27 +88,24 @@ def _sums(name: str, dtype: torch.dtype) -> list[str]:
         for index, numel in enumerate(numels):
             unit, terms = plain_unit(index, numel * world, world), []
             buckets = _buckets(numel, dtype, alike=name in BLOCK_FORMATS)
-            for form, bucket in zip(wires, buckets, strict=True):
+            for form, given in zip(wires, buckets, strict=True):
                 terms.append(torch.empty(numel, dtype=dtype))
-                form.unpack(form.pack(bucket.clone(), world, share)[rank], terms[-1], add=False)
+                form.unpack(form.pack(given.view(world, -1), share)[rank], terms[-1], add=False)
             expected = _in_order(terms)
-            for way in ("aside", "in place", "add"):
-                bucket = buckets[rank].clone()
-                out = (
-                    bucket.view(world, -1)[rank]
-                    if way == "in place"
-                    else torch.full((numel,), 0.5, dtype=dtype)
-                )
+            for way in ("aside", "in place"):
+                bucket, own = Shards(unit, buckets[rank].clone()), unit.shard(rank)
+                aside = Shards(unit, torch.full((numel,), 0.5, dtype=dtype), own)
+                out = bucket if way == "in place" else aside
                 before = collectives.traffic.received_bytes
                 wire = wires[rank] if name else None
-                collectives.reduction(unit, bucket, out, add=way == "add", wire=wire).start().wait()
-                assert torch.equal(out, expected + 0.5 if way == "add" else expected), (numel, way)
+                collectives.reduction(bucket, out, wire=wire).start().wait()
+                assert torch.equal(out.at(own), expected), (numel, way)
                 received = (world - 1) * wires[rank].packed_numel(numel) * wires[rank].dtype.itemsize
                 assert collectives.traffic.received_bytes - before == received
-            whole = torch.zeros(numel * world, dtype=dtype)
-            whole.view(world, -1)[rank] = buckets[0].view(world, -1)[rank]
-            collectives.gather(unit, whole).start().wait()
-            assert torch.equal(whole, buckets[0])
+            whole = Shards(unit, torch.zeros(numel * world, dtype=dtype))
+            whole.at(own).copy_(buckets[0][own.start : own.stop])
+            collectives.gather(whole).start().wait()
+            assert torch.equal(whole.tensor, buckets[0])
             collectives.wait_for_readers()
     if world > 2 and dtype == torch.float32 and name != "int4":  # whose numbers have too few bits
         assert not torch.equal(expected, _in_order(terms[::-1])), "another order gives the same sum"
@@ -203,10 +202,10 @@ def test_one_rank_rounds_nothing() -> None:
     group = dist.group.WORLD
     assert group is not None
     collectives = make_collectives(group, torch.device("cpu"), None, units=1)
-    bucket, out = torch.randn(100), torch.zeros(100)
-    unit = plain_unit(0, 100, 1)
-    collectives.reduction(unit, bucket.clone(), out, add=False, wire=BF16).start().wait()
-    assert torch.equal(out, bucket)
+    bucket, unit = torch.randn(100), plain_unit(0, 100, 1)
+    out = Shards(unit, torch.zeros(100))
+    collectives.reduction(Shards(unit, bucket.clone()), out, wire=BF16).start().wait()
+    assert torch.equal(out.tensor, bucket)
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp_784_256_10"])

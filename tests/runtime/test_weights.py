@@ -60,7 +60,7 @@ def _masters(optimizer: zerokit.ZeroOptimizer) -> dict[str, tuple[int, Tensor]]:
         for part in unit.unit.slices:
             both = part.memory.intersection(master.interval)
             if both.numel:
-                values = master.part(master.tensor.detach(), part.memory)
+                values = master.values.at(part.memory)
                 found[part.parameter.name] = (both.start - part.offset, values.clone())
     return found
 

@@ -57,9 +57,9 @@ def test_a_term_is_near_its_gradient(
     wire = _wire(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(blocks._CHUNK, "cpu", chunk)
-        packed = wire.pack(gradient.clone(), size)
+        packed = wire.pack(gradient.clone().view(size, -1))
         sent = _unpacked(wire, packed, numel)
-        at_random = _wire(name, seed).pack(gradient, size)
+        at_random = _wire(name, seed).pack(gradient.view(size, -1))
     assert packed.shape == (size, BLOCK_FORMATS[name].nbytes(numel))
     block, most = wire.block, 2 ** (wire.form.bits - 1) - 1
     rows, errors = gradient.view(size, -1), (gradient - sent).view(size, -1)
@@ -68,8 +68,8 @@ def test_a_term_is_near_its_gradient(
         for row, error in zip(rows[:, part], errors[:, part], strict=True):
             assert error.abs().max() <= row.abs().max() / most * 0.51
     # Chunks do not change a bit.
-    assert torch.equal(wire.pack(gradient, size), packed)
-    assert torch.equal(_wire(name, seed).pack(gradient, size), at_random)
+    assert torch.equal(wire.pack(gradient.view(size, -1)), packed)
+    assert torch.equal(_wire(name, seed).pack(gradient.view(size, -1)), at_random)
     total = torch.ones(size, numel)
     wire.unpack(packed[0], total[0], add=True)
     assert torch.equal(total[0], sent.view(size, -1)[0] + 1.0)
@@ -81,8 +81,8 @@ def test_rounding_is_right_on_average(name: str) -> None:
     total, rounds = torch.zeros_like(gradient), 256
     for step in range(rounds):
         wire = _wire(name, step)
-        total += _unpacked(wire, wire.pack(gradient, 1), gradient.numel())
-    once = _unpacked(wire, wire.pack(gradient, 1), gradient.numel()) - gradient
+        total += _unpacked(wire, wire.pack(gradient[None]), gradient.numel())
+    once = _unpacked(wire, wire.pack(gradient[None]), gradient.numel()) - gradient
     error = total / rounds - gradient
     assert error.std() < 1.1 * once.std() / rounds**0.5  # errors of different steps are independent
     assert error.mean().abs() < 5 * once.std() / (rounds * gradient.numel()) ** 0.5
@@ -96,7 +96,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_survives_in_its_block_alone(nam
         gradient[block + 3] = value
         gradient[3 * block :] = torch.arange(block) / block
         wire = _wire(name, 3)
-        sent = _unpacked(wire, wire.pack(gradient, 1), gradient.numel())
+        sent = _unpacked(wire, wire.pack(gradient[None]), gradient.numel())
         assert not sent[block : 2 * block].isfinite().any()
         assert torch.equal(sent[:block], torch.zeros(block))
         assert sent[2 * block :].isfinite().all()
@@ -106,11 +106,11 @@ def test_keys_differ_and_positions_do_too() -> None:
     gradient = torch.full((256 * 64,), 0.3)
     gradient[::256] = 1.0
     found = {
-        tuple(_wire("int8", *key).pack(gradient, 1).flatten().tolist())
+        tuple(_wire("int8", *key).pack(gradient[None]).flatten().tolist())
         for key in [(0, 1, 2, 3), (1, 1, 2, 3), (0, 2, 2, 3), (0, 1, 3, 3), (0, 1, 2, 4)]
     }
     assert len(found) == 5
-    rows = _wire("int8", 0).pack(gradient, 1).view(64, -1)
+    rows = _wire("int8", 0).pack(gradient[None]).view(64, -1)
     assert len({tuple(row.tolist()) for row in rows}) == 64
 
 

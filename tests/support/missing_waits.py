@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.devices import Training
 from zerokit.runtime.buckets import UnitGradients
-from zerokit.runtime.collectives import Work
+from zerokit.runtime.collectives import DONE, Work
 from zerokit.runtime.collectives.nccl import NcclCollectives
+from zerokit.runtime.collectives.route import Hop, Kind
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
 
 
@@ -72,10 +73,7 @@ def _forget_to_wait_for_gathers(patch: pytest.MonkeyPatch) -> None:
 def _give_buckets_back_too_early(patch: pytest.MonkeyPatch) -> None:
     def finish_oldest(self: Gradients) -> None:
         unit, _ = self._reductions.popleft()
-        chained = self._chains(unit)
         unit.finish()
-        if self._placement.sums and not chained:
-            self._gather(unit)
 
     patch.setattr(Gradients, "_finish_oldest", finish_oldest)
 
@@ -85,8 +83,10 @@ def _forget_the_readers(patch: pytest.MonkeyPatch) -> None:
 
 
 def _break_the_chain(patch: pytest.MonkeyPatch) -> None:
-    gather = Gradients._gather
-    patch.setattr(Gradients, "_gather", lambda self, unit, after=None: gather(self, unit))
+    def chain(self: NcclCollectives, kind: Kind, hops: Sequence[Hop]) -> Work:
+        return [hop(None) for hop in hops][-1] if hops else DONE
+
+    patch.setattr(NcclCollectives, "_chain", chain)
 
 
 def _forget_to_wait_for_shown_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def _forget_to_wait_for_shown_gradients(patch: pytest.MonkeyPatch) -> None:
         start(*arguments)
         return Nothing()
 
-    def show_at_once(self: UnitGradients) -> Tensor:
+    def show_at_once(self: UnitGradients) -> Shards:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(NcclCollectives, "start", start_only)
             return show(self)
@@ -115,7 +115,6 @@ def _forget_reductions_when_forgetting(patch: pytest.MonkeyPatch) -> None:
 
     def forget_without_waiting(self: Gradients, **options: bool) -> None:
         self._reductions.clear()
-        self._gathers.clear()
         forget(self, **options)
 
     patch.setattr(Gradients, "forget", forget_without_waiting)
@@ -137,8 +136,9 @@ MUTATIONS = {
         _forget_to_wait_for_gathers, (1, 2, 3), loop=_clear_late, scene="units used again"
     ),
     "buckets come back too early": Mutation(_give_buckets_back_too_early, (2, 3)),
+    # At stage 0 the addition waits for readers, and so for the sum itself.
     "sums are added to too early": Mutation(
-        _give_buckets_back_too_early, (0, 1, 2, 3), scene="repeated reductions"
+        _give_buckets_back_too_early, (1, 2, 3), scene="repeated reductions"
     ),
     "the gather of sums begins too early": Mutation(_break_the_chain, (0,)),
     "readers are not waited for": Mutation(_forget_the_readers, (1, 2), loop=_twice),

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.layout import Parameter, Unit
+from zerokit.layout import Cut, Parameter, Unit
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.collectives.base import Route
+from zerokit.runtime.collectives.route import Route
 from zerokit.runtime.collectives.stalls import StallReporter
 
 
@@ -42,4 +42,4 @@ class RecordingRoute(Collectives):
 
 def plain_unit(index: int, numel: int, world: int) -> Unit:
     """A unit of one parameter, for collectives over tensors of any size."""
-    return Unit(index, (), (Parameter(f"unit{index}", (numel,)),), world)
+    return Unit(index, (), (Parameter(f"unit{index}", (numel,)),), Cut(range(0, numel + 1, numel // world)))

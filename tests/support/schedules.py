@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zerokit
 from zerokit.placement import stage_of
-from zerokit.runtime.collectives.base import Collectives, Kind
+from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.collectives.route import Kind
 
 WIDTH = 8
 PADDED_BYTES = 4 * 128
@@ -75,9 +76,9 @@ class Chain(nn.Module):
     ) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH)) if scaled else None
-        self.blocks = nn.ModuleList([
-                Block(i, note, trainable=i not in frozen, adapted=adapted) for i in range(blocks)
-            ])
+        self.blocks = nn.ModuleList(
+            [Block(i, note, trainable=i not in frozen, adapted=adapted) for i in range(blocks)]
+        )
         self.uses: Sequence[int] = range(blocks)
         self.recomputed = False
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.layout import Interval
+from zerokit.layout import Interval, Unit
 from zerokit.placement import Mesh
 from zerokit.runtime import build, unit
 from zerokit.runtime.collectives import Collectives, Work
@@ -30,6 +30,7 @@ from zerokit.runtime.collectives.nccl import (
 )
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.memory import ResizedMemory, UnitMemory, unit_memory
+from zerokit.runtime.shards import Shards
 
 
 def poison(tensor: Tensor) -> None:
@@ -252,9 +253,9 @@ def device_way(make_stream: StreamMaker) -> Iterator[None]:
 
 
 def _memory(
-    numel: int, own: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
+    unit: Unit, kept: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
 ) -> UnitMemory:
     """A unit's memory as on a device: the storage is resized, and the shard lies elsewhere."""
     if not comes_and_goes:
-        return unit_memory(numel, own, dtype, device, comes_and_goes=False)
-    return ResizedMemory(torch.zeros(numel, dtype=dtype, device=device), own)
+        return unit_memory(unit, kept, dtype, device, comes_and_goes=False)
+    return ResizedMemory(Shards(unit, torch.zeros(unit.numel, dtype=dtype, device=device)), kept)

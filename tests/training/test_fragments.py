@@ -37,7 +37,7 @@ def test_pieces_of_all_fragments_are_all_trainable_elements_once(layout: Layout,
     for fragment in fragments:
         for rank in range(layout.world):
             parts = [Part(fragment, rank, islands, island) for island in range(islands)]
-            assert parts[0].numel >= sum(unit.shard_numel for unit in fragment.units)
+            assert parts[0].numel >= sum(unit.cut.piece_numel for unit in fragment.units)
             pieces = [part.payload(part.own) for part in parts]
             assert sum(pieces) == parts[0].payload(slice(0, parts[0].numel))
             total += sum(pieces)

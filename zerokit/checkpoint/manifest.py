@@ -295,7 +295,7 @@ def _layout(top: dict[str, Any], world: int) -> Layout:
             raise ValueError(
                 f"unit {len(units)} mixes frozen and trainable parameters, or groups out of order"
             )
-        units.append(Unit(len(units), tuple(members(entry, "scopes", str)), held, world))
+        units.append(Unit.equal(len(units), tuple(members(entry, "scopes", str)), held, world))
         start = stop
     if start != len(parameters):
         raise ValueError(f"units hold {start} parameters, but {len(parameters)} are listed")

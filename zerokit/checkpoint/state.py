@@ -23,6 +23,7 @@ from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.masters import MasterSlice
+from zerokit.runtime.shards import Shards
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -125,14 +126,14 @@ def own_slices(
     positions = runtime.layout.positions
     for unit in runtime.units:
         for part in unit.unit.owned(rank) if not unit.unit.trainable else ():
-            yield Held(PARAM, positions[part.parameter.name], part, unit.kept_part(part.memory))
+            yield Held(PARAM, positions[part.parameter.name], part, unit.kept.at(part.memory))
     for unit, master, state in runtime.masters():
         for part in unit.members(master, None if replicas else unit.unit.shard(rank)):
             position = positions[part.parameter.name]
-            yield Held(MASTER, position, part, master.part(master.tensor.detach(), part.memory))
+            yield Held(MASTER, position, part, master.values.at(part.memory))
             for kind, value in () if weights_only else state.items():
                 if _elementwise(value, master):
-                    yield Held(kind, position, part, master.part(value, part.memory))
+                    yield Held(kind, position, part, master.like(value).at(part.memory))
 
 
 def _elementwise(value: object, master: MasterSlice) -> bool:
@@ -140,13 +141,14 @@ def _elementwise(value: object, master: MasterSlice) -> bool:
 
 
 def outer_slices(layout: Layout, rank: int, streams: Mapping[str, Mapping[int, Tensor]]) -> Iterator[Held]:
-    """The state of `zerokit.LocalSteps` for this rank's shards: tensors [shard_numel] by name and unit."""
+    """The state of `zerokit.LocalSteps` for this rank's shards: tensors by name and unit."""
     for name, shards in streams.items():
         for index, shard in shards.items():
-            start = layout.units[index].shard(rank).start
-            for part in layout.units[index].owned(rank):
-                tensor = shard[part.offset - start : part.offset - start + part.interval.numel]
-                yield Held(OUTER_PREFIX + name, layout.positions[part.parameter.name], part, tensor)
+            unit = layout.units[index]
+            held = Shards(unit, shard, unit.shard(rank))
+            for part in unit.owned(rank):
+                position = layout.positions[part.parameter.name]
+                yield Held(OUTER_PREFIX + name, position, part, held.at(part.memory))
 
 
 def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: bool = False) -> Description:

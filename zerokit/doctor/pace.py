@@ -156,36 +156,33 @@ def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpe
     import torch
     import torch.distributed as dist
 
-    from zerokit.layout import Interval, Parameter, Segment, build_layout
+    from zerokit.layout import Interval, Parameter, Unit
     from zerokit.placement import Axis
-    from zerokit.runtime.collectives.memory import MemoryRoute
+    from zerokit.runtime.collectives.host.memory import MemoryRoute
     from zerokit.runtime.memory import unit_memory
 
     route = collectives.routes[Axis.INNER]
     if not isinstance(route, MemoryRoute):
         return None
-    layout = build_layout(
-        [Segment(None, (Parameter("unit", (_UNIT_NUMEL,)),))], world=group.size(), bucket_bytes=1
-    )
-    unit, ranks = layout.units[0], route.size
-    piece = unit.numel // ranks
-    own = Interval(route.rank * piece, (route.rank + 1) * piece)
+
+    def own(unit: Unit) -> Interval:
+        return collectives.mesh.cut(Axis.INNER, unit, collectives.rank).piece(route.rank)
 
     def memory_of(numel: int, *, fresh: bool = False) -> UnitMemory:
-        return unit_memory(numel, own, torch.float32, torch.device("cpu"), comes_and_goes=fresh)
+        unit = Unit.equal(0, (), (Parameter("unit", (numel,)),), collectives.world)
+        return unit_memory(unit, own(unit), torch.float32, torch.device("cpu"), comes_and_goes=fresh)
 
-    small, whole, fresh = memory_of(64 * ranks), memory_of(unit.numel), memory_of(unit.numel, fresh=True)
-    bucket = torch.zeros(unit.numel)
+    small, whole, fresh = memory_of(1), memory_of(_UNIT_NUMEL), memory_of(_UNIT_NUMEL, fresh=True)
+    bucket = whole.whole.like(torch.zeros(whole.whole.unit.numel))
 
     def gather(memory: UnitMemory) -> None:
         memory.grow()
-        collectives.gather(unit, memory.whole, axes=[Axis.INNER]).start().wait()
+        collectives.gather(memory.whole, axes=[Axis.INNER]).start().wait()
         collectives.wait_for_readers()
         memory.shrink()
 
     def reduce() -> None:
-        out = bucket[own.start : own.stop]
-        collectives.reduction(unit, bucket, out, axes=[Axis.INNER], add=False).start().wait()
+        collectives.reduction(bucket, bucket, axes=[Axis.INNER]).start().wait()
 
     def seconds(call: Callable[[], object]) -> float:
         times = []
@@ -197,7 +194,8 @@ def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpe
         return slowest(group, median(times[_ROUNDS:]))
 
     latency = seconds(lambda: gather(small))
-    received = (ranks - 1) * piece * bucket.itemsize
+    unit = bucket.unit
+    received = (route.size - 1) * own(unit).numel * bucket.dtype.itemsize
     speeds = (
         received / max(seconds(call) - latency, 1e-9) / 1e9
         for call in (lambda: gather(whole), lambda: gather(fresh), reduce)

@@ -8,11 +8,12 @@ from enum import IntEnum
 import torch
 from torch import Tensor, nn
 
-from zerokit.layout import Interval, Unit
+from zerokit.layout import Unit
 from zerokit.runtime.collectives import Exchange, Wire, Work
 from zerokit.runtime.guard import drop_gradients, hooked, show_gradient, shown_gradient
+from zerokit.runtime.shards import Shards
 from zerokit.runtime.torch_internals import excluded_from_graphs, take_gradient
-from zerokit.runtime.unit import UnitState, unit_views
+from zerokit.runtime.unit import UnitState
 
 _SMALL_BYTES = 1 << 20
 """Up to this size a bucket is scaled behind one call that fills it; above, memory's time counts more than a call's."""
@@ -74,11 +75,17 @@ class Bucket:
 
     def __init__(self, unit: Unit, memory: Tensor) -> None:
         self.memory = memory  # what the pool has lent, maybe longer
-        self.flat = memory[: unit.numel]
-        self.pieces = unit_views(unit, self.flat)
-        self.gaps = [self.flat[gap.start : gap.stop] for gap in unit.gaps()]
-        self.reductions: dict[bool, Exchange] = {}
-        """What reduces it, and adds to an earlier sum or does not, made once."""
+        self.flat = Shards(unit, memory[: unit.numel])
+        self.pieces = self.flat.views()
+        self.gaps = [self.flat.at(gap) for gap in unit.gaps()]
+        self._reduction: Exchange | None = None
+
+    def reduce(self, state: UnitState, out: Shards, wire: Wire | None) -> Work:
+        """Start to sum it over ranks into `out`, in each call alike."""
+        if self._reduction is None:
+            sums = state.placement.sums
+            self._reduction = state.collectives.reduction(self.flat, out, wire=wire, back=sums)
+        return self._reduction.start()
 
 
 class UnitGradients:
@@ -88,12 +95,8 @@ class UnitGradients:
         self.state, self.unit, self.dtype = state, state.unit, dtype
         self._wire, self._pool = wire, pool
         self._blocks = wire is not None and wire.block > 1
-        self.kept = state.placement.gradients(self.unit, state.collectives.position)
-        """What this rank keeps of the unit's gradients after backward."""
         self.cut = state.placement.cuts_gradients
-        """Whether that has memory of its own; else it is the bucket."""
-        self._adds = self.cut and self.kept == state.own
-        """Whether sums over ranks are added there; else they arrive in the midst of what is summed."""
+        """Whether what is kept between backward and step has memory of its own; else it is the bucket."""
         self.phase = Phase.OPEN
         # Positions of the parameters
         self.waiting: dict[int, Tensor] = {}  # whose gradients of this pass are to be moved into the bucket
@@ -103,13 +106,12 @@ class UnitGradients:
         self.untrained: set[int] = set()  # that were frozen in a forward pass since then
         self.summed = False
         """Whether the shard holds a sum over ranks that later backward passes add to."""
-        self.earlier_sum: Tensor | None = None
-        """That sum, where its place in the bucket is about to be filled again."""
+        self.earlier_sum: Shards | None = None
+        """That sum, where its place is about to be filled again."""
         self.bucket: Bucket | None = None
         """Where gradients accumulate: lent, or kept at stages 0 and 1 and under `accumulate()`."""
-        self._lent: dict[
-            int, Bucket
-        ] = {}  # the pool's, by the identity of their memory, which lives for ever
+        self._lent: dict[int, Bucket] = {}
+        """The pool's, by the identity of their memory, which lives for ever."""
         self._lone = (
             len(state.parameters) == 1
             and self.unit.payload_numel == self.unit.numel
@@ -118,8 +120,11 @@ class UnitGradients:
         )
         """Whether autograd's own tensor can serve as the bucket: a unit of one unpadded parameter."""
         # Made at once: made in the first backward, they would lie between activations and fragment the heap.
-        self._sum = torch.zeros(self.kept.numel, dtype=dtype, device=state.device) if self.cut else None
-        if not self.cut and not self._lone:
+        self._sum: Shards | None = None
+        if self.cut:
+            kept = state.placement.gradients(self.unit, state.collectives.position)
+            self._sum = Shards(self.unit, torch.zeros(kept.numel, dtype=dtype, device=state.device), kept)
+        elif not self._lone:
             self.take_own_bucket()
 
     @property
@@ -128,8 +133,8 @@ class UnitGradients:
         return (self.state.stopped | self.untrained) - self.received
 
     @property
-    def memory(self) -> Tensor:
-        """The elements that this rank keeps."""
+    def held(self) -> Shards:
+        """The elements that this rank keeps between backward and step."""
         if self._sum is not None:
             return self._sum
         assert self.bucket is not None
@@ -138,11 +143,7 @@ class UnitGradients:
     @property
     def shard(self) -> Tensor:
         """The sum over ranks of this rank's piece."""
-        return self.of(self.state.own)
-
-    def of(self, interval: Interval) -> Tensor:
-        """The gradients of elements `interval` (memory coordinates) of the unit."""
-        return self.memory[interval.start - self.kept.start : interval.stop - self.kept.start]
+        return self.held.at(self.state.own)
 
     # ---- as they come
 
@@ -195,7 +196,8 @@ class UnitGradients:
             if id(memory) not in self._lent:
                 self._lent[id(memory)] = Bucket(self.unit, memory)
             self.bucket = self._lent[id(memory)]
-        self._set_sum_aside()
+        if not self.cut:
+            self._set_sum_aside()
         return True
 
     def take_own_bucket(self) -> None:
@@ -205,8 +207,10 @@ class UnitGradients:
             self.bucket = Bucket(self.unit, memory)
 
     def _set_sum_aside(self) -> None:
-        if self.summed and not self._adds:
-            self.earlier_sum, self.summed = self.shard.clone(), False
+        if self.summed:
+            updated = self.state.updated
+            self.earlier_sum = Shards(self.unit, self.held.at(updated).clone(), updated)
+            self.summed = False
 
     def adopt(self, factor: float) -> bool:
         """Let a gradient that waits be the bucket: no copy, and no second piece of memory. False if it cannot."""
@@ -230,14 +234,14 @@ class UnitGradients:
         if first:
             targets = [pieces[position] for position in first]
             gradients = [self.waiting[position] for position in first]
-            small = self.bucket.flat.nbytes <= _SMALL_BYTES or self.state.collectives.runs_ahead
+            small = self.bucket.flat.tensor.nbytes <= _SMALL_BYTES or self.state.collectives.runs_ahead
             if factor != 1.0 and not small and gradients[0].dtype == self.dtype:
                 for gradient, target in zip(gradients, targets, strict=True):
                     torch.mul(gradient, factor, out=target)
             else:
                 torch._foreach_copy_(targets, gradients)
                 if factor != 1.0 and len(first) == len(pieces):
-                    self.bucket.flat.mul_(factor)
+                    self.bucket.flat.tensor.mul_(factor)
                 elif factor != 1.0:
                     torch._foreach_mul_(targets, factor)
         if later:
@@ -265,23 +269,17 @@ class UnitGradients:
         if bucket.gaps and (self.cut or self._blocks):
             torch._foreach_zero_(bucket.gaps)
         if factor != 1.0:
-            bucket.flat.mul_(factor)
+            bucket.flat.tensor.mul_(factor)
         self.phase = Phase.REDUCING
-        add = self.summed and self._adds
-        if add not in bucket.reductions:
-            bucket.reductions[add] = self._reduction(bucket, self._wire, add=add)
-        return bucket.reductions[add].start()
-
-    def _reduction(self, bucket: Bucket, wire: Wire | None, *, add: bool) -> Exchange:
-        out = self.shard if self.cut else bucket.flat[self.state.own.start : self.state.own.stop]
-        between = None if self._adds else self._sum
-        prepare = self.state.collectives.reduction
-        return prepare(self.unit, bucket.flat, out, between=between, add=add, wire=wire)
+        self._set_sum_aside()
+        return bucket.reduce(self.state, self.held, self._wire)
 
     def finish(self) -> None:
-        """Note that the sum has arrived in the shard."""
+        """Note that the sum has arrived where this rank updates."""
         if self.earlier_sum is not None:
-            self.shard.add_(self.earlier_sum)
+            if self.state.placement.sums:
+                self.state.collectives.wait_for_readers()  # other ranks may still be gathering this one's piece
+            self.held.at(self.earlier_sum.interval).add_(self.earlier_sum.tensor)
             self.earlier_sum = None
         self.phase, self.summed = Phase.SUMMED, True
         self.filled.clear()
@@ -310,24 +308,20 @@ class UnitGradients:
     def clear(self, position: int) -> None:
         """Set the gradient of one parameter to zero, wherever it is kept between backward passes."""
         memory = self.unit.slices[position].memory
-        if self.bucket is not None:
-            self.bucket.flat[memory.start : memory.stop].zero_()
-        if self.cut:
-            self.of(memory.intersection(self.kept)).zero_()
-        if self.earlier_sum is not None:
-            own = memory.intersection(self.state.own).shifted(-self.state.own.start)
-            self.earlier_sum[own.start : own.stop].zero_()
+        for held in (None if self.bucket is None else self.bucket.flat, self._sum, self.earlier_sum):
+            if held is not None:
+                held.at(memory).zero_()
 
-    def show(self) -> Tensor:
-        """Show whole gradients [numel] in the unit's parameters, in their dtype; returns the sums."""
+    def show(self) -> Shards:
+        """Show whole gradients in the unit's parameters, in their dtype; returns the sums."""
         state = self.state
         if state.updated.numel == self.unit.numel:
-            whole = self.of(state.updated).clone()
+            whole = Shards(self.unit, self.held.at(state.updated).clone())
         else:
-            whole = torch.zeros(self.unit.numel, dtype=self.dtype, device=state.device)
-            whole[state.own.start : state.own.stop] = self.shard
-            state.collectives.gather(self.unit, whole).start().wait()
-        for parameter, piece in zip(state.parameters, unit_views(self.unit, whole), strict=True):
+            whole = Shards(self.unit, torch.zeros(self.unit.numel, dtype=self.dtype, device=state.device))
+            whole.at(state.own).copy_(self.shard)
+            state.collectives.gather(whole).start().wait()
+        for parameter, piece in zip(state.parameters, whole.views(), strict=True):
             show_gradient(parameter, piece.to(state.dtype, copy=True))
         return whole
 
@@ -345,9 +339,9 @@ class UnitGradients:
                 self.state.collectives.broadcast(gradient, source)
             show_gradient(parameter, gradient if shows else None)
 
-    def take_back(self, before: Tensor) -> None:
+    def take_back(self, before: Shards) -> None:
         """Store this rank's part of the shown gradients; values equal to `before` keep their precision."""
-        for parameter, piece in zip(self.state.parameters, unit_views(self.unit, before), strict=True):
+        for parameter, piece in zip(self.state.parameters, before.views(), strict=True):
             gradient = shown_gradient(parameter)
             if gradient is None:
                 piece.zero_()
@@ -355,4 +349,4 @@ class UnitGradients:
                 shown = gradient.detach().reshape(piece.shape)
                 piece.copy_(torch.where(shown != piece.to(shown.dtype), shown.to(piece.dtype), piece))
         updated = self.state.updated
-        self.of(updated).copy_(before[updated.start : updated.stop])
+        self.held.at(updated).copy_(before.at(updated))

@@ -46,7 +46,7 @@ from zerokit.runtime.weights import WholeWeights
 class Runtime:
     """The parts of a `ZeroOptimizer`, and its interface for checkpoints and averages.
 
-    They read and write `masters()`, between `settle` and `publish`, and frozen parameters by `UnitState.kept_part`.
+    They read and write `masters()`, between `settle` and `publish`, and frozen parameters by `UnitState.kept`.
     """
 
     def __init__(

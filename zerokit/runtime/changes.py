@@ -146,10 +146,10 @@ class Changes:
             exact = unit.exact or {}
             sums = checksums(list(exact.values()))
             given = [(at, one.dtype, total) for (at, one), total in zip(exact.items(), sums, strict=True)]
-            return checksums(unit.views()), given
+            return checksums(unit.whole.views()), given
         # Forward renormalises some by what it looks up, on each rank by itself. Where masters are wider, checksums may
         # be equal although one rank alone was given other values.
-        views = [view for at, view in enumerate(unit.views()) if at not in unit.renormed]
+        views = [view for at, view in enumerate(unit.whole.views()) if at not in unit.renormed]
         written = self._written.get(index, set()) - unit.renormed if unit.separate else set()
         return checksums(views), sorted(written)
 

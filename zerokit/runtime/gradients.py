@@ -42,8 +42,8 @@ class Gradients:
     def __init__(
         self, units: Sequence[UnitState], collectives: Collectives, precision: Precision, layout: Layout
     ) -> None:
-        self._collectives, self._placement = collectives, units[0].placement
-        dtype, count = precision.reduce, self._placement.pooled_buckets
+        self._collectives = collectives
+        dtype, count = precision.reduce, units[0].placement.pooled_buckets
         self.pool = BucketPool(pooled_units(layout), count, dtype, collectives.device)
         self.draws = Draws(collectives.rank)  # by which an int8 or int4 wire rounds
         self.units = {
@@ -73,7 +73,6 @@ class Gradients:
             if part.memory.intersection(unit.state.own).numel
         }
         self._reductions: deque[tuple[UnitGradients, Work]] = deque()
-        self._gathers: list[Work] = []  # of summed gradients, at stage 0
 
     # ---- as they come
 
@@ -187,38 +186,24 @@ class Gradients:
         self._make_room()
         with profiled("reduce", unit.unit):
             self._reductions.append((unit, unit.reduce(self._reduce_factor)))
-            if self._chains(unit):
-                self._gather(unit, after=self._reductions[-1][1])
         if unit.cut and unit.unit.numel > self.pool.numel:
             buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
-            self.transient = max(self.transient, sum(one.flat.nbytes for one in buckets if one is not None))
+            self.transient = max(
+                self.transient, sum(one.flat.tensor.nbytes for one in buckets if one is not None)
+            )
 
     def _finish_oldest(self) -> None:
         unit, work = self._reductions[0]
-        chained = self._chains(unit)
         with profiled("wait for the reduction of", unit.unit):
             work.wait()
         unit.finish()
-        if self._placement.sums and not chained:
-            self._gather(unit)
         self._reductions.popleft()  # at the end: an exception leaves it to be waited for
-
-    def _chains(self, unit: UnitGradients) -> bool:
-        """Whether the sum of `unit` is gathered right behind its reduction, and nothing waits in between."""
-        return bool(self._placement.sums) and self._collectives.runs_ahead and unit.earlier_sum is None
-
-    def _gather(self, unit: UnitGradients, after: Work | None = None) -> None:
-        gather = self._collectives.gather(unit.unit, unit.memory, axes=self._placement.sums)
-        self._gathers.append(gather.start(after))
 
     def end_backward(self) -> None:
         """Wait for all reductions of the pass; unreduced gradients go into their buckets."""
         if not self.accumulating:
             while self._reductions:
                 self._finish_oldest()
-            for gather in self._gathers:
-                gather.wait()
-            self._gathers.clear()
             self._collectives.wait_for_readers()
         self.pool.release()
         for unit in self.units.values():
@@ -279,11 +264,10 @@ class Gradients:
 
     def forget(self, *, mixed: bool = False) -> None:
         """Wait for collectives in flight and drop all gradients; `mixed` if the user must repeat the step."""
-        in_flight = [*(work for _, work in self._reductions), *self._gathers]
-        for work in in_flight:
+        in_flight = list(self._reductions)
+        for _, work in in_flight:
             work.wait()
         self._reductions.clear()
-        self._gathers.clear()
         if in_flight or not self._collectives.runs_ahead:
             # On hosts the user may change parameters from here on, which other ranks still read. On a device whatever
             # changes them waits for their gather, which goes on behind the next forward.
@@ -336,7 +320,7 @@ class Gradients:
             factor = float(factor)
         if isinstance(factor, float) and factor == 1.0:
             return
-        gradients = [unit.of(unit.state.updated) for unit in self.units.values()]
+        gradients = [unit.held.at(unit.state.updated) for unit in self.units.values()]
         if isinstance(factor, float):
             torch._foreach_mul_(gradients, factor)
             return

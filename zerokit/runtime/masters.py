@@ -8,7 +8,7 @@ parameters that are no longer trained alike get one master each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,27 +17,31 @@ from zerokit.layout import Interval, Slice, Unit
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.guard import TICKET, Ticket, WithoutGradient
+from zerokit.runtime.shards import Shards
 from zerokit.runtime.torch_internals import change_class
 
 
-@dataclass(slots=True)
-class MasterSlice:
-    """The part of one unit and group that the optimizer updates: `tensor`, elements `interval` of the unit's memory."""
+class MasterSlice(Shards):
+    """The part of one unit and optimizer group that the optimizer updates; the model computes with `kept`."""
 
-    group: int
-    interval: Interval
+    __slots__ = ("group", "kept")
     tensor: nn.Parameter
 
-    def part(self, tensor: Tensor, interval: Interval) -> Tensor:
-        """The elements `interval` (memory coordinates) of a tensor of the master's shape, as far as it has them."""
-        both = self.interval.intersection(interval)
-        return tensor[both.start - self.interval.start : both.stop - self.interval.start]
+    def __init__(self, kept: Shards, group: int, interval: Interval, exact: Tensor | None) -> None:
+        """The master has memory of its own if there are `exact` values, which `kept` may have rounded."""
+        self.group, self.kept = group, kept.at(interval)
+        super().__init__(kept.unit, nn.Parameter(self.kept if exact is None else exact), interval)
+
+    @property
+    def values(self) -> Shards:
+        """The same elements, without the parameter's gradient and guards."""
+        return self.like(self.tensor.detach())
 
 
 class OwnedUnit:
-    """One rank's part of a unit: it keeps the elements `kept` of the parameters, and updates those `updated`."""
+    """One rank's part of a unit: the parameters' elements `kept`, the shard `own` of them, and those `updated`."""
 
-    shard: Tensor  # the kept elements
+    kept: Shards
 
     def __init__(
         self, unit: Unit, parameters: Sequence[nn.Parameter], collectives: Collectives, placement: Placement
@@ -45,15 +49,10 @@ class OwnedUnit:
         self.unit, self.index, self.parameters = unit, unit.index, list(parameters)
         self.collectives, self.device, self.placement = collectives, collectives.device, placement
         self.own = unit.shard(collectives.position)
-        self.kept = placement.parameters(unit, collectives.position)
         self.updated = placement.updated(unit, collectives.position)
         self.masters: list[MasterSlice] = []
         self.separate = False
         """Whether masters have memory of their own, in another dtype than the parameters."""
-
-    def kept_part(self, interval: Interval) -> Tensor:
-        """The elements `interval` (memory coordinates) of this rank's kept memory."""
-        return self.shard[interval.start - self.kept.start : interval.stop - self.kept.start]
 
     def members(self, master: MasterSlice, within: Interval | None = None) -> list[Slice]:
         """The slices of parameters in `master`, padding left out; those in the interval `within`, if one is given."""
@@ -78,13 +77,13 @@ class OwnedUnit:
             pieces: list[MasterSlice] = []
             starts = sorted(s.offset for s in self.members(old) if s.offset > old.interval.start)
             for piece in map(Interval, [old.interval.start, *starts], [*starts, old.interval.stop]):
-                values = self.kept_part(piece)
-                if self.separate:
-                    values = old.part(old.tensor.detach(), piece).clone()
-                pieces.append(MasterSlice(old.group, piece, nn.Parameter(values)))
+                exact = old.values.at(piece).clone() if self.separate else None
+                pieces.append(MasterSlice(self.kept, old.group, piece, exact))
                 if old.tensor in inner.state:
                     inner.state[pieces[-1].tensor] = {
-                        kind: (old.part(value, piece) if value.shape == old.tensor.shape else value).clone()
+                        kind: (
+                            old.like(value).at(piece) if value.shape == old.tensor.shape else value
+                        ).clone()
                         if isinstance(value, Tensor)
                         else value
                         for kind, value in inner.state[old.tensor].items()

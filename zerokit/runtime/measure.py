@@ -79,19 +79,19 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
         line = "parameters" if unit.trainable else "frozen"
         if state.comes_and_goes:
             # What a freed unit's storage holds cannot be read off the storage where its pages come and go.
-            add(line, state.shard, unit.payload_within(state.kept), elements=True)
+            add(line, state.kept.tensor, state.kept.payload_numel, elements=True)
             if state.state is not State.FREED:
-                add("gathered", state.whole, elements=True)
+                add("gathered", state.whole.tensor, elements=True)
         else:
-            add(line, state.whole, unit.payload_numel)
+            add(line, state.whole.tensor, unit.payload_numel)
         if unit.trainable:
             own = runtime.gradients.units[unit.index]
             if own.cut or own.bucket is not None:
-                add("gradients", own.memory, unit.payload_within(own.kept))
+                add("gradients", own.held.tensor, own.held.payload_numel)
             if own.cut and own.bucket is not None:
                 add("buckets", own.bucket.memory)
         for master in state.masters:
-            payload = unit.payload_within(master.interval)
+            payload = master.payload_numel
             add("optimizer", master.tensor, payload)
             for value in runtime.inner.state.get(master.tensor, {}).values():
                 if isinstance(value, Tensor):

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from zerokit.layout import Interval
+from zerokit.layout import Interval, Unit
+from zerokit.runtime.shards import Shards
 
 _MAP_FIXED = 0x10  # Linux's mman.h, on every processor that it serves
 _HUGE_PAGE = 2 << 20
@@ -38,46 +38,46 @@ _IDLE_BYTES = 8 << 20
 
 
 class UnitMemory:
-    """A unit's elements, `whole`, and this rank's, `shard`. At stages 0 to 2 both are permanent."""
+    """A unit's elements, `whole`, and those that this rank keeps. At stages 0 to 2 both are permanent."""
 
     reads_nan = False
     """Whether freed elements read as nan, so that parameters may stay views of them."""
 
-    def __init__(self, whole: Tensor, own: Interval) -> None:
-        self.whole = whole
-        self.shard = whole[own.start : own.stop]
+    def __init__(self, whole: Shards, kept: Interval) -> None:
+        self.whole, self.kept = whole, Shards(whole.unit, whole.at(kept), kept)
 
     def grow(self) -> None:
-        """Make room for the whole unit, with any contents outside the shard."""
+        """Make room for the whole unit, with any contents outside what is kept."""
 
     def shrink(self) -> None:
-        """Free everything except the shard."""
+        """Free everything except what is kept."""
 
     def store(self) -> None:
-        """Copy this rank's piece of the written unit to the shard."""
+        """Copy what is kept from the written unit."""
 
 
 class ResizedMemory(UnitMemory):
-    """Memory on any device: the storage is resized, and the shard has its own memory."""
+    """Memory on any device: the storage is resized, and what is kept has its own memory."""
 
-    def __init__(self, whole: Tensor, own: Interval) -> None:
-        super().__init__(whole, own)
-        self.shard = torch.zeros_like(self.shard)
-        self._own, self._bytes = own, whole.untyped_storage().nbytes()
+    def __init__(self, whole: Shards, kept: Interval) -> None:
+        super().__init__(whole, kept)
+        self.kept = self.kept.like(torch.zeros_like(self.kept.tensor))
+        self._storage = whole.tensor.untyped_storage()
+        self._bytes = self._storage.nbytes()
 
     def grow(self) -> None:
-        if self.whole.untyped_storage().nbytes() < self._bytes:  # else it would be allocated anew and copied
-            self.whole.untyped_storage().resize_(self._bytes)
+        if self._storage.nbytes() < self._bytes:  # else it would be allocated anew and copied
+            self._storage.resize_(self._bytes)
 
     def shrink(self) -> None:
-        self.whole.untyped_storage().resize_(0)
+        self._storage.resize_(0)
 
     def store(self) -> None:
-        self.shard.copy_(self.whole[self._own.start : self._own.stop])
+        self.kept.copy(self.whole)
 
 
 class MappedMemory(UnitMemory):
-    """A private mapping whose pages outside the shard are returned to the system. Linux only.
+    """A private mapping whose pages outside what is kept are returned to the system. Linux only.
 
     Stretches of huge pages (512 times fewer faults, where the system allows them) are mapped anew whenever the unit
     comes and goes. Shorter ones are private views of the file of nan for life; the pages written there become nan again
@@ -86,26 +86,26 @@ class MappedMemory(UnitMemory):
 
     reads_nan = True
 
-    def __init__(self, numel: int, own: Interval, dtype: torch.dtype) -> None:
-        size = numel * dtype.itemsize
+    def __init__(self, unit: Unit, kept: Interval, dtype: torch.dtype) -> None:
+        size = unit.numel * dtype.itemsize
         self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._advise_huge(0, size)
-        super().__init__(torch.frombuffer(self._map, dtype=dtype), own)
-        start = own.start * dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = -(-own.stop * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        super().__init__(Shards(unit, torch.frombuffer(self._map, dtype=dtype)), kept)
+        first, last = kept.start * dtype.itemsize, kept.stop * dtype.itemsize
+        start = first // mmap.PAGESIZE * mmap.PAGESIZE
+        stop, end = (-(-byte // mmap.PAGESIZE) * mmap.PAGESIZE for byte in (last, size))
         others = [(a, b - a) for a, b in ((0, start), (stop, end)) if b > a]
-        # What lies beside the shard in its own pages, which stay.
-        beside = (start, own.start * dtype.itemsize), (own.stop * dtype.itemsize, min(stop, size))
+        # What lies beside the kept elements in their pages, which stay.
+        beside = (start, first), (last, min(stop, size))
         self._beside = [(a, b - a) for a, b in beside if b > a]
         self._huge = [(at, length) for at, length in others if length >= _HUGE_PAGE]
         self._short = [(at, length) for at, length in others if length < _HUGE_PAGE]
-        self._address = self.whole.data_ptr()
+        self._address = self.whole.tensor.data_ptr()
         self._grown = True
         for at, length in self._short:
             _map_at(self._address + at, length, _nan_file())
             weakref.finalize(self._map, _idle_pages.forget, self._address + at, length)
-        self.whole.zero_()
+        self.whole.tensor.zero_()
 
     def grow(self) -> None:
         if not self._grown:
@@ -226,13 +226,13 @@ def _function(name: str) -> Callable[..., int]:
 
 
 def unit_memory(
-    numel: int, own: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
+    unit: Unit, kept: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
 ) -> UnitMemory:
-    """Zeroed memory for a unit of `numel` elements, whole for now."""
-    if comes_and_goes and numel and device.type == "cpu" and sys.platform == "linux":
-        return MappedMemory(numel, own, dtype)
-    kind = ResizedMemory if comes_and_goes and numel else UnitMemory
-    return kind(torch.zeros(numel, dtype=dtype, device=device), own)
+    """Zeroed memory for a unit, whole for now."""
+    if comes_and_goes and unit.numel and device.type == "cpu" and sys.platform == "linux":
+        return MappedMemory(unit, kept, dtype)
+    kind = ResizedMemory if comes_and_goes and unit.numel else UnitMemory
+    return kind(Shards(unit, torch.zeros(unit.numel, dtype=dtype, device=device)), kept)
 
 
 _M_TRIM_THRESHOLD = -1  # glibc's malloc.h, mallopt(3)

@@ -171,7 +171,7 @@ def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Opti
             if skipped and skipped.issuperset(unit.positions_in(master)):
                 master.tensor.grad = None  # of an update that failed
                 continue  # as in torch, what has no gradient keeps its value and its states
-            gradient = own.of(master.interval)
+            gradient = own.held.at(master.interval)
             tensor = master.tensor
             tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
     if isinstance(inner, SGD):

@@ -1,7 +1,7 @@
 """A unit in memory: parameters as views of one flat storage.
 
-stage 0, 1, 2   `whole` always exists; this rank's `shard` is a view of it
-stage 3         `shard` always exists; `whole` has memory while the unit is gathered, see `memory`
+stage 0, 1, 2   `whole` always exists; what this rank keeps is a view of it
+stage 3         `kept` always exists; `whole` has memory while the unit is gathered, see `memory`
 
 [Note: freed weights] Autograd saves weights for backward, as themselves or as views. While a unit is freed (stage 3),
 its parameters' version counters stand one higher, so that autograd refuses to read what it saved, as it does after an
@@ -27,6 +27,7 @@ from zerokit.runtime.guard import TICKET, Guarded, Owner, Ticket, guarded_class,
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import UnitMemory, unit_memory
+from zerokit.runtime.shards import Shards
 from zerokit.runtime.torch_internals import (
     become,
     change_class,
@@ -59,13 +60,12 @@ class UnitState(OwnedUnit, UnitUse):
         """Positions of trainable parameters that require no gradient any more: they are not updated."""
         self.in_flight: Work | None = None
         """The gather of the unit, or of what other ranks have updated."""
-        self._memory = unit_memory(
-            unit.numel, self.kept, dtype, self.device, comes_and_goes=self.comes_and_goes
-        )
-        self.whole, self.shard = self._memory.whole, self._memory.shard
-        self._views = unit_views(unit, self.whole)
+        kept = placement.parameters(unit, collectives.position)
+        self._memory = unit_memory(unit, kept, dtype, self.device, comes_and_goes=self.comes_and_goes)
+        self.whole, self.kept = self._memory.whole, self._memory.kept
+        self._views = self.whole.views()
         self._base, self._addresses = -1, [0]
-        self._gather: Exchange | None = None  # prepared by the first one
+        self._exchanges: dict[tuple[Axis, ...], Exchange] = {}  # each prepared by its first use
         nothing = torch.full(
             (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
         )
@@ -90,10 +90,10 @@ class UnitState(OwnedUnit, UnitUse):
         self._note_addresses()
         exact = self.whole
         if self.unit.trainable and master != self.dtype:
-            exact = torch.zeros(self.unit.numel, dtype=master, device=self.device)
+            exact = exact.like(torch.zeros_like(exact.tensor, dtype=master))
             self.separate = True
         with torch.no_grad():
-            members = zip(self.parameters, self._views, unit_views(self.unit, exact), strict=True)
+            members = zip(self.parameters, self._views, exact.views(), strict=True)
             for parameter, view, target in members:
                 target.copy_(initial[parameter] if parameter.is_meta else parameter)
                 if parameter.is_meta or parameter.nbytes < parameter.untyped_storage().nbytes():
@@ -107,18 +107,16 @@ class UnitState(OwnedUnit, UnitUse):
                 point_at(parameter, view)
         self._guarded = [guarded_class(type(parameter)) for parameter in self.parameters]
         self._versions = [parameter._version for parameter in self.parameters]
-        self.collectives.broadcast(exact)
+        self.collectives.broadcast(exact.tensor)
         if self.separate:
-            self.whole.copy_(exact)
+            self.whole.copy(exact)
         if self.comes_and_goes:
             self._memory.store()
             self.free()
         if self.unit.trainable:
             for group, stretch in self.unit.groups_within(self.updated):
-                values = self.kept_part(stretch)
-                if self.separate:
-                    values = exact[stretch.start : stretch.stop].clone()
-                self.masters.append(MasterSlice(group, stretch, nn.Parameter(values)))
+                own = exact.at(stretch).clone() if self.separate else None
+                self.masters.append(MasterSlice(self.kept, group, stretch, own))
 
     # ---- changes by the user
 
@@ -129,10 +127,9 @@ class UnitState(OwnedUnit, UnitUse):
         self._memory.store()
         with torch.no_grad():
             for master in self.masters if self.separate else ():
-                kept = self.kept_part(master.interval)
                 values = master.tensor.detach()
-                changed = values.to(self.dtype) != kept
-                values.copy_(torch.where(changed, kept.to(values.dtype), values))
+                changed = values.to(self.dtype) != master.kept
+                values.copy_(torch.where(changed, master.kept.to(values.dtype), values))
         self.note_versions()
 
     def take_exact(self, position: int, values: Tensor) -> None:
@@ -144,10 +141,9 @@ class UnitState(OwnedUnit, UnitUse):
             self.exact[position] = values.detach().clone()
             return
         with torch.no_grad():
+            given = Shards(self.unit, values.detach().reshape(-1), part.memory)
             for master in self.masters:
-                both = part.memory.intersection(master.interval).shifted(-part.offset)
-                own = master.part(master.tensor.detach(), part.memory)
-                own.copy_(values.detach().reshape(-1)[both.start : both.stop])
+                master.values.copy(given)
 
     def keep_exact(self, *, kept: bool) -> None:
         """Keep wider values that parameters are given from now on, if it is to be so, and leave the masters."""
@@ -161,13 +157,13 @@ class UnitState(OwnedUnit, UnitUse):
         """
         exact, self.exact = self.exact or {}, None
         if given is not None:
-            self.collectives.broadcast(self.whole, source or 0)
+            self.collectives.broadcast(self.whole.tensor, source or 0)
             torch.autograd.graph.increment_version(self.parameters)
             if source is None:
                 self._memory.store()
                 # Their precision may differ by rank, too.
                 for master in self.masters if self.separate else ():
-                    master.tensor.detach().copy_(self.kept_part(master.interval))
+                    master.tensor.detach().copy_(master.kept)
             elif self.collectives.rank != source:
                 exact = {at: torch.empty_like(self._views[at], dtype=dtype) for at, dtype, _ in given}
             for values in exact.values():
@@ -175,10 +171,6 @@ class UnitState(OwnedUnit, UnitUse):
         for position, values in exact.items():
             self.take_exact(position, values)
         self.take_changes(certain=True)
-
-    def views(self) -> list[Tensor]:
-        """The whole parameters, as plain tensors over their memory."""
-        return self._views
 
     def written(self) -> set[int]:
         """Positions of the parameters that were changed in place since `note_versions`; none of a freed unit."""
@@ -217,12 +209,7 @@ class UnitState(OwnedUnit, UnitUse):
         self.complete()
         self._memory.grow()
         self._note_addresses()
-        if self._gather is None:
-            self._gather = self.collectives.gather(
-                self.unit, self.whole, axes=self.placement.use, own=self.shard
-            )
-        with profiled("gather", self.unit):
-            self.in_flight = self._gather.start()
+        self._start(self.whole, self.placement.use, self.kept)
         if self.state is State.FREED:
             self.state = State.GATHERING
 
@@ -231,8 +218,13 @@ class UnitState(OwnedUnit, UnitUse):
         self.complete()
         if axes is None:
             axes = [axis for axis in self.collectives.mesh.axes if axis not in self.placement.use]
+        self._start(self.kept, tuple(axes), None)
+
+    def _start(self, memory: Shards, axes: tuple[Axis, ...], own: Shards | None) -> None:
+        if axes not in self._exchanges:
+            self._exchanges[axes] = self.collectives.gather(memory, axes=axes, own=own)
         with profiled("gather", self.unit):
-            self.in_flight = self.collectives.gather(self.unit, self.shard, axes=axes).start()
+            self.in_flight = self._exchanges[axes].start()
 
     def ready(self) -> None:
         """Wait for a gather in flight, so that the parameters hold their values, and let the model use them."""
@@ -321,14 +313,17 @@ class UnitState(OwnedUnit, UnitUse):
             point_at(parameter, values[parameter])
         for master in self.masters:
             point_at(master.tensor, master.tensor.new_empty(0))
-        self._memory = UnitMemory(self.whole.new_empty(0), Interval(0, 0))
-        self.whole, self.shard = self._memory.whole, self._memory.shard
+        self.masters.clear()
+        nothing = Interval(0, 0)
+        self._memory = UnitMemory(Shards(self.unit, self.whole.tensor.new_empty(0), nothing), nothing)
+        self.whole, self.kept = self._memory.whole, self._memory.kept
+        self._exchanges.clear()
         self._views.clear()
 
     def _note_addresses(self) -> None:
         """Where the parameters lie now: memory that came anew may lie elsewhere."""
-        if self.whole.data_ptr() != self._base:
-            self._base = self.whole.data_ptr()
+        if self.whole.tensor.data_ptr() != self._base:
+            self._base = self.whole.tensor.data_ptr()
             self._addresses = [view.data_ptr() for view in self._views]
 
     def _take_replaced(self) -> None:
@@ -358,17 +353,12 @@ class UnitState(OwnedUnit, UnitUse):
         )
 
 
-def unit_views(unit: Unit, flat: Tensor) -> list[Tensor]:
-    """Views of `flat` [the unit's elements], one a parameter, each in its parameter's shape."""
-    return [flat[s.offset : s.offset + s.parameter.numel].view(s.parameter.shape) for s in unit.slices]
-
-
 def write_back(units: Sequence[UnitState]) -> None:
     """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end."""
     kept, masters = [], []
     for unit in units:
         for master in unit.masters if unit.separate else ():
-            kept.append(unit.kept_part(master.interval))
+            kept.append(master.kept)
             masters.append(master.tensor.detach())
     if kept:
         torch._foreach_copy_(kept, masters)

@@ -245,7 +245,7 @@ class ModelWalk(Owner):
             tensors += self._left_in(module)
         for unit in outermost:
             # No hook shows when backward, or whoever has a view of a weight, reads this unit for the last time.
-            whole = unit.whole
+            whole = unit.whole.tensor
             if unseen or any(share_memory(tensor, whole) for tensor in tensors):
                 self._gathering.hold(unit)
         if unseen or not grad:

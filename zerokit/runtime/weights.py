@@ -17,7 +17,8 @@ from zerokit.formulas import TrafficReport
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.gathering import Gathering
 from zerokit.runtime.guard import TICKET, Guarded
-from zerokit.runtime.unit import UnitState, unit_views
+from zerokit.runtime.shards import Shards
+from zerokit.runtime.unit import UnitState
 
 
 class WholeWeights:
@@ -72,14 +73,14 @@ class WholeWeights:
         """Each parameter's whole value, in memory of its own."""
         taken: dict[nn.Parameter, Tensor] = {}
         for unit, whole in self._gathered(as_built=as_built, all_units=all_units):
-            members = zip(unit.parameters, unit.unit.parameters, unit_views(unit.unit, whole), strict=True)
+            members = zip(unit.parameters, unit.unit.parameters, whole.views(), strict=True)
             for parameter, built, view in members:
                 dtype: torch.dtype = getattr(torch, built.dtype) if as_built else view.dtype
                 taken[parameter] = view.to(dtype, copy=True)
         return taken
 
     @torch.no_grad()
-    def _gathered(self, *, as_built: bool, all_units: bool) -> Iterator[tuple[UnitState, Tensor]]:
+    def _gathered(self, *, as_built: bool, all_units: bool) -> Iterator[tuple[UnitState, Shards]]:
         """Units whose parameters are not what is to be shown, or all, each with its whole values for now."""
         # Another rank may still be reading what this one has offered of a unit: one gather of it at a time.
         self._gathering.make_current()
@@ -93,19 +94,19 @@ class WholeWeights:
                     yield unit, self._gather(unit)
                     self._collectives.wait_for_readers()
 
-    def _gather(self, unit: UnitState) -> Tensor:
+    def _gather(self, unit: UnitState) -> Shards:
         """The whole `unit`: its masters, or else its parameters."""
         if not (unit.separate or unit.comes_and_goes):
             return unit.whole
         place = unit.placement
         if not unit.separate:
-            whole = torch.empty(unit.unit.numel, dtype=unit.dtype, device=unit.device)
-            self._collectives.gather(unit.unit, whole, axes=place.use, own=unit.shard).start().wait()
+            whole = unit.whole.like(torch.empty(unit.unit.numel, dtype=unit.dtype, device=unit.device))
+            self._collectives.gather(whole, axes=place.use, own=unit.kept).start().wait()
             return whole
-        whole = torch.zeros(unit.unit.numel, dtype=self._master, device=unit.device)
+        whole = unit.whole.like(torch.zeros(unit.unit.numel, dtype=self._master, device=unit.device))
         for master in unit.masters:
-            whole[master.interval.start : master.interval.stop] = master.tensor.detach()
-        self._collectives.gather(unit.unit, whole, axes=(*place.use, *place.update)).start().wait()
+            whole.copy(master.values)
+        self._collectives.gather(whole, axes=(*place.use, *place.update)).start().wait()
         return whole
 
 

@@ -36,7 +36,7 @@ class Differences:
         """How `weights` [islands, stop − start] differ from what is known of that stretch of each piece."""
         wire, lost = QuantisedWire(self.form), self.lost[:, start:stop]
         moved = lost + (weights - self.known[:, start:stop])
-        packed = wire.pack(moved, len(moved))
+        packed = wire.pack(moved)
         for term, piece, sent in zip(packed, moved, torch.empty_like(moved), strict=True):
             wire.unpack(term, sent, add=False)
             piece.sub_(sent)
@@ -52,7 +52,7 @@ class Differences:
 
     def pack_result(self, own: Tensor, island: int, start: int, stop: int) -> Tensor:
         """How the new weights [stop − start] of this island's piece differ from what is known."""
-        return QuantisedWire(self.form).pack(own - self.known[island, start:stop], 1)
+        return QuantisedWire(self.form).pack((own - self.known[island, start:stop])[None])
 
     def learn(self, packed: Tensor, start: int, stop: int) -> Tensor:
         """Take over what the owner of each piece has sent; what all know now, [islands, stop − start]."""

@@ -154,7 +154,7 @@ class Exchange:
         """Let this rank's piece of the region `buffer` be the sum over islands, and the rest zero. Raises
         `ScheduleError`.
         """
-        pieces = buffer.view(self.count, -1)
+        pieces = self._pieces(buffer)
         own = torch.zeros_like(pieces[self.index])
 
         def add() -> None:
@@ -198,6 +198,10 @@ class Exchange:
                     f"{'; '.join(different)}: pass the same model and the same settings on all islands"
                 )
 
+    def _pieces(self, region: Tensor) -> Tensor:
+        """The equal pieces of a region, [islands, elements of each]."""
+        return region.view(self.count, -1)
+
     def _guarded(self, name: str, call: Callable[[], object]) -> None:
         try:
             self._publish(name)
@@ -210,7 +214,7 @@ class Exchange:
     def carry_out(self, one: Synchronisation) -> None:
         """Average, update and gather."""
         self._publish(one.name)
-        pieces, narrow = one.buffer.view(self.count, -1), one.differences
+        pieces, narrow = self._pieces(one.buffer), one.differences
         own = pieces[self.index]
         self._agree_on_pace(one, own.numel())
         for start, stop in self._paced(own.numel(), one):
@@ -228,7 +232,7 @@ class Exchange:
         self._gather(one.buffer, one)
 
     def _gather(self, buffer: Tensor, one: Synchronisation | None = None) -> None:
-        pieces = buffer.view(self.count, -1)
+        pieces = self._pieces(buffer)
         own = pieces[self.index]
         for start, stop in self._paced(own.numel(), one):
             if one is None or one.differences is None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zerokit.errors import UsageError
 from zerokit.formulas import BlockFormat
-from zerokit.layout import Interval, Layout, Unit, align
+from zerokit.layout import Cut, Interval, Layout, Unit
 from zerokit.training.differences import Differences
 
 
@@ -89,9 +89,10 @@ class Part:
         kept: bool = False,
     ) -> None:
         self.fragment, self.rank, self.island = fragment, rank, island
-        self.piece_numel = align(-(-sum(unit.shard_numel for unit in fragment.units) // islands))
-        self.numel = self.piece_numel * islands
-        self.own = slice(island * self.piece_numel, (island + 1) * self.piece_numel)
+        cut = Cut.equal(sum(unit.shard(rank).numel for unit in fragment.units), islands)
+        own = cut.piece(island)
+        self.numel, self.piece_numel = cut.whole.numel, own.numel
+        self.own = slice(own.start, own.stop)
         self.anchor = nn.Parameter(torch.zeros(self.piece_numel, dtype=torch.float32)) if kept else None
         self.differences = None if form is None else Differences(form, islands, self.piece_numel)
 
@@ -99,8 +100,9 @@ class Part:
         """Each unit, and where its shard lies in the region."""
         start = 0
         for unit in self.fragment.units:
-            yield unit, slice(start, start + unit.shard_numel)
-            start += unit.shard_numel
+            stop = start + unit.shard(self.rank).numel
+            yield unit, slice(start, stop)
+            start = stop
 
     def payload(self, part: slice) -> int:
         """Elements of parameters in a part of the region."""

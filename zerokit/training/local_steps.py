@@ -295,9 +295,12 @@ class LocalSteps:
 
     def expect(self, names: Iterable[str]) -> dict[str, dict[int, Tensor]]:
         """Room for the streams of these names that a checkpoint has, to be filled and given to `restore`."""
-        units = [unit for part in self._parts for unit in part.fragment.units]
         return {
-            name: {unit.index: torch.zeros(unit.shard_numel, dtype=torch.float32) for unit in units}
+            name: {
+                index: shard
+                for part in self._parts
+                for index, shard in part.split(torch.zeros(part.numel, dtype=torch.float32)).items()
+            }
             for name in names
         }
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.formulas import Operation, TrafficReport
-from zerokit.layout import Interval, Layout, Unit
+from zerokit.layout import Layout, Unit
 from zerokit.runtime.optimizer import ZeroOptimizer
+from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import write_back
 from zerokit.training.fragments import Part
 
@@ -51,11 +52,9 @@ class Masters:
         """The masters of a part's region [numel], in fp32."""
         values = torch.zeros(part.numel, dtype=torch.float32)
         for unit, place in part.shards():
-            shard, out = unit.shard(self.rank), values[place]
+            shard = Shards(unit, values[place], unit.shard(self.rank))
             for master in self._runtime.units[unit.index].masters:
-                both = master.interval.intersection(shard)
-                if both.numel:
-                    out[_within(both, shard)].copy_(master.tensor[_within(both, master.interval)])
+                shard.copy(master.values)
         return values
 
     @contextmanager
@@ -66,7 +65,7 @@ class Masters:
 
     @torch.no_grad()
     def mix(self, shards: Mapping[int, Tensor], weight: float) -> None:
-        """Move masters to the values of `shards` (by unit, each [shard_numel]) by `weight`, 1 for all the way.
+        """Move masters to the values of `shards` (by unit, each this rank's) by `weight`, 1 for all the way.
 
         Call `settle` before. Parameters are current afterwards, on every rank.
         """
@@ -75,20 +74,16 @@ class Masters:
             states = [runtime.units[index] for index in shards]
             for state in states:
                 unit, values = state.unit, shards[state.index].to(state.device)
-                covered = unit.shard(self.rank)
+                given = Shards(unit, values, unit.shard(self.rank))
                 if not runtime.placement.update and not runtime.placement.use and unit.world > 1:
                     # Every rank of the island updates all of it, and each has brought its own shard.
-                    whole = torch.zeros(unit.numel, dtype=values.dtype, device=state.device)
-                    whole[covered.start : covered.stop] = values
-                    runtime.collectives.gather(unit, whole).start().wait()
+                    whole = Shards(unit, values.new_zeros(unit.numel))
+                    whole.copy(given)
+                    runtime.collectives.gather(whole).start().wait()
                     runtime.collectives.wait_for_readers()
-                    covered, values = Interval(0, unit.numel), whole
+                    given = whole
                 for master in state.masters:
-                    both = master.interval.intersection(covered)
-                    if not both.numel:
-                        continue
-                    target = master.tensor.detach()[_within(both, master.interval)]
-                    new = values[_within(both, covered)]
+                    target, new = master.values.at(given.interval), given.at(master.interval)
                     if weight == 1.0:
                         target.copy_(new)
                     else:
@@ -125,11 +120,7 @@ class Masters:
     def frozen(self) -> Iterator[list[Tensor]]:
         """This rank's shards of frozen units, to be changed inside: all ranks of the optimizer have them afterwards."""
         states = [state for state in self._runtime.units if not state.unit.trainable]
-        yield [state.kept_part(state.unit.shard(self.rank)) for state in states]
+        yield [state.kept.at(state.unit.shard(self.rank)) for state in states]
         for state in states:
             state.gather_from_owners()
             state.complete()
-
-
-def _within(part: Interval, whole: Interval) -> slice:
-    return slice(part.start - whole.start, part.stop - whole.start)

@@ -47,21 +47,23 @@ def measure_bandwidth(trainer: Trainer) -> list[Bandwidth]:
     if world == 1 or zero is None:
         return []
     from zerokit.runtime.collectives import Wire
+    from zerokit.runtime.shards import Shards
     from zerokit.runtime.wires import Draws, make_wire
 
     collectives = zero.runtime.collectives
     unit = max(zero.layout.units, key=lambda unit: unit.numel)
-    whole = torch.zeros(unit.numel, dtype=zero.precision.compute, device=accelerator.device)
-    bucket = torch.zeros(unit.numel, dtype=zero.precision.reduce, device=accelerator.device)
-    own = bucket.view(world, -1)[collectives.position]
+    whole, bucket = (
+        Shards(unit, torch.zeros(unit.numel, dtype=dtype, device=accelerator.device))
+        for dtype in (zero.precision.compute, zero.precision.reduce)
+    )
     wire = make_wire(zero.precision, Draws(0), unit.index) or Wire(bucket.dtype)
 
     def gather() -> None:
-        collectives.gather(unit, whole).start().wait()
+        collectives.gather(whole).start().wait()
         collectives.wait_for_readers()
 
     def reduce() -> None:
-        collectives.reduction(unit, bucket, own, add=False, wire=wire).start().wait()
+        collectives.reduction(bucket, bucket, wire=wire).start().wait()
 
     calls = {
         "all_gather": (whole.dtype.itemsize, gather),

@@ -17,7 +17,7 @@ from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats import deepspeed_files
 from zerokit.checkpoint.formats.checks import require
-from zerokit.checkpoint.formats.deepspeed_files import KNOWN, LATEST, Cut, Files, Shapes
+from zerokit.checkpoint.formats.deepspeed_files import KNOWN, LATEST, Files, GroupCut, Shapes
 from zerokit.checkpoint.formats.description import (
     MASTER,
     PARAM,
@@ -195,7 +195,7 @@ class Reader:
         return groups
 
     @cached_property
-    def cuts(self) -> Sequence[Cut]:
+    def cuts(self) -> Sequence[GroupCut]:
         """The groups of stages 1 and 2, the sub-groups of stage 3."""
         if self.stage < 3:
             return self.groups_for(self.world)
@@ -207,7 +207,7 @@ class Reader:
             for number, shapes in enumerate(self.shapes)
         ]
 
-    def groups_for(self, world: int, *, before: bool = False) -> list[Cut]:
+    def groups_for(self, world: int, *, before: bool = False) -> list[GroupCut]:
         """The groups of stages 1 and 2, cut for so many ranks.
 
         `round_robin_gradients` gives parameters another order at each world; `before`: in the order before that.

@@ -26,7 +26,7 @@ from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.pickles import Name, Record
 from zerokit.checkpoint.formats.torchfile import Blob, StoredTensor, read_torch_file
 from zerokit.errors import CheckpointError
-from zerokit.layout import Interval
+from zerokit.layout import Cut, Interval
 
 LATEST = "latest"
 _FIRST = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -245,7 +245,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class GroupCut:
     """A group (stages 1 and 2) or a sub-group (stage 3) of optimizer group `group`, cut for ranks.
 
     Each rank has `partition` elements, of which `unpadded` (by rank) come before the padding at the end, and `pieces`
@@ -261,23 +261,22 @@ class Cut:
 
 def cut_group(
     group: int, numels: Mapping[str, int], world: int, paddings: Sequence[int] | None = None
-) -> Cut:
+) -> GroupCut:
     """A group of stages 1 and 2; `paddings` are elements that follow each of its parameters."""
     places: dict[str, Interval] = {}
     end = 0
     for (name, numel), padding in zip(numels.items(), paddings or repeat(0), strict=False):
         places[name] = Interval(end, end + numel)
         end += numel + padding
-    size = -(-end // (ALIGNMENT * world)) * ALIGNMENT
+    cut = Cut.equal(end, world, ALIGNMENT)
     pieces: tuple[list[Piece], ...] = tuple([] for _ in range(world))
     for name, place in places.items():
-        for rank in range(place.start // max(size, 1), world):
-            part = place.intersection(Interval(rank * size, (rank + 1) * size))
-            if not part.numel:
-                break
-            pieces[rank].append(Piece(name, part.shifted(-place.start), part.start - rank * size))
-    unpadded = tuple(min(size, max(0, end - rank * size)) for rank in range(world))
-    return Cut(group, tuple(places), size, unpadded, pieces)
+        for rank in cut.owners(place):
+            held = cut.piece(rank)
+            part = place.intersection(held)
+            pieces[rank].append(Piece(name, part.shifted(-place.start), part.start - held.start))
+    unpadded = tuple(cut.piece(rank).intersection(Interval(0, end)).numel for rank in range(world))
+    return GroupCut(group, tuple(places), cut.piece_numel, unpadded, pieces)
 
 
 def round_robin(count: int, world: int) -> list[int]:
@@ -285,7 +284,7 @@ def round_robin(count: int, world: int) -> list[int]:
     return [index for first in range(world) for index in range(first, count, world)]
 
 
-def cut_sub_group(group: int, numels: Mapping[str, int], world: int) -> Cut:
+def cut_sub_group(group: int, numels: Mapping[str, int], world: int) -> GroupCut:
     """A sub-group of stage 3."""
     pieces: tuple[list[Piece], ...] = tuple([] for _ in range(world))
     size = 0
@@ -293,24 +292,22 @@ def cut_sub_group(group: int, numels: Mapping[str, int], world: int) -> Cut:
         for rank, part in parts(numel, world):
             pieces[rank].append(Piece(name, part, size))
         size += part_size(numel, world)
-    return Cut(group, tuple(numels), size, (size,) * world, pieces)
+    return GroupCut(group, tuple(numels), size, (size,) * world, pieces)
 
 
 def part_size(numel: int, world: int) -> int:
     """Elements of a parameter that each rank holds at stage 3, padding included."""
-    return -(-numel // world)
+    return Cut.equal(numel, world, alignment=1).piece_numel
 
 
 def parts(numel: int, world: int) -> Iterator[tuple[int, Interval]]:
     """Each rank's elements of a parameter at stage 3; ranks that have none are left out."""
-    size = part_size(numel, world)
-    for rank in range(world):
-        part = Interval(0, numel).intersection(Interval(rank * size, (rank + 1) * size))
-        if part.numel:
-            yield rank, part
+    cut, whole = Cut.equal(numel, world, alignment=1), Interval(0, numel)
+    for rank in cut.owners(whole):
+        yield rank, cut.piece(rank).intersection(whole)
 
 
-def sub_groups(groups: Sequence[Mapping[str, int]], world: int, limit: int) -> Iterator[Cut]:
+def sub_groups(groups: Sequence[Mapping[str, int]], world: int, limit: int) -> Iterator[GroupCut]:
     """Sub-groups as DeepSpeed makes them: each ends with the parameter that fills `limit` elements a rank."""
     for number, numels in enumerate(groups):
         members: dict[str, int] = {}

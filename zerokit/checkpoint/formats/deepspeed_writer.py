@@ -18,7 +18,7 @@ from zerokit.checkpoint.disk import entries_of, is_kind, make_directory, sync_di
 from zerokit.checkpoint.formats import deepspeed_files, torchwriter
 from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.deepspeed import Reader
-from zerokit.checkpoint.formats.deepspeed_files import LATEST, Cut, Piece
+from zerokit.checkpoint.formats.deepspeed_files import LATEST, GroupCut, Piece
 from zerokit.checkpoint.formats.description import MASTER, PARAM
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.pickles import Ordered, Record, Size
@@ -68,7 +68,7 @@ def _foreign(folder: Path) -> str:
 class _Writer:
     def __init__(self, source: ForeignCheckpoint, reader: Reader, world: int) -> None:
         self.source, self.reader, self.world = source, reader, world
-        self.cuts: Sequence[Cut]
+        self.cuts: Sequence[GroupCut]
         """The groups of stages 1 and 2, the sub-groups of stage 3, cut as DeepSpeed will cut them for the new world."""
         if reader.stage < 3:
             self.cuts = reader.groups_for(world)

@@ -1,8 +1,7 @@
-"""The base of all routes: the mesh, the count of every byte, and small control messages.
+"""Collectives over a mesh: the hops of a unit, the count of every byte, and small control messages.
 
 Units are gathered and reduced over the axes of the mesh, inner before outer in a reduction, outer before inner in a
-gather. An axis is a `Route` between its ranks; a tensor is `size` equal pieces there, piece r that of rank r. A `Wire`
-is the form in which pieces of a sum travel.
+gather. An axis is a `Route` between its ranks.
 """
 
 from __future__ import annotations
@@ -10,129 +9,23 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from enum import IntEnum
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.formulas import Operation, TrafficReport, operation_name
-from zerokit.layout import Unit
+from zerokit.layout import Cut, Unit
 from zerokit.placement import BOTH, Axis, Mesh
 from zerokit.runtime.collectives.groups import clone, note_user
+from zerokit.runtime.collectives.route import DONE, Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
-from zerokit.runtime.torch_internals import share_memory
+from zerokit.runtime.shards import Shards, same_place
 
 T = TypeVar("T")
 
 _HASH_FACTOR, _HASH_MODULUS = 1_000_003, (1 << 31) - 1
-
-
-class Kind(IntEnum):
-    """The kinds of collectives on units; at most one of a kind and unit is in flight at a time."""
-
-    ALL_GATHER = 0
-    REDUCE_SCATTER = 1
-
-    def of(self, unit: int) -> str:
-        """The collective's name in messages."""
-        return f"{self.name.lower().replace('_', '-')} of unit {unit}"
-
-
-class Work(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> None:
-        """Wait until work issued after this call may use the result. Call it once."""
-
-
-class Done:
-    """The work of a collective that moves nothing."""
-
-    def wait(self) -> None:
-        pass
-
-
-DONE = Done()
-Hop = Callable[[Work | None], Any]
-"""Starts a collective over one axis behind another one."""
-
-
-class Wire:
-    """The wire format of the terms of a sum: their own dtype, or a narrower one.
-
-    `unpack` of all ranks' terms, in rank order, gives the sum in the dtype of what it is added to.
-    """
-
-    every_hop = True  # whether sums over the inner axis travel so too, on a mesh of two
-    block = 1
-    """Terms are packed in blocks of so many elements, the last of a piece may be shorter."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def pack(self, bucket: Tensor, size: int, share: float = 1.0) -> Tensor:
-        """Pack `bucket` [size × piece], times `share`, for the wire [size, packed piece]."""
-        if share == 1.0:
-            return bucket.to(self.dtype).view(size, -1)
-        return torch.mul(bucket, share, out=torch.empty_like(bucket, dtype=self.dtype)).view(size, -1)
-
-    def packed_numel(self, numel: int) -> int:
-        """The number of elements on the wire for `numel` elements of a piece."""
-        return numel
-
-    def unpack(self, packed: Tensor, out: Tensor, *, add: bool) -> None:
-        """Write (or add) the received term `packed` to `out`."""
-        out.add_(packed) if add else out.copy_(packed)
-
-    def nbytes(self, unit: Unit) -> int:
-        """The bytes on the wire for the payload of a whole unit."""
-        return unit.payload_numel * self.dtype.itemsize
-
-
-class Route:
-    """The ranks of one axis of the mesh, and how tensors travel between them. By default not at all."""
-
-    name = "nowhere"  # how tensors travel, in records
-
-    def __init__(self, group: dist.ProcessGroup, reporter: StallReporter) -> None:
-        self.group, self.reporter = group, reporter
-        self.rank, self.size = group.rank(), group.size()
-
-    def gather(self, whole: Tensor, unit: int, own: Tensor | None) -> Hop:
-        """What fills `whole` [size × piece], again and again; this rank's piece is `own`, or there already."""
-        place = self.placing(own, whole)
-
-        def start(after: Work | None) -> Done:
-            place()
-            return DONE
-
-        return start
-
-    def reduction(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> Hop:
-        """What writes (or adds) the ranks' sum of this rank's piece of `bucket` [size × piece] to `out`.
-
-        Pieces travel on `wire`. `out` may be that piece itself, unless `add`. The other pieces are lost.
-        """
-        own = bucket.view(self.size, -1)[self.rank]
-
-        def start(after: Work | None) -> Done:
-            out.add_(own) if add else out.copy_(own)
-            return DONE
-
-        return start
-
-    def wait_for_readers(self, unit: int | None = None) -> None:
-        """Wait until this rank's pieces of gathered units, or of one unit, may be changed or dropped."""
-
-    def placing(self, own: Tensor | None, whole: Tensor) -> Callable[[], object]:
-        """What sets this rank's piece of `whole` to `own`; nothing, if that is where it lies."""
-        piece = whole.view(self.size, -1)[self.rank]
-        if own is None or (share_memory(own, piece) and own.storage_offset() == piece.storage_offset()):
-            return DONE.wait
-        return partial(piece.copy_, own)
 
 
 class Count:
@@ -166,11 +59,10 @@ class Exchange:
         self._collectives, self._kind, self._unit = collectives, kind, unit.index
         self._hops, self._counts = hops, counts
 
-    def start(self, after: Work | None = None) -> Work:
-        """Start it `after` a collective that nothing else waits for."""
+    def start(self) -> Work:
         for count in self._counts:
             count.start()
-        return self._collectives.start(self._kind, self._unit, self._hops, after)
+        return self._collectives.start(self._kind, self._unit, self._hops)
 
 
 class Collectives:
@@ -243,66 +135,65 @@ class Collectives:
 
     # ---- units
 
-    def gather(
-        self,
-        unit: Unit,
-        memory: Tensor,
-        *,
-        axes: Sequence[Axis] = BOTH,
-        own: Tensor | None = None,
-    ) -> Exchange:
+    def gather(self, memory: Shards, *, axes: Sequence[Axis] = BOTH, own: Shards | None = None) -> Exchange:
         """What gathers the other ranks' pieces over `axes` into `memory`, the whole unit or this rank's inner piece.
 
-        This rank's piece is `own`, or there already.
+        This rank's piece is in `own`, or there already.
         """
+        return Exchange(self, Kind.ALL_GATHER, memory.unit, *self._gather(memory, axes, own))
+
+    def _gather(
+        self, memory: Shards, axes: Sequence[Axis], own: Shards | None = None
+    ) -> tuple[list[Hop], list[Count]]:
         hops: list[Hop] = []
         counts: list[Count] = []
         for axis in (axis for axis in self.mesh.axes if axis in axes):
-            region = self._region(memory, axis, unit)
-            counts.append(self._count(Kind.ALL_GATHER, axis, region, unit, Wire(memory.dtype)))
-            if region.numel():
-                hops.append(self.routes[axis].gather(region, unit.index, own if not hops else None))
-        return Exchange(self, Kind.ALL_GATHER, unit, hops, counts)
+            route, cut = self.routes[axis], self.mesh.cut(axis, memory.unit, self.rank)
+            counts.append(self._count(Kind.ALL_GATHER, axis, memory.unit, cut, Wire(memory.dtype)))
+            if cut.whole.numel:
+                mine = cut.piece(route.rank)
+                elsewhere = own if own is not None and not hops else memory
+                source, place = elsewhere.at(mine), memory.at(mine)
+                hops.append(route.gather(memory, cut, None if same_place(source, place) else source))
+        return hops, counts
 
     def reduction(
         self,
-        unit: Unit,
-        bucket: Tensor,
-        out: Tensor,
+        bucket: Shards,
+        out: Shards,
         *,
-        between: Tensor | None = None,
-        add: bool,
         wire: Wire | None = None,
         axes: Sequence[Axis] = BOTH,
+        back: Sequence[Axis] = (),
     ) -> Exchange:
-        """What writes (or adds) the ranks' sum of this rank's shard of `bucket`, the whole unit, over `axes` to `out`.
+        """What writes the ranks' sum of this rank's shard of `bucket`, the whole unit, over `axes` to `out`.
 
         Where the route `averages`, it is their mean. With a `wire` every rank's piece is rounded to its form, this
-        rank's too, and they are added in `out`'s dtype and in rank order. One rank rounds nothing. `out` may be that
-        shard of `bucket` itself, unless `add`. `between` is where sums over the inner axis arrive on a mesh of two, by
-        default their place in the bucket. What else is in the bucket is lost.
+        rank's too, and they are added in `out`'s dtype and in rank order. One rank rounds nothing. `out` may be
+        `bucket`. On a mesh of two axes sums over the inner one arrive in `out` if it has room for them,
+        else in the bucket. What else is in the bucket is lost. Sums are gathered `back` over these axes, into `out`.
         """
         hops: list[Hop] = []
         counts: list[Count] = []
         source, exact = bucket, Wire(bucket.dtype)
         for axis in (axis for axis in reversed(self.mesh.axes) if axis in axes):
+            route, cut = self.routes[axis], self.mesh.cut(axis, bucket.unit, self.rank)
             last = axis is self.mesh.axes[0]
-            size = self.mesh.size(axis)
-            narrows = wire is not None and size > 1 and (last or wire.every_hop)
+            narrows = wire is not None and route.size > 1 and (last or wire.every_hop)
             chosen = wire if wire is not None and narrows else exact
-            counts.append(self._count(Kind.REDUCE_SCATTER, axis, source, unit, chosen))
-            target = out if last else between
-            if target is None:
-                target = source.view(size, -1)[self.routes[axis].rank]
-            if source.numel():
-                hops.append(self.routes[axis].reduction(source, target, unit.index, add and last, chosen))
+            counts.append(self._count(Kind.REDUCE_SCATTER, axis, bucket.unit, cut, chosen))
+            mine = cut.piece(route.rank)
+            target = out if out.covers(mine) else source
+            if cut.whole.numel:
+                hops.append(route.reduction(source, cut, target.at(mine), chosen))
             source = target
-        return Exchange(self, Kind.REDUCE_SCATTER, unit, hops, counts)
+        gathers, counted = self._gather(out, back)
+        return Exchange(self, Kind.REDUCE_SCATTER, bucket.unit, [*hops, *gathers], [*counts, *counted])
 
-    def start(self, kind: Kind, unit: int, hops: Sequence[Hop], after: Work | None) -> Work:
+    def start(self, kind: Kind, unit: int, hops: Sequence[Hop]) -> Work:
         """Start a unit's hops one behind the other; for `Exchange`."""
         self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit + 1) % _HASH_MODULUS
-        return self._chain(kind, hops, after)
+        return self._chain(kind, hops)
 
     def wait_for_readers(self) -> None:
         """Wait until this rank's pieces of gathered units and buckets may be changed or dropped."""
@@ -314,27 +205,24 @@ class Collectives:
         if len(self.routes) > 1:
             self.routes[Axis.INNER].wait_for_readers(unit.index)
 
-    def _region(self, memory: Tensor, axis: Axis, unit: Unit) -> Tensor:
-        """What ranks of `axis` share of `memory`."""
-        if axis is Axis.INNER or memory.numel() < unit.numel or self.mesh.outer == 1:
-            return memory
-        return memory.view(self.mesh.inner, -1)[self.routes[Axis.INNER].rank]
-
-    def _chain(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
-        work = after
+    def _chain(self, kind: Kind, hops: Sequence[Hop]) -> Work:
+        work: Work | None = None
         for hop in hops:
             work = hop(work)
         return work or DONE
 
-    def _count(self, kind: Kind, axis: Axis, region: Tensor, unit: Unit, wire: Wire) -> Count:
-        key = kind, axis, unit.index, region.numel(), wire.dtype, wire.block
+    def _count(self, kind: Kind, axis: Axis, unit: Unit, cut: Cut, wire: Wire) -> Count:
+        key = kind, axis, unit.index, unit.numel, wire.dtype, wire.block
         if key not in self._counts:
             # In both operations each element of payload arrives at, or comes from, every rank of the axis but one.
-            copies, size = self.mesh.copies(axis), self.mesh.size(axis)
+            copies = self.mesh.copies(axis)
             moved = Operation(1, copies * unit.payload_numel, copies * wire.nbytes(unit))
-            arriving = wire.packed_numel(region.numel() // size) * wire.dtype.itemsize
+            own = cut.piece(self.routes[axis].rank).numel
+            # Everything else of the cut, or this rank's piece from every other rank.
+            gathers = kind is Kind.ALL_GATHER
+            arriving = cut.whole.numel - own if gathers else (len(cut) - 1) * wire.packed_numel(own)
             name = operation_name(kind.name.lower(), axis, self.mesh)
-            self._counts[key] = Count(name, moved, (size - 1) * arriving)
+            self._counts[key] = Count(name, moved, arriving * wire.dtype.itemsize)
         return self._counts[key]
 
     # ---- control values

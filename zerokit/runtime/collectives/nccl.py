@@ -28,12 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.errors import UsageError
+from zerokit.layout import Cut
 from zerokit.patience import Patience
 from zerokit.placement import Axis, Mesh
-from zerokit.runtime.collectives.base import Collectives, Hop, Kind, Route, Wire, Work
+from zerokit.runtime.collectives.base import Collectives
 from zerokit.runtime.collectives.groups import clone
+from zerokit.runtime.collectives.route import Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
-from zerokit.runtime.torch_internals import share_memory
+from zerokit.runtime.shards import Shards
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
 # torch 2.13 renamed both and warns about the old names.
@@ -124,33 +126,33 @@ class NcclRoute(Route):
             self._gathers.join()
             self._reductions.join()
 
-    def gather(self, whole: Tensor, unit: int, own: Tensor | None) -> Hop:
-        size = whole.numel() // self.size
-        piece, arrives = whole.view(self.size, -1)[self.rank], [whole]
-        if own is None or (share_memory(own, piece) and own.storage_offset() == piece.storage_offset()):
-            own, start = piece, self.rank * size
-            arrives = [whole[:start], whole[start + size :]]
-        run = partial(_all_gather, whole, own, group=self.group)
-        return partial(self._gathers.launch, Operation(Kind.ALL_GATHER.of(unit), run, [own], arrives))
+    def gather(self, whole: Shards, cut: Cut, own: Tensor | None) -> Hop:
+        flat, pieces = whole.at(cut.whole), whole.rows(cut)
+        arrives = [flat]
+        if own is None:
+            own, arrives = pieces[self.rank], [pieces[: self.rank], pieces[self.rank + 1 :]]
+        run = partial(_all_gather, flat, own, group=self.group)
+        name = Kind.ALL_GATHER.of(whole.unit.index)
+        return partial(self._gathers.launch, Operation(name, run, [own], arrives))
 
-    def reduction(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> Hop:
+    def reduction(self, bucket: Shards, cut: Cut, out: Tensor, wire: Wire) -> Hop:
+        flat, pieces = bucket.at(cut.whole), bucket.rows(cut)
+
         def reduce() -> None:
-            # Allocated and freed on this stream: the allocator cannot hand it to another one too early.
-            result = torch.empty_like(out) if add else out
-            if wire.dtype == bucket.dtype:
+            if wire.dtype == flat.dtype:
                 op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-                _reduce_scatter(result, bucket, op=op, group=self._reduce_group)
+                _reduce_scatter(out, flat, op=op, group=self._reduce_group)
             else:
-                # Each rank's share of the mean is what is rounded: then it is the same by every route.
-                packed = wire.pack(bucket, self.size, 1.0 / self.size if self._averages else 1.0)
+                # Each rank's share of the mean is what is rounded: then it is the same by every route. Allocated and
+                # freed on this stream: the allocator cannot hand it to another one too early.
+                packed = wire.pack(pieces, 1.0 / self.size if self._averages else 1.0)
                 arrived = torch.empty_like(packed)
                 dist.all_to_all_single(arrived, packed, group=self._reduce_group)
                 for rank, term in enumerate(arrived):
-                    wire.unpack(term, result, add=rank > 0)
-            if add:
-                out.add_(result)
+                    wire.unpack(term, out, add=rank > 0)
 
-        operation = Operation(Kind.REDUCE_SCATTER.of(unit), reduce, [bucket], [out, bucket])
+        name = Kind.REDUCE_SCATTER.of(bucket.unit.index)
+        operation = Operation(name, reduce, [flat], [out, flat])
         return partial(self._reductions.launch, operation)
 
 
@@ -270,7 +272,7 @@ def _rehearse(
     for gather, reduce in axes:
         size = gather.size()
         whole = torch.zeros(size * (_REHEARSED_NUMEL // size), device=device)
-        own = whole.view(size, -1)[gather.rank()]
+        own = whole.chunk(size)[gather.rank()]
         _all_gather(whole, own, group=gather)
         _reduce_scatter(own, whole, group=reduce)
         dist.all_to_all_single(torch.empty_like(whole), whole, group=reduce)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zerokit.formulas import BlockFormat
 from zerokit.layout import Unit
-from zerokit.runtime.collectives.base import Wire
+from zerokit.runtime.collectives.route import Wire
 from zerokit.runtime.wires.rounding import Key, noise
 
 _CHUNK = {"cpu": 1 << 18}
@@ -50,11 +50,9 @@ class QuantisedWire(Wire):
     def nbytes(self, unit: Unit) -> int:
         return self.form.unit_nbytes(unit)
 
-    def pack(self, bucket: Tensor, size: int, share: float = 1.0) -> Tensor:
-        pieces = bucket.view(size, -1)
-        packed = torch.empty(
-            size, self.packed_numel(pieces.shape[1]), dtype=torch.uint8, device=bucket.device
-        )
+    def pack(self, pieces: Tensor, share: float = 1.0) -> Tensor:
+        size, numel = pieces.shape
+        packed = torch.empty(size, self.packed_numel(numel), dtype=torch.uint8, device=pieces.device)
         key = None if self._draw is None else self._draw()
         for blocks, records, offset in self._chunks(pieces, packed):
             x = blocks if share == 1.0 else blocks * share
@@ -62,12 +60,12 @@ class QuantisedWire(Wire):
             steps = scale.unsqueeze(-1)
             y = x * steps.reciprocal()
             if key is not None:
-                y.add_(noise(key, pieces.shape[1], offset, y))
+                y.add_(noise(key, numel, offset, y))
             self._store(y.round_(), steps, records)
         return packed
 
     def unpack(self, packed: Tensor, out: Tensor, *, add: bool) -> None:
-        for blocks, records, _ in self._chunks(out.view(1, -1), packed.view(1, -1)):
+        for blocks, records, _ in self._chunks(out[None], packed[None]):
             scale = records[..., -2:].view(torch.bfloat16).float()
             numbers = self._load(records[..., :-2])
             if add:

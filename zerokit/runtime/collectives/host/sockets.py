@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.runtime.collectives.base import Kind, Wire
-from zerokit.runtime.collectives.host import HostHop, HostRoute, Progress
+from zerokit.runtime.collectives.host.progress import HostHop, HostRoute, Progress
+from zerokit.runtime.collectives.route import Kind, Wire
 
 T = TypeVar("T")
 
@@ -41,41 +41,39 @@ class SocketRoute(HostRoute):
         self._turns: defaultdict[tuple[Kind, int], int] = defaultdict(int)
         self._poster = _Thread()
         self._waiters = [_Thread(), _Thread()]
-        self._peers = [rank for rank in range(self.size) if rank != self.rank]
 
-    def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> _Messages:
-        targets = [(peer, pieces[peer], pieces[self.rank]) for peer in self._peers]
+    def _gather(self, pieces: Sequence[Tensor], unit: int, finish: Callable[[], None]) -> _Messages:
+        targets = [(peer, pieces[peer], pieces[self.rank]) for peer in self.peers]
         return self._exchange(Kind.ALL_GATHER, unit, targets, finish)
 
-    def _reduce(self, pieces: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> _Messages:
-        own, here = pieces[self.rank], out.device == pieces.device
-        widens, in_place = pieces.dtype != out.dtype, out.data_ptr() == own.data_ptr()
-        # The first two pieces may be added in either order, so one of them, the first peer's, arrives directly
-        # in the memory of the sum: with two ranks nothing else is allocated.
-        direct = here and not (add or widens or in_place)
+    def _reduce(self, pieces: Sequence[Tensor], out: Tensor, unit: int, wire: Wire) -> _Messages:
+        own = pieces[self.rank]
+        total = out if out.device == own.device else torch.empty_like(out, device="cpu")
+        widens, in_place = own.dtype != out.dtype, total.data_ptr() == own.data_ptr()
         terms = [torch.empty_like(own) if rank != self.rank else own for rank in range(self.size)]
-        if direct and self._peers:
-            terms[self._peers[0]] = out
+        if self.peers and not (widens or in_place):
+            # The first two pieces may be added in either order, so one of them, the first peer's, arrives directly
+            # in the memory of the sum: with two ranks nothing else is allocated.
+            terms[self.peers[0]] = total
 
         def finish() -> None:
-            total = terms[0]
             if widens:
-                total = torch.empty_like(out, device="cpu") if add or not here else out
                 for rank, term in enumerate(terms):
                     wire.unpack(term, total, add=rank > 0)
-            elif self.size > 1:
+            elif self.size == 1:
+                total.copy_(own)
+            else:
                 # Never into a piece that is still to be added.
-                if direct or (self.rank < 2 and in_place):
-                    total = out
-                torch.add(terms[0], terms[1], out=total)
+                into = terms[0] if in_place and self.rank > 1 else total
+                torch.add(terms[0], terms[1], out=into)
                 for term in terms[2:]:
-                    total.add_(term)
-            if add:
-                out.add_(total.to(out.device))
-            elif total.data_ptr() != out.data_ptr():
+                    into.add_(term)
+                if into is not total:
+                    total.copy_(into)
+            if total is not out:
                 out.copy_(total)
 
-        targets = [(peer, terms[peer], pieces[peer]) for peer in self._peers]
+        targets = [(peer, terms[peer], pieces[peer]) for peer in self.peers]
         return self._exchange(Kind.REDUCE_SCATTER, unit, targets, finish)
 
     def _exchange(

@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerokit.layout import Cut
 from zerokit.patience import Patience
-from zerokit.runtime.collectives.base import DONE, Collectives, Hop, Kind, Route, Wire, Work
+from zerokit.runtime.collectives.base import Collectives
+from zerokit.runtime.collectives.route import DONE, Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
+from zerokit.runtime.shards import Shards
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3
 
@@ -149,9 +152,7 @@ class HostCollectives(Collectives):
                 work.finish()
         super().wait_for_readers()
 
-    def _chain(self, kind: Kind, hops: Sequence[Hop], after: Work | None) -> Work:
-        if after is not None:
-            after.wait()
+    def _chain(self, kind: Kind, hops: Sequence[Hop]) -> Work:
         if kind is Kind.REDUCE_SCATTER and self._progress.pending:
             with self.reporter.waiting("other ranks' pieces"):
                 self._progress.attempt_all()
@@ -164,9 +165,10 @@ class HostRoute(Route, ABC):
     def __init__(self, group: dist.ProcessGroup, progress: Progress) -> None:
         super().__init__(group, progress.reporter)
         self.progress = progress
+        self.peers = [rank for rank in range(self.size) if rank != self.rank]
 
-    def gather(self, whole: Tensor, unit: int, own: Tensor | None) -> Hop:
-        place, pieces = self.placing(own, whole), whole.view(self.size, -1)
+    def gather(self, whole: Shards, cut: Cut, own: Tensor | None) -> Hop:
+        unit, place, pieces = whole.unit.index, self.placing(whole, cut, own), whole.pieces(cut)
 
         def start(after: Work | None) -> HostHop:
             place()
@@ -174,30 +176,33 @@ class HostRoute(Route, ABC):
 
         def start_by_host(after: Work | None) -> HostHop:
             place()
-            host = torch.empty(pieces.shape, dtype=whole.dtype, pin_memory=True)
-            host[self.rank].copy_(pieces[self.rank])
+            memory = torch.empty(cut.whole.numel, dtype=whole.dtype, pin_memory=True)
+            arriving = memory.split([piece.numel() for piece in pieces])
+            arriving[self.rank].copy_(pieces[self.rank])
 
             def take_others() -> None:
-                for others in (slice(0, self.rank), slice(self.rank + 1, None)):
-                    pieces[others].copy_(host[others], non_blocking=True)
+                for rank in self.peers:
+                    pieces[rank].copy_(arriving[rank], non_blocking=True)
 
-            return self._gather(host, unit, take_others)
+            return self._gather(arriving, unit, take_others)
 
         return start if whole.device.type == "cpu" else start_by_host
 
-    def reduction(self, bucket: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> Hop:
+    def reduction(self, bucket: Shards, cut: Cut, out: Tensor, wire: Wire) -> Hop:
+        unit = bucket.unit.index
         if wire.dtype == bucket.dtype and bucket.device.type == "cpu":
-            pieces = bucket.view(self.size, -1)
-            return lambda after: self._reduce(pieces, out, unit, add, wire)
-        return lambda after: self._reduce(wire.pack(bucket, self.size).cpu(), out, unit, add, wire)
+            pieces = bucket.pieces(cut)
+            return lambda after: self._reduce(pieces, out, unit, wire)
+        rows = bucket.rows(cut)
+        return lambda after: self._reduce(list(wire.pack(rows).cpu()), out, unit, wire)
 
     @abstractmethod
-    def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> HostHop:
-        """Fill `pieces` [size × piece] on the host, of which this rank's is there, and then `finish`."""
+    def _gather(self, pieces: Sequence[Tensor], unit: int, finish: Callable[[], None]) -> HostHop:
+        """Fill the ranks' `pieces` on the host, of which this rank's is there, and then `finish`."""
 
     @abstractmethod
-    def _reduce(self, pieces: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> HostHop:
-        """Sum what the ranks' `pieces` [size, packed piece] on the host stand for into `out`."""
+    def _reduce(self, pieces: Sequence[Tensor], out: Tensor, unit: int, wire: Wire) -> HostHop:
+        """Sum what the ranks' packed `pieces`, one behind the other on the host, stand for into `out`."""
 
 
 @functools.cache

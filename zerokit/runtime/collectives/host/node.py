@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.errors import UsageError
-from zerokit.runtime.collectives.base import Kind
+from zerokit.runtime.collectives.route import Kind
 
 SWITCH = "ZEROKIT_CMA"
 """Environment variable: 0 lets the ranks of a node send through sockets, as nodes do."""

@@ -6,16 +6,16 @@ been taken; gathered pieces are free to change after `wait_for_readers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.runtime.collectives.base import Kind, Wire
-from zerokit.runtime.collectives.host import HostHop, HostRoute, Progress
-from zerokit.runtime.collectives.node import Neighbours
+from zerokit.runtime.collectives.host.node import Neighbours
+from zerokit.runtime.collectives.host.progress import HostHop, HostRoute, Progress
+from zerokit.runtime.collectives.route import Kind, Wire
 
 _Read: TypeAlias = Callable[[Mapping[int, int]], None]
 _CHUNK_BYTES = 1 << 19
@@ -33,76 +33,67 @@ class MemoryRoute(HostRoute):
         self._offered: dict[int, _Reading] = {}  # gathers that others may still be reading from, by unit
 
     def wait_for_readers(self, unit: int | None = None) -> None:
-        readings = [reading for each, reading in self._offered.items() if unit in (None, each)]
-        if readings:
-            with self.reporter.waiting("end of the all-gathers"):
-                for reading in readings:
+        for each in list(self._offered) if unit is None else [unit]:
+            reading = self._offered.get(each)
+            if reading is not None and not reading.taken():
+                with self.reporter.waiting("end of the all-gathers"):
                     self.progress.until(reading.taken, reading)
-                    self._offered.pop(reading.unit, None)  # or a second hop that began meanwhile has seen it
+            # A second hop that began meanwhile may have made another offer.
+            if self._offered.get(each) is reading:
+                self._offered.pop(each, None)
 
-    def _gather(self, pieces: Tensor, unit: int, finish: Callable[[], None]) -> _Reading:
-        self.wait_for_readers(
-            unit
-        )  # its board has one address a unit: others would read this offer for the last
-        while self._offered:  # in order, so that those that were taken are seen at once
-            earlier = next(iter(self._offered.values()))
-            if not earlier.taken():
-                break
-            del self._offered[earlier.unit]
+    def _gather(self, pieces: Sequence[Tensor], unit: int, finish: Callable[[], None]) -> _Reading:
+        # The board has one address a unit: others would read this offer for the last.
+        self.wait_for_readers(unit)
 
         def read(addresses: Mapping[int, int]) -> None:
             for peer, address in addresses.items():
                 self.neighbours.read(peer, address, pieces[peer])
             finish()
 
-        reading = self._offered[unit] = _Reading(
-            self.neighbours, Kind.ALL_GATHER, unit, pieces[self.rank], read
-        )
+        own = pieces[self.rank]
+        reading = self._offered[unit] = _Reading(self.neighbours, Kind.ALL_GATHER, unit, own, read)
         return reading
 
-    def _reduce(self, pieces: Tensor, out: Tensor, unit: int, add: bool, wire: Wire) -> _Reading:
-        def read(addresses: Mapping[int, int]) -> None:
-            own = pieces[self.rank]
+    def _reduce(self, pieces: Sequence[Tensor], out: Tensor, unit: int, wire: Wire) -> _Reading:
+        own = pieces[self.rank]
+        # Where every rank has its part of what this one sums.
+        offset = own.data_ptr() - pieces[0].data_ptr()
+
+        def read(offers: Mapping[int, int]) -> None:
+            addresses = {peer: address + offset for peer, address in offers.items()}
             if out.device == own.device:
-                self._sum(own, out, addresses, wire, add=add)
+                self._sum(own, out, addresses, wire)
             else:
                 total = own if own.dtype == out.dtype else torch.empty(out.shape, dtype=out.dtype)
-                self._sum(own, total, addresses, wire, add=False)
-                out.add_(total.to(out.device)) if add else out.copy_(total)
+                self._sum(own, total, addresses, wire)
+                out.copy_(total)
 
-        return _Reading(self.neighbours, Kind.REDUCE_SCATTER, unit, pieces, read)
+        return _Reading(self.neighbours, Kind.REDUCE_SCATTER, unit, pieces[0], read)
 
-    def _sum(self, own: Tensor, out: Tensor, addresses: Mapping[int, int], wire: Wire, *, add: bool) -> None:
-        """Sum `own` and the same piece of the others' buckets, in rank order, into `out`, which may be wider."""
+    def _sum(self, own: Tensor, out: Tensor, addresses: Mapping[int, int], wire: Wire) -> None:
+        """Sum `own` and the others' terms at `addresses`, in rank order, into `out`, which may be wider."""
         widens = own.dtype != out.dtype
         chunk = _CHUNK_BYTES // out.element_size() // wire.block * wire.block
         totals = torch.empty(min(chunk, out.numel()), dtype=out.dtype)
         arrivals = torch.empty(wire.packed_numel(totals.numel()), dtype=own.dtype)
-        first = self.rank * own.numel()
         for start in range(0, out.numel(), chunk):
             target = out[start : start + chunk]
-            total = totals[: target.numel()]
+            total = target if widens else totals[: target.numel()]
             begin = wire.packed_numel(start)
             mine = own[begin : begin + wire.packed_numel(target.numel())]
-            running: Tensor | None = None
+            running = mine
             for rank in range(self.size):
                 term = mine
                 if rank != self.rank:
-                    term = total if running is None and not widens else arrivals[: mine.numel()]
-                    self.neighbours.read(rank, addresses[rank] + (first + begin) * own.element_size(), term)
+                    term = arrivals[: mine.numel()] if widens or rank else total
+                    self.neighbours.read(rank, addresses[rank] + begin * own.element_size(), term)
                 if widens:
-                    wire.unpack(term, total, add=running is not None)
-                    running = total
-                elif running is None:
+                    wire.unpack(term, total, add=rank > 0)
+                elif not rank:
                     running = term
                 else:
-                    last = rank == self.size - 1 and not add
-                    running = torch.add(running, term, out=target if last else total)
-            if add:
-                assert running is not None
-                target.add_(running)
-            elif widens:
-                target.copy_(total)
+                    running = torch.add(running, term, out=target if rank == self.size - 1 else total)
 
 
 class _Reading(HostHop):
