@@ -243,6 +243,7 @@ def lay_out(
         needed.update(dict.fromkeys(stops[number], number))
 
     ready: list[int] = []
+    fetched: set[int] = set()  # stops that others before them gather for
     for number, stop in enumerate(stops):
         ready += reduced[number] if reduced else ()
         if not stop:
@@ -256,13 +257,18 @@ def lay_out(
         operations.append(Operation(Kind.USE, number))
         ahead = 0
         for coming in range(number + 1, len(stops)):
+            if coming in fetched:
+                ahead += 1
+                continue
             wanted = any(unit not in needed for unit in stops[coming])
             others = [unit for unit in stops[coming] if unit in needed and unit not in kept]
             # What is in use for an earlier stop, and is freed behind it, is gathered anew.
             if any(needed[unit] < before[coming] for unit in others) or (wanted and ahead == prefetch):
                 break
-            ahead += wanted
             gather(coming)
+            if wanted:
+                fetched.add(coming)
+                ahead += 1
         operations += [Operation(Kind.REDUCE, unit) for unit in ready]
         ready.clear()
     operations += [Operation(Kind.REDUCE, unit) for unit in ready]
