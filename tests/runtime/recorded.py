@@ -124,6 +124,7 @@ def train(scene: Scene, folder: str) -> dict[str, Any]:
             optimizer.zero_grad()
         one_step(model, optimizer, case, run, step, trajectory)
     traffic = optimizer.traffic().as_dict()
+    del traffic["control_bytes"]  # the size of a step's agreement, which is no result
     path = Path(folder) / hash_of(scene.key)
     zerokit.save(path, optimizer, step=run.steps, extra={"scene": scene.name})
     with optimizer.gathered(), torch.no_grad():  # as they are computed with

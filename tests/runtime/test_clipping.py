@@ -94,12 +94,11 @@ class Together(RecordingRoute):
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         super().all_reduce(values, op)
         assert values.dtype == torch.float64
-        assert values.dim() == 0
         if not self.speaks:
             self.said.append(values.clone())
             return
         said = torch.stack(self.said)
-        values.copy_(said.sum() if op == dist.ReduceOp.SUM else said.max())
+        values.copy_(said.sum(0) if op == dist.ReduceOp.SUM else said.amax(0))
 
 
 def norm_of(ranks: list[list[Tensor]], norm_type: float) -> Tensor:
@@ -109,7 +108,7 @@ def norm_of(ranks: list[list[Tensor]], norm_type: float) -> Tensor:
         global_norm(shards, norm_type, route)
     assert route.traffic.control_calls == len(ranks)
     route.speaks = True
-    found = [global_norm(shards, norm_type, route) for shards in ranks]
+    found = [global_norm(shards, norm_type, route)[0] for shards in ranks]
     assert len({float(one).hex() for one in found}) == 1
     return found[0]
 

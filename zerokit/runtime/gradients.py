@@ -57,6 +57,8 @@ class Gradients:
         self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
         self.loss_scale: float | None = None
         """The factor of the loss that the gradients held now come from; None where this rank has had none since."""
+        self.count: float | Tensor | None = None
+        """How many samples or tokens the losses of gradients held now are sums over; None where they are means."""
         self.accumulating = False  # gradients stay on this rank for now
         self.received = False  # a backward pass has brought some since the last `forget`
         self.mixed = False  # a failed backward pass has left sums of earlier ones mixed with its own
@@ -93,13 +95,14 @@ class Gradients:
                 except RuntimeError:  # autograd.grad with respect to this parameter
                     return
 
-    def note_loss_scale(self, *, required: bool) -> None:
-        """Start a pass that brings gradients, which keep the scale of their loss, whichever optimizer ran `backward`.
+    def note_loss(self, *, scaled: bool) -> None:
+        """Start a pass that brings gradients: of which loss, whichever optimizer ran `backward`.
 
-        Raises `UsageError` where a scale is `required` and there is none, or where gradients held now have another.
+        Raises `UsageError` where it is to be `scaled` and is not, or where gradients held now are of a loss with
+        another scale, or means where these are sums.
         """
         scale = LossScale.current
-        if required and scale is None:
+        if scaled and scale is None:
             raise UsageError(
                 "fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()"
             )
@@ -111,6 +114,14 @@ class Gradients:
                 "gathered_gradients(): call its zero_grad() in between, or sum the losses of several optimizers and "
                 "call backward() of one"
             )
+        count = LossScale.count
+        if self.received and (self.count is None) != (count is None):
+            raise UsageError(
+                "backward() with a count= and without one in a step, or before zero_grad(): the one adds up sums, the "
+                "other means; give a count in all passes of a step, or in none"
+            )
+        if count is not None:
+            self.count = count if self.count is None else self.count + count
         self.loss_scale = scale or 1.0
 
     def accept(self, index: int, position: int, parameter: nn.Parameter) -> bool:
@@ -275,7 +286,8 @@ class Gradients:
         for unit in self.units.values():
             unit.forget()
         self.pool.reclaim()
-        self.transient, self.received, self.mixed, self.loss_scale = 0, False, mixed, None
+        self.transient, self.received, self.mixed = 0, False, mixed
+        self.loss_scale = self.count = None
         self._cleared.clear()
 
     def clear(self, index: int, position: int) -> None:
@@ -313,9 +325,9 @@ class Gradients:
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead.
 
-        It takes in that of the loss: they are gradients of the plain loss then.
+        It takes in what is known of the loss: they are gradients of the plain mean then.
         """
-        self.loss_scale = 1.0
+        self.loss_scale, self.count = 1.0, None
         if not self._collectives.runs_ahead:
             factor = float(factor)
         if isinstance(factor, float) and factor == 1.0:

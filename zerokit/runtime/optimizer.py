@@ -34,7 +34,13 @@ from zerokit.runtime.states import (
     load_state,
     take_state,
 )
-from zerokit.runtime.step import INTERRUPTED, all_finite, clip_coefficient, global_norm, update_masters
+from zerokit.runtime.step import (
+    INTERRUPTED,
+    all_finite,
+    clip_coefficient,
+    global_norm,
+    update_masters,
+)
 from zerokit.runtime.torch_internals import compiles_backward
 from zerokit.runtime.whole import ModelMethods
 
@@ -110,6 +116,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
         self._norm: Tensor | None = None
+        self._count: Tensor | None = None
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
         self.methods = ModelMethods(
             self.runtime.model, self._gathering, self.runtime.weights, self.runtime.hooks, self
@@ -133,11 +140,23 @@ class ZeroOptimizer(ForwardingOptimizer):
 
     # ---- the training loop
 
-    def backward(self, loss: Tensor, *, retain_graph: bool | None = None, create_graph: bool = False) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        count: float | Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
         """Differentiate `loss` (0-d), scaled in fp16; gradients are reduced while they arrive.
 
-        `retain_graph` and `create_graph` are those of `Tensor.backward`.
+        Without a `count`, gradients are averaged over ranks and summed over passes, as with DDP. With one, `loss` is a
+        sum over so many samples or tokens (a number or a 0-d tensor; 0 is one), in all passes of a step, and the update
+        uses the sum of all gradients divided by the sum of all counts, of all ranks and passes.
+
+        `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
+        _require_count(count)
         self._finite = None
         if compiles_backward():
             raise UsageError(
@@ -146,7 +165,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             )
         scale = None if self.scaler is None else self.scaler.value
         try:
-            with LossScale.applied(scale):
+            with LossScale.applied(scale, count):
                 (loss if scale is None else loss * scale).backward(
                     retain_graph=retain_graph, create_graph=create_graph
                 )
@@ -180,15 +199,18 @@ class ZeroOptimizer(ForwardingOptimizer):
             )
         self._gradients.require_reduced("clip_grad_norm_()", scaled=self.scaler is not None)
         self._walk.finish()
-        norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
+        gradients = self._gradients
+        own = 0.0 if gradients.count is None else gradients.count
+        norm, count = global_norm(gradients.shards(), float(norm_type), self._collectives, own)
         self._finite = norm.isfinite()
-        factor = self._unscaling()
-        if factor != 1.0:
-            norm = norm * factor
+        factor = self._unscaling() * self._share_of(count)
+        norm = norm * factor
         coefficient = clip_coefficient(norm, max_norm)
-        self._gradients.scale(
-            coefficient if factor == 1.0 else torch.where(self._finite, coefficient * factor, 1.0)
-        )
+        if (
+            self._collectives.runs_ahead or gradients.count is None or count
+        ):  # else `step` finds that there is nothing
+            gradients.scale(torch.where(self._finite, coefficient * factor, 1.0))
+            self._count = count
         self._norm = norm.float()
         return self._norm
 
@@ -220,11 +242,19 @@ class ZeroOptimizer(ForwardingOptimizer):
         unscaling = self._unscaling()  # before the scale grows
         if self.scaler is not None and self._finite is None:
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-        overflow = not self._control.agree(None if self.scaler is None else self._finite)
-        if self.scaler is not None:
+        own = self._gradients.count
+        agreed = self._control.agree(None if self.scaler is None else self._finite)
+        overflow = agreed.overflow
+        if self.scaler is not None and not agreed.empty:
             self.scaler = self.scaler.after_step(overflow=overflow)
+        overflow |= agreed.empty
+        factor: float | Tensor = unscaling
+        if agreed.counted:
+            known = agreed.count is not None
+            self._count = torch.tensor(agreed.count, dtype=torch.float64) if known else self._sum(own)
+            factor = unscaling * self._share_of(self._count)
         if not overflow:
-            self._gradients.scale(unscaling)
+            self._gradients.scale(factor)
             self._gathering.take_changes()
             self._collectives.wait_for_readers()
             for hook in self._optimizer_step_pre_hooks.values():
@@ -243,6 +273,17 @@ class ZeroOptimizer(ForwardingOptimizer):
         for hook in () if overflow else self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         return loss
+
+    def _sum(self, count: float | Tensor | None) -> Tensor:
+        """The sum of all ranks' counts, 0-d, by a message of its own."""
+        total = torch.zeros((), dtype=torch.float64, device=self._collectives.device)
+        total += 0.0 if count is None else count
+        self._collectives.all_reduce(total, dist.ReduceOp.SUM)
+        return total
+
+    def _share_of(self, count: Tensor) -> Tensor:
+        """The factor that makes the mean over ranks one over all samples or tokens; 1 without any."""
+        return torch.where(count > 0, self._collectives.world / count, 1.0)
 
     def _unscaling(self) -> float:
         """The factor that makes the gradients those of the plain loss, on a rank that has brought none of them too."""
@@ -290,7 +331,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._walk.finish()
         if self.scaler is not None and self._finite is None:
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-            self._gradients.scale(self._unscaling())
+        self._gradients.scale(self._unscaling() * self._share_of(self._sum(self._gradients.count)))
         with self._gradients.show(source):
             yield
 
@@ -309,6 +350,11 @@ class ZeroOptimizer(ForwardingOptimizer):
     def last_norm(self) -> float | None:
         """The gradients' norm before the last clipping, for loggers; None before the first. Waits for the device."""
         return None if self._norm is None else self._norm.item()
+
+    @property
+    def last_count(self) -> float | None:
+        """The samples or tokens of the last step, of all ranks and passes; None before a first one with `count`."""
+        return None if self._count is None else self._count.item()
 
     def traffic(self) -> TrafficReport:
         """The traffic of the last finished step."""
@@ -360,4 +406,16 @@ class ZeroOptimizer(ForwardingOptimizer):
         return (
             f"ZeroOptimizer(stage={self.runtime.placement}, world={self.layout.world}, "
             f"precision={self.precision.as_dict()}, {self._inner!r})"
+        )
+
+
+def _require_count(count: object) -> None:
+    """Raise `UsageError` for what is no number of samples or tokens. A device's tensor is not read."""
+    if isinstance(count, Tensor) and count.dim() == 0 and count.device.type != "cpu":
+        return
+    number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
+    if number is not None and not (isinstance(number, int | float) and 0 <= number < math.inf):
+        raise UsageError(
+            f"backward(count={count!r}): expected a number of at least 0, or a 0-d tensor: how many samples or tokens "
+            "the loss is a sum over"
         )

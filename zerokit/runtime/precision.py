@@ -151,6 +151,8 @@ class LossScale:
     good_steps: int = 0
     current: ClassVar[float | None] = None
     """The factor of the loss that some optimizer's `backward` differentiates now; None for plain `loss.backward()`."""
+    count: ClassVar[float | Tensor | None] = None
+    """How many samples or tokens that loss is a sum over; None for a mean."""
 
     def __post_init__(self) -> None:
         if not (self.growth > 1 > self.backoff > 0 and self.interval > 0 and 0 < self.floor <= self.value):
@@ -161,13 +163,14 @@ class LossScale:
 
     @classmethod
     @contextmanager
-    def applied(cls, scale: float | None) -> Iterator[None]:
-        """A context in which losses are differentiated times `scale`, or plainly."""
-        before, cls.current = cls.current, scale
+    def applied(cls, scale: float | None, count: float | Tensor | None = None) -> Iterator[None]:
+        """A context in which losses, maybe sums over `count`, are differentiated times `scale`, or plainly."""
+        before = cls.current, cls.count
+        cls.current, cls.count = scale, count
         try:
             yield
         finally:
-            cls.current = before
+            cls.current, cls.count = before
 
     def restored(self, value: float, good_steps: int) -> LossScale:
         """This one with a scale, the floor at least, and a number of steps without overflow that were saved."""

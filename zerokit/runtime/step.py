@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ from zerokit.runtime.unit import UnitState, write_back
 
 
 class StepControl:
-    """The ranks' agreement before a step: whether any has gradients, all are finite, and all have the same schedule.
+    """The ranks' agreement before a step: whether any has gradients, of how many samples or tokens, whether all are
+    finite, and all have the same schedule.
 
     Where the host runs ahead of a device, it looks at a step's numbers in the next step, so as not to wait for the
     device. Only a rank that has no gradients looks at once, and all do in fp16.
@@ -31,38 +33,47 @@ class StepControl:
         self._collectives, self._gradients, self._inner = collectives, gradients, inner
         self._pending: Callable[[], list[float]] | None = None
 
-    def agree(self, finite: Tensor | None) -> bool:
-        """Returns whether every rank's gradients are `finite` (0-d, bool); True where `finite` is None.
+    def agree(self, finite: Tensor | None) -> Agreement:
+        """What ranks have, all together; `finite` (0-d, bool) says of this rank's gradients whether they are.
 
-        Raises `UsageError` where no rank has gradients, `LayoutMismatch` where ranks took different paths.
+        Raises `UsageError` where no rank has gradients, `LayoutMismatch` where ranks took different paths, or where
+        the losses of some have counts and those of others have none.
         """
-        path = float((self._collectives.schedule ^ self._digest()) & 0xFFFFFFFF)
-        received = self._gradients.received
-        reading = self._collectives.agree_soon(
-            [path, -path, float(received)], None if finite is None else ~finite
+        path = (self._collectives.schedule ^ self._digest()) & 0xFFFFFFFF
+        high, low = path >> 16, path & 0xFFFF
+        received, count = self._gradients.received, self._gradients.count
+        counted = count is not None
+        reading = self._collectives.sum_soon(
+            [
+                *(high, high**2, low, low**2),
+                *(float(received), float(counted), float(received and not counted)),
+                0.0 if count is None else count,
+                0.0 if finite is None else ~finite,
+            ]
         )
         self.finish()
         late = self._collectives.runs_ahead and finite is None
         if late:
             self._pending = reading
-            if received:
-                return True
+            # A rank alone never says that there is nothing to do: one without tokens looks whether others have some.
+            if received and (isinstance(count, Tensor) or count != 0):
+                return Agreement(overflow=False, counted=counted, count=None)
         numbers = reading()
-        if not numbers[2]:
+        if not numbers[4]:
             self._pending = None
             self._gradients.forget()
             raise UsageError(
                 "step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first"
             )
         if not late:
-            _require_one_path(numbers)
-        return not numbers[3]
+            self._require_one_path(numbers)
+        return Agreement(overflow=bool(numbers[8]), counted=bool(numbers[5]), count=numbers[7])
 
     def finish(self) -> None:
         """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""
         previous, self._pending = self._pending, None
         if previous is not None:
-            _require_one_path(previous())
+            self._require_one_path(previous())
 
     def _digest(self) -> int:
         """A checksum of the parameters that are left out, and of the groups' numbers (tensors would be waited for)."""
@@ -73,36 +84,70 @@ class StepControl:
         ]
         return zlib.crc32(repr((stopped, numbers)).encode())
 
+    def _require_one_path(self, numbers: Sequence[float]) -> None:
+        """`numbers` begin with the sums of the ranks' paths, 16 bits at a time, and of their squares."""
+        high, squares_high, low, squares_low, _, counted, means, *_ = map(int, numbers)
+        world = self._collectives.world
+        # Numbers are equal where the mean of their squares is the square of their mean; sums are exact.
+        if world * squares_high != high**2 or world * squares_low != low**2:
+            raise LayoutMismatch(
+                "ranks issued different sequences of collectives (in this step, or in a pass that failed on some of "
+                "them), or have frozen different parameters, set other numbers in param_groups, or changed weights or "
+                "loaded a state differently since ZeroOptimizer was built: their models must take the same path, "
+                "requires_grad_() and load_state_dict() be called alike on all ranks, and learning rates follow an "
+                "averaged loss"
+            )
+        if counted and means:
+            raise LayoutMismatch(
+                f"backward() had a count= on {counted} ranks and none on {means}: the one adds up sums, the other means"
+            )
 
-def _require_one_path(numbers: Sequence[float]) -> None:
-    """`numbers` begin with the maximum of the ranks' paths, and that of their negatives."""
-    if numbers[0] != -numbers[1]:
-        raise LayoutMismatch(
-            "ranks issued different sequences of collectives (in this step, or in a pass that failed on some of them), "
-            "or have frozen different parameters, set other numbers in param_groups, or changed weights or loaded a "
-            "state differently since ZeroOptimizer was built: their models must take the same path, requires_grad_() "
-            "and load_state_dict() be called alike on all ranks, and learning rates follow an averaged loss"
-        )
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What ranks have in a step, all together.
+
+    Attributes:
+        overflow: whether gradients of some rank are not finite.
+        counted: whether losses are sums over samples or tokens.
+        count: over how many; None where a device will know later.
+    """
+
+    overflow: bool
+    counted: bool
+    count: float | None
+
+    @property
+    def empty(self) -> bool:
+        """Whether losses are sums over nothing."""
+        return self.counted and self.count == 0
 
 
 _CHUNK = 1 << 16
 """Elements converted to fp64 at a time: half a MiB stays in a core's cache."""
 
 
-def global_norm(shards: Sequence[Tensor], norm_type: float, collectives: Collectives) -> Tensor:
-    """The `norm_type`-norm of all ranks' `shards` together, by one all-reduce of one fp64 number; 0-d, fp64.
+def global_norm(
+    shards: Sequence[Tensor], norm_type: float, collectives: Collectives, count: float | Tensor = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The `norm_type`-norm of all ranks' `shards` together, and the sum of their counts; both 0-d, fp64.
 
-    Partial sums in fp32 would differ with the cut (29 different results in 30 cuts, measured).
+    They travel together, by one all-reduce. Partial sums in fp32 would differ with the cut (29 different results in 30
+    cuts, measured).
     """
     if math.isinf(norm_type):
-        local = _largest(shards, collectives.device)
-        # A maximum over ranks may drop a nan.
-        local = torch.where(local.isnan(), math.inf, local)
-        collectives.all_reduce(local, dist.ReduceOp.MAX)
-        return local
-    local = _power_sum(shards, norm_type, collectives.device)
-    collectives.all_reduce(local, dist.ReduceOp.SUM)
-    return local.sqrt() if norm_type == 2.0 else local.pow(1.0 / norm_type)
+        largest = _largest(shards, collectives.device)
+        # A maximum over ranks may drop a nan. Each rank's count has a place of its own in it.
+        both = torch.zeros(1 + collectives.world, dtype=torch.float64, device=collectives.device)
+        both[0] = torch.where(largest.isnan(), math.inf, largest)
+        both[1 + collectives.rank] = count
+        collectives.all_reduce(both, dist.ReduceOp.MAX)
+        return both[0], both[1:].sum()
+    both = torch.zeros(2, dtype=torch.float64, device=collectives.device)
+    both[0] = _power_sum(shards, norm_type, collectives.device)
+    both[1] = count
+    collectives.all_reduce(both, dist.ReduceOp.SUM)
+    return both[0].sqrt() if norm_type == 2.0 else both[0].pow(1.0 / norm_type), both[1]
 
 
 def all_finite(shards: Sequence[Tensor], device: torch.device) -> Tensor:

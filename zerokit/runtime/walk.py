@@ -305,7 +305,7 @@ class ModelWalk(Owner):
         accumulates = any(True for _ in self._gradients.reached())
         self._passes.begin_backward(self._gradients.reached())
         if accumulates:
-            self._gradients.note_loss_scale(required=self._precision.scaled)
+            self._gradients.note_loss(scaled=self._precision.scaled)
         at_end_of_backward(Hook(self._me, ModelWalk._end_backward))
         self._start_backward(accumulates=accumulates)
 

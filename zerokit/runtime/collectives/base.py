@@ -245,10 +245,12 @@ class Collectives:
             if here is not values:
                 values.copy_(here)
 
-    def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> Callable[[], list[float]]:
-        """Start to find the maximum over ranks of each of `values` and a 0-d tensor; the result waits for it."""
-        control = torch.tensor([*values, 0.0 if flag is None else float(flag)], dtype=torch.float64)
-        self.all_reduce(control, dist.ReduceOp.MAX)
+    def sum_soon(self, values: Sequence[float | Tensor]) -> Callable[[], list[float]]:
+        """Start to sum each of `values` (numbers or 0-d tensors) over ranks; the result waits for it."""
+        control = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        self.all_reduce(control, dist.ReduceOp.SUM)
+        if not self._asks:
+            control.mul_(self.world)
         return control.tolist
 
     def any(self, condition: bool) -> bool:

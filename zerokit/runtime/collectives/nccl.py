@@ -166,16 +166,18 @@ class NcclCollectives(Collectives):
         self._streams, self._control = streams, streams[-1]
         self.averages = averages
 
-    def agree_soon(self, values: Sequence[float], flag: Tensor | None = None) -> Callable[[], list[float]]:
-        control = torch.empty(len(values) + 1, dtype=torch.float64, device=self.device)
+    def sum_soon(self, values: Sequence[float | Tensor]) -> Callable[[], list[float]]:
+        control = torch.empty(len(values), dtype=torch.float64, device=self.device)
+        tensors = {at: value for at, value in enumerate(values) if isinstance(value, Tensor)}
 
         def reduce() -> None:
-            control.copy_(self._on_host([*values, 0.0]), non_blocking=True)
-            if flag is not None:
-                control[-1:].copy_(flag)
-            self.all_reduce(control, dist.ReduceOp.MAX)
+            numbers = [0.0 if isinstance(value, Tensor) else value for value in values]
+            control.copy_(self._on_host(numbers), non_blocking=True)
+            for at, value in tensors.items():
+                control[at].copy_(value)
+            self.all_reduce(control, dist.ReduceOp.SUM)
 
-        reads = [] if flag is None else [flag]
+        reads = list(tensors.values())
         self._control.launch(Operation("control values of a step", reduce, reads, [control]))
         return partial(self._get, self._control.fetch(control), [control, *reads])
 
