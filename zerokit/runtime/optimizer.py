@@ -318,6 +318,19 @@ class ZeroOptimizer(ForwardingOptimizer):
             with self.refusing(ONE_RANK_SAYS), self._gathering.opened(source, agree=True), buffers:
                 yield
 
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and whole current value, one after another, for exports and serving engines.
+
+            for name, weight in optimizer.weights(dtype=torch.bfloat16):
+                engine.update(name, weight)
+
+        Values are the masters', rounded to `dtype` as `zerokit consolidate` does. One whole unit is in memory at a
+        time. All ranks loop; one that leaves early takes part in the rest before it goes on. Inside, steps and saves
+        are refused.
+        """
+        with self.refusing("the loop over weights() has not ended: leave it first"):
+            yield from self.runtime.weights.each(dtype)
+
     @contextmanager
     def gathered_gradients(self, source: int | None = None) -> Iterator[None]:
         """A context in which every `parameter.grad` is whole and averaged over ranks; all ranks must enter together.

@@ -60,6 +60,21 @@ class WholeWeights:
             for _ in self._gathered(as_built=True, all_units=False):
                 pass
 
+    def each(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and whole value, in `dtype` if it is one, in memory of its own; one unit at a time.
+
+        A rank that leaves the loop early takes part in what is left, because the others wait for its pieces.
+        """
+        units = self._gathered(as_built=False, all_units=True)
+        try:
+            for unit, whole in units:
+                for parameter, view in zip(unit.unit.parameters, whole.views(), strict=True):
+                    wanted = view.dtype if dtype is None or not view.is_floating_point() else dtype
+                    yield parameter.name, view.to(wanted, copy=True)
+        finally:
+            for _ in units:
+                pass
+
     def give_back(self) -> dict[nn.Parameter, Tensor]:
         """The whole values of all parameters as they were built, which the units do not manage any more."""
         self._gathering.free_all()
