@@ -342,9 +342,9 @@ class Layout:
         `cut` is what the rank holds, `part` what is wanted of it; no part is empty. All is wanted by default.
         """
         unit, whole = self._by_name[self.parameters[position].name]
-        memory = whole.memory
-        for rank in unit.cut.owners(memory if wanted is None else wanted.shifted(whole.offset)):
-            cut = unit.shard(rank).intersection(memory).shifted(-whole.offset)
+        bounds, offset, numel = unit.cut.bounds, whole.offset, whole.interval.stop
+        for rank in unit.cut.owners(whole.memory if wanted is None else wanted.shifted(offset)):
+            cut = Interval(max(bounds[rank] - offset, 0), min(bounds[rank + 1] - offset, numel))
             yield rank, cut, cut if wanted is None else cut.intersection(wanted)
 
     def describe(self) -> dict[str, object]:

@@ -23,6 +23,7 @@ from tests.support.recording import plain_unit
 from tests.support.streams import PromptStream, device_way
 from tests.support.training import LARGE, SMALL, Run, Trajectory, require_memory_route, train_all, train_zero
 from zerokit.formulas import BLOCK_FORMATS
+from zerokit.layout import Cut, Parameter, Unit
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives import Collectives, Wire, make_collectives
 from zerokit.runtime.collectives.host import memory
@@ -131,6 +132,34 @@ def test_every_route_adds_terms_in_rank_order(world: int, name: str, dtype: torc
     require_memory_route()
     for routes in run_ranks(world, _sums, name, dtype):
         assert routes == ["memory", "sockets", "nccl"][: len(routes)]
+
+
+def _along_an_unequal_cut() -> list[str]:
+    rank, found = dist.get_rank(), []
+    unit = Unit(0, (), (Parameter("p", (300,)),), Cut((0, 10, 210, 300)))
+    own, buckets = unit.shard(rank), [torch.arange(300.0) * (peer + 1) for peer in range(3)]
+    for collectives in _routes(""):
+        found.append(collectives.route)
+        bucket, out = (
+            Shards(unit, buckets[rank].clone()),
+            Shards(unit, torch.zeros(own.numel), own),
+        )
+        collectives.reduction(bucket, out).start().wait()
+        assert torch.equal(out.tensor, sum(buckets, torch.zeros(()))[own.start : own.stop])
+        whole = Shards(unit, torch.zeros(300))
+        collectives.gather(whole, own=out).start().wait()
+        assert torch.equal(whole.tensor, sum(buckets, torch.zeros(())))
+        assert collectives.traffic.received_bytes == 4 * (2 * own.numel + 300 - own.numel)
+        collectives.wait_for_readers()
+        with pytest.raises(ValueError, match="into equal pieces, not one at 0, 10, 210, 300"):
+            collectives.reduction(bucket, out, wire=BF16)
+    return found
+
+
+def test_routes_of_hosts_move_elements_from_cut_to_cut() -> None:
+    """Pieces of other sizes too; what packs them in rows says that it does not."""
+    require_memory_route()
+    assert run_ranks(3, _along_an_unequal_cut) == [["memory", "sockets"]] * 3
 
 
 def _runs(turn: int, run: Run) -> list[dict[str, Run]]:

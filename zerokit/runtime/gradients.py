@@ -199,9 +199,7 @@ class Gradients:
             self._reductions.append((unit, unit.reduce(self._reduce_factor)))
         if unit.cut and unit.unit.numel > self.pool.numel:
             buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
-            self.transient = max(
-                self.transient, sum(one.flat.tensor.nbytes for one in buckets if one is not None)
-            )
+            self.transient = max(self.transient, sum(one.memory.nbytes for one in buckets if one is not None))
 
     def _finish_oldest(self) -> None:
         unit, work = self._reductions[0]

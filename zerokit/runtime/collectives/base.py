@@ -60,6 +60,7 @@ class Exchange:
         self._hops, self._counts = hops, counts
 
     def start(self) -> Work:
+        """Start it, and count it."""
         for count in self._counts:
             count.start()
         return self._collectives.start(self._kind, self._unit, self._hops)
@@ -170,8 +171,9 @@ class Collectives:
 
         Where the route `averages`, it is their mean. With a `wire` every rank's piece is rounded to its form, this
         rank's too, and they are added in `out`'s dtype and in rank order. One rank rounds nothing. `out` may be
-        `bucket`. On a mesh of two axes sums over the inner one arrive in `out` if it has room for them,
-        else in the bucket. What else is in the bucket is lost. Sums are gathered `back` over these axes, into `out`.
+        `bucket`. On a mesh of two axes sums over the inner one arrive in `out` if it has room for them, else in the
+        bucket. What else is in the bucket is lost. At last the sums of all ranks of the axes `back` are gathered in
+        `out`.
         """
         hops: list[Hop] = []
         counts: list[Count] = []
