@@ -42,5 +42,9 @@ class CheckpointError(ZerokitError):
     """A checkpoint cannot be written, or what was read is damaged, incomplete or of another kind than expected."""
 
 
+class NoCheckpoint(CheckpointError, UsageError):
+    """Nothing is at the path that was given for a checkpoint; the commands exit with 2, as for any missing path."""
+
+
 class StorageError(CheckpointError):
     """The operating system refused to read or write a checkpoint's file, which says nothing about the file's bytes."""

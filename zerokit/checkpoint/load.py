@@ -27,7 +27,7 @@ from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, Held, outer_slices, own_slices, tensor_of
 from zerokit.checkpoint.together import Together, finish_saving
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
 from zerokit.text import printable
@@ -188,10 +188,10 @@ def _load(
     optimizer.refusal = kept
     notes = [*checkpoint.notes, *(f"{checkpoint.path}: {note}" for note in match.notes)]
     if notes and together.rank == 0:
-        warnings.warn(printable("; ".join(notes)), stacklevel=2)
+        warnings.warn(printable("; ".join(notes)), ZerokitWarning, stacklevel=2)
     if match.left_out and together.rank == 0:
         message = f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}"
-        warnings.warn(printable(message), stacklevel=2)
+        warnings.warn(printable(message), ZerokitWarning, stacklevel=2)
     return extra["user"]
 
 

@@ -19,7 +19,7 @@ from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_di
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError, NoCheckpoint, UsageError
 
 _STEP_FILE = re.compile(
     rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
@@ -142,8 +142,9 @@ def prune(
     retention.check()
     with explained(run, "looked at"):
         if not is_directory(run):
-            what = "is not a directory" if is_there(run) else "does not exist"
-            raise CheckpointError(f"{run}: {what}: give the directory of a run")
+            if not is_there(run):
+                raise NoCheckpoint(f"{run}: does not exist: give the directory of a run")
+            raise CheckpointError(f"{run}: is not a directory: give the directory of a run")
         if runs.is_step(run):
             raise CheckpointError(f"{run}: is a step: give a run's directory")
         if not dry_run:
