@@ -26,7 +26,7 @@ from zerokit.runtime.hooks import profiled
 from zerokit.runtime.islands import divide_into_islands
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
-from zerokit.runtime.precision import LossScale, Precision
+from zerokit.runtime.precision import DtypeName, LossScale, Precision
 from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
 from zerokit.runtime.step import INTERRUPTED, all_finite, clip_coefficient, global_norm, update_masters
 from zerokit.runtime.whole import ModelMethods
@@ -69,7 +69,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         *,
         stage: StageArgument = 2,
         mesh: tuple[int, int] | DeviceMesh | None = None,
-        precision: str | Precision = "bf16",
+        precision: DtypeName | Precision = "bf16",
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,
         bucket_mb: float | None = None,
