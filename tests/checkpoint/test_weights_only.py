@@ -311,7 +311,9 @@ CHANGED = [
 
 
 @on_ranks(2, CHANGED)
-def test_what_is_saved_is_what_was_changed(case: tuple[int, DtypeName, bool, str, bool], tmp_path: Path) -> None:
+def test_what_is_saved_is_what_was_changed(
+    case: tuple[int, DtypeName, bool, str, bool], tmp_path: Path
+) -> None:
     stage, precision, gathered, way, elsewhere = case
     with lagging("cpu") if elsewhere else contextlib.nullcontext():
         model, zero, expected = _trained(stage, precision)

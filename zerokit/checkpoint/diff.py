@@ -75,14 +75,17 @@ class Comparison:
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, weights: bool = False) -> Comparison:
     """Compare the states of two checkpoints; each path is a step's, or a run's, whose `latest` is followed.
 
-    Streams are compared by parameter, by their checksums; `common` and `extra.json`, which are small, are read where
-    their checksums differ. Checkpoints of other frameworks, which state no checksums of parameters, are read. Where one
-    side holds weights only that is one difference, and what both hold, that is parameters, buffers and what `save` was
-    given, is compared. Raises `CheckpointError` for a path that holds none, or a damaged one.
+    Streams are compared parameter by parameter, by their checksums; `common` and `extra.json`, which are small, are
+    read if their checksums differ. Checkpoints of other frameworks state no checksums of parameters, and are read. If
+    only one side has an optimizer's state, that counts as one difference, and parameters, buffers and `extra` are
+    compared.
 
     With `weights`, and always where a side is a Hugging Face folder or a file of `torch.save`, weights and buffers
     alone are compared: by any of their names, and in the narrower dtype where one side is rounded, such as an export
     in bfloat16 of fp32 masters.
+
+    Raises `NoCheckpoint` for a path that does not exist, and `CheckpointError` for one that holds no checkpoint, or a
+    damaged one.
     """
     return of_newest(partial(_comparison, weights=weights), a, b)
 

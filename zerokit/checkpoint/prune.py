@@ -128,15 +128,15 @@ def prune(
 
     Args:
         run: a run's directory; for leftovers alone any directory, such as the one where a conversion was interrupted.
-        keep_last: steps go, but for the newest so many.
-        keep_every: and but for those whose number is a multiple of this.
-        keep: and but for those for which this returns True. Without any of the three only leftovers go.
-        dry_run: remove nothing, only list what would go.
+        keep_last: remove all but this many of the newest steps.
+        keep_every: keep steps whose number is a multiple of this, too.
+        keep: keep steps for which this returns True, too. Without any of the three only leftovers are removed.
+        dry_run: remove nothing, only list what would be removed.
 
-    The newest step, the newest that is whole and the one that `latest` names always stay, and so does what belongs to
-    other users; superseded ones go. A step is renamed before its files go. Raises `UsageError` for numbers below 1, and
-    `CheckpointError` where `run` is no directory, has no step that could stay or a damaged `latest`, or something
-    cannot be removed.
+    The newest step, the newest one with an optimizer's state, the one that `latest` names, and what belongs to other
+    users always stay; superseded steps are removed. A step is renamed before its files are removed. Raises `UsageError`
+    for numbers below 1, `NoCheckpoint` if there is no `run`, and `CheckpointError` if it is no directory, has no step
+    that could stay or a damaged `latest`, or if something cannot be removed.
     """
     run, retention = Path(run), Retention(keep_last, keep_every, keep)
     retention.check()
