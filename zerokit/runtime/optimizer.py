@@ -35,6 +35,8 @@ from zerokit.runtime.whole import ModelMethods
 class ZeroOptimizer(ForwardingOptimizer):
     """A torch optimizer that shards its states and, by stage, gradients and parameters across the ranks of a group.
 
+    Gradients are averaged over ranks, as in DDP.
+
     Args:
         model: its parameters become views of flat storages in the compute dtype; those on `meta` are initialised here.
         optimizer_class: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, or any class that updates each element by itself.
