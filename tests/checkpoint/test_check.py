@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
 
 import zerokit
@@ -42,3 +44,15 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_time_out(tmp_path: Path
     found = run_ranks(2, _shortly, [str(tmp_path)] * 2, timeout=3.0)
     assert found[0].startswith("ScheduleError: check_run(): not all ranks have called it: ")
     assert found[1] == "absent"
+
+
+def _load_nothing(path: str) -> list[str]:
+    model = torch.nn.Linear(2, 2)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=1, precision="fp32")
+    with pytest.raises(zerokit.CheckpointError, match="nowhere: does not exist"):
+        zerokit.load(path, optimizer)
+    return []
+
+
+def test_a_load_of_nothing_is_an_error_of_checkpoints_on_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, _load_nothing, str(tmp_path / "nowhere")) == [[], []]

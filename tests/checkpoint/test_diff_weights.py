@@ -106,6 +106,9 @@ def test_weights_alone_of_two_runs_and_of_a_file_of_ddp(run: Path, tmp_path: Pat
     with pytest.warns(zerokit.ZerokitWarning, match="no place for random number generators"):
         zerokit.convert(run, tmp_path / "dcp", format="dcp", world=3)
     assert zerokit.diff(run, tmp_path / "dcp", weights=True).same
+    whole = zerokit.diff(run, tmp_path / "dcp")  # states of generators have no place there
+    assert {one.stream for one in whole.differences} <= {"common", "extra", "parameter"}
+    assert "have different formats: --weights compares their weights alone" in whole.notes[-1]
     assert not zerokit.diff(run / "step-00000001", run, weights=True).same
     later = zerokit.diff(run, run, weights=True)
     assert (later.same, later.rounded) == (True, 0)

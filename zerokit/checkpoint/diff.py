@@ -113,7 +113,12 @@ def _comparison(left: Source, right: Source, *, weights: bool) -> Comparison:
         if (our_file.crc, our_file.size) != (their_file.crc, their_file.size):
             # Nothing, if only the order of members differs.
             changes += _compare(stream, contents_of(left, weights=mixed), contents_of(right, weights=mixed))
-    return Comparison(equal, tuple(changes), tuple(_layouts(left, right)), (*left.notes, *right.notes))
+    notes = [*left.notes, *right.notes]
+    if changes and left.format != right.format:
+        notes.append(
+            f"{left.path} and {right.path} have different formats: --weights compares their weights alone"
+        )
+    return Comparison(equal, tuple(changes), tuple(_layouts(left, right)), tuple(notes))
 
 
 def _compare_weights(left: Source, right: Source) -> Comparison:
