@@ -42,8 +42,8 @@ class CheckpointError(ZerokitError):
     """A checkpoint cannot be written, or what was read is damaged, incomplete or of another kind than expected."""
 
 
-class NoCheckpoint(CheckpointError, UsageError):
-    """Nothing is at the path that was given for a checkpoint; the commands exit with 2, as for any missing path."""
+class MissingPath(CheckpointError, UsageError):
+    """A checkpoint's path, or the parent of an output's, does not exist; commands exit with 2, as for wrong usage."""
 
 
 class StorageError(CheckpointError):

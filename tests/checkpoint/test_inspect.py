@@ -329,6 +329,7 @@ REFUSED = [
     ("verify tmp", 1, "zerokit: tmp: not a checkpoint"),
     ("diff a nowhere", 2, "nowhere: does not exist"),
     ("inspect nowhere", 2, "nowhere: does not exist"),
+    ("reshard a --to 2 -o nowhere/out", 2, "its parent directory nowhere does not exist: create it first"),
     ("convert nowhere -o out", 2, "nowhere: does not exist"),
     ("convert a out -o other", 2, "the output is given twice: out, and -o other"),
     ("consolidate nowhere", 2, "nowhere: does not exist"),

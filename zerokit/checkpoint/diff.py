@@ -84,7 +84,7 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, weights: bool 
     alone are compared: by any of their names, and in the narrower dtype where one side is rounded, such as an export
     in bfloat16 of fp32 masters.
 
-    Raises `NoCheckpoint` for a path that does not exist, and `CheckpointError` for one that holds no checkpoint, or a
+    Raises `MissingPath` for a path that does not exist, and `CheckpointError` for one that holds no checkpoint, or a
     damaged one.
     """
     return of_newest(partial(_comparison, weights=weights), a, b)

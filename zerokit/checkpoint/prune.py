@@ -19,7 +19,7 @@ from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_di
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
-from zerokit.errors import CheckpointError, NoCheckpoint, UsageError
+from zerokit.errors import CheckpointError, MissingPath, UsageError
 
 _STEP_FILE = re.compile(
     rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
@@ -135,7 +135,7 @@ def prune(
 
     The newest step, the newest one with an optimizer's state, the one that `latest` names, and what belongs to other
     users always stay; superseded steps are removed. A step is renamed before its files are removed. Raises `UsageError`
-    for numbers below 1, `NoCheckpoint` if there is no `run`, and `CheckpointError` if it is no directory, has no step
+    for numbers below 1, `MissingPath` if there is no `run`, and `CheckpointError` if it is no directory, has no step
     that could stay or a damaged `latest`, or if something cannot be removed.
     """
     run, retention = Path(run), Retention(keep_last, keep_every, keep)
@@ -143,7 +143,7 @@ def prune(
     with explained(run, "looked at"):
         if not is_directory(run):
             if not is_there(run):
-                raise NoCheckpoint(f"{run}: does not exist: give the directory of a run")
+                raise MissingPath(f"{run}: does not exist: give the directory of a run")
             raise CheckpointError(f"{run}: is not a directory: give the directory of a run")
         if runs.is_step(run):
             raise CheckpointError(f"{run}: is a step: give a run's directory")

@@ -31,7 +31,7 @@ from zerokit.checkpoint.disk import (
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, read_latest, readable_latest
 from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
-from zerokit.errors import CheckpointError, NoCheckpoint, StorageError
+from zerokit.errors import CheckpointError, MissingPath, StorageError
 
 SUPERSEDED_NAME = "superseded"
 """An empty file in a step's directory."""
@@ -155,7 +155,7 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
         finish_replacement(path)
         if not is_directory(path):
             if not is_there(path):
-                raise NoCheckpoint(f"{path}: does not exist: give the directory of a step, or of a run")
+                raise MissingPath(f"{path}: does not exist: give the directory of a step, or of a run")
             raise CheckpointError(f"{path}: is not a directory: give the directory of a step, or of a run")
         # A run may hold another program's file of that name.
         if status_of(path / NAME) is not None and (stated_checksum(path) is not None or not committed(path)):
