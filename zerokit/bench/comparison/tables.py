@@ -156,7 +156,8 @@ def columns_of(cells: Sequence[Cell], names: Sequence[str], *, compared: bool = 
 
 
 def markdown(cells: Sequence[Cell]) -> list[str]:
-    """The main metrics of all cells as the lines of a table in Markdown, whatever is in their names."""
+    """The main metrics of all cells that could run, as the lines of a table in Markdown, whatever their names have."""
+    cells = [cell for cell in cells if cell.status != "unsupported"]
     columns = columns_of(cells, usual_metrics(cells, ()))
     heads = [
         "cell",

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from zerokit.bench.record.record import FORMAT, Record, RecordError, Run, in_folder, is_record, read_record
 from zerokit.bench.tracking.content import Point
@@ -267,7 +267,7 @@ class Store:
 
     def view(self, tags: Mapping[str, str]) -> str:
         """The URL of the table of all runs with these tags."""
-        return f"{self._runs}?{urlencode({'searchFilter': _filter(tags)})}"
+        return f"{self._runs}?{urlencode({'searchFilter': _filter(tags)}, quote_via=quote)}"
 
     @property
     def _runs(self) -> str:
