@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zerokit import ZeroOptimizer
 from zerokit.placement import StageArgument
+from zerokit.runtime.precision import DtypeName
 
 WORLD, STEPS, SECONDS = 2, 3, 300
 STAGES: tuple[StageArgument, ...] = (0, 1, 2, 3)
@@ -232,7 +233,7 @@ def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _train(
-    make: Callable[[], nn.Module], stage: StageArgument | None, precision: str
+    make: Callable[[], nn.Module], stage: StageArgument | None, precision: DtypeName
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The losses of some steps, and the state_dict after them; without a stage by plain torch."""
     model, losses = make(), list[float]()

@@ -12,8 +12,9 @@ import click
 import pytest
 import yaml
 
-from tests.cli.commands import FORKS, torchrun, zerokit_forked
+from tests.cli.commands import FORKS, Torchrun, torchrun, zerokit_forked
 from zerokit.cli import cli
+from zerokit.launch.network import free_port
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -111,10 +112,41 @@ def test_no_paragraph_stands_twice() -> None:
                 assert seen.setdefault(words, page) == page, f"{page.name} and {seen[words].name}: {words}"
 
 
-def test_the_twenty_lines_train(tmp_path: Path) -> None:
+def torchruns(page: Path) -> list[str]:
+    """The page's lines that start `train.py` by torchrun."""
+    lines = "".join(blocks(page, "sh")).splitlines()
+    return [line.partition("#")[0].strip() for line in lines if re.match(r"torchrun .*train\.py", line)]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    """A folder with README's program, of fewer steps, as `train.py`."""
     (program,) = (block for block in blocks(README, "python") if "init_process_group" in block)
     (tmp_path / "train.py").write_text(program.replace("range(100)", "range(20)"))
-    words = ("--standalone", "--nproc-per-node", "2", "train.py")
-    run = torchrun(tmp_path, *FORKS, *words, CUDA_VISIBLE_DEVICES="")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "clusters.md"], ids=lambda page: page.stem)
+def test_the_twenty_lines_train_as_printed(page: Path, train: Path) -> None:
+    one, two = torchruns(page)
+    words = re.sub(r"--nproc-per-node \d", "--standalone --nproc-per-node 2", one).split()[1:]
+    run = torchrun(train, *FORKS, *words, CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 0, run.stderr
     assert sorted(re.findall(r"rank (\d) on cpu: loss \d\.\d+", run.stdout)) == ["0", "1"]
+    port = str(free_port())
+    for old, new in (
+        ("-node 8", "-node 1"),
+        ("node-0", "127.0.0.1"),
+        ("train.py", f"--master-port {port} train.py"),
+    ):
+        assert old in two
+        two = two.replace(old, new)
+    nodes = [
+        Torchrun(train, [*FORKS, *two.replace("R ", f"{rank} ").split()[1:]], OMP_NUM_THREADS="1")
+        for rank in (0, 1)
+    ]
+    with nodes[0], nodes[1]:
+        said = [node.communicate(800) for node in nodes]
+        assert [node.returncode for node in nodes] == [0, 0], said
+    for rank, (out, _) in enumerate(said):
+        assert re.search(rf"rank {rank} on cpu: loss \d\.\d+", out)

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import zerokit
 from zerokit.text import without_secrets
@@ -25,6 +26,15 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'ZeroOptimiser'"):
         _ = zerokit.ZeroOptimiser  # type: ignore[attr-defined]
+
+
+def test_a_misspelt_precision_is_an_error_of_types_and_of_use() -> None:
+    """mypy finds the first: without it the comment below would be one that is not needed, which is an error."""
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(
+        zerokit.UsageError, match="precision 'bf17' is unknown: choose 'fp32', 'bf16' or 'fp16'"
+    ):
+        zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=0, precision="bf17")  # type: ignore[arg-type]
 
 
 def test_every_error_is_a_zerokit_error() -> None:

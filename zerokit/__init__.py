@@ -11,13 +11,14 @@ from zerokit.workers import guard_workers
 
 if TYPE_CHECKING:
     from zerokit.bench.plans.ask import plan
+    from zerokit.checkpoint.check import check_run
     from zerokit.checkpoint.diff import diff
     from zerokit.checkpoint.formats.convert import consolidate, convert, reshard
     from zerokit.checkpoint.inspect import inspect
     from zerokit.checkpoint.load import load
     from zerokit.checkpoint.prune import prune
     from zerokit.checkpoint.reader import Checkpoint
-    from zerokit.checkpoint.run import check_run, list_steps
+    from zerokit.checkpoint.run import list_steps
     from zerokit.checkpoint.save import save
     from zerokit.checkpoint.verify import verify
     from zerokit.errors import (
@@ -78,7 +79,8 @@ _HOMES = {
     "Checkpoint": "zerokit.checkpoint.reader",
     "plan": "zerokit.bench.plans.ask",
     **dict.fromkeys(("consolidate", "convert", "reshard"), "zerokit.checkpoint.formats.convert"),
-    **dict.fromkeys(("check_run", "list_steps"), "zerokit.checkpoint.run"),
+    "check_run": "zerokit.checkpoint.check",
+    "list_steps": "zerokit.checkpoint.run",
     **{name: f"zerokit.checkpoint.{name}" for name in ("diff", "inspect", "load", "prune", "save", "verify")},
 }
 """Where a public name lives; the others are errors."""

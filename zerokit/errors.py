@@ -42,5 +42,9 @@ class CheckpointError(ZerokitError):
     """A checkpoint cannot be written, or what was read is damaged, incomplete or of another kind than expected."""
 
 
+class MissingPath(CheckpointError, UsageError):
+    """A checkpoint's path, or the parent of an output's, does not exist; commands exit with 2, as for wrong usage."""
+
+
 class StorageError(CheckpointError):
     """The operating system refused to read or write a checkpoint's file, which says nothing about the file's bytes."""

@@ -37,6 +37,7 @@ from zerokit.checkpoint.load import load
 from zerokit.checkpoint.save import save
 from zerokit.layout import Interval
 from zerokit.placement import stage_of
+from zerokit.runtime.precision import DtypeName
 
 EXTRA = {"note": "kept", "table": torch.arange(3)}
 
@@ -265,7 +266,7 @@ HALVE: Ways = {
 }
 
 
-def _trained(stage: int, precision: str) -> tuple[nn.Module, zerokit.ZeroOptimizer, dict[str, Tensor]]:
+def _trained(stage: int, precision: DtypeName) -> tuple[nn.Module, zerokit.ZeroOptimizer, dict[str, Tensor]]:
     """A model after a step, one layer of it frozen, and half of its weights: what a change must leave."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 30), nn.Linear(30, 10), nn.Linear(10, 10))
@@ -310,7 +311,9 @@ CHANGED = [
 
 
 @on_ranks(2, CHANGED)
-def test_what_is_saved_is_what_was_changed(case: tuple[int, str, bool, str, bool], tmp_path: Path) -> None:
+def test_what_is_saved_is_what_was_changed(
+    case: tuple[int, DtypeName, bool, str, bool], tmp_path: Path
+) -> None:
     stage, precision, gathered, way, elsewhere = case
     with lagging("cpu") if elsewhere else contextlib.nullcontext():
         model, zero, expected = _trained(stage, precision)
@@ -330,7 +333,7 @@ def test_what_is_saved_is_what_was_changed(case: tuple[int, str, bool, str, bool
             assert _equal(whole_weights(model), trained)
 
 
-def _go_on_inside(stage: int, precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _go_on_inside(stage: int, precision: DtypeName) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A change, an average and a step, all inside `gathered()`; returns the weights, and the average of them."""
     model, zero, _ = _trained(stage, precision)
     ema = zerokit.Ema(zero, decay=0.5)
@@ -348,7 +351,7 @@ def _go_on_inside(stage: int, precision: str) -> tuple[dict[str, Tensor], dict[s
 
 
 @on_ranks(2, ["fp32", "bf16"])
-def test_a_step_and_an_average_begin_with_what_was_changed(precision: str) -> None:
+def test_a_step_and_an_average_begin_with_what_was_changed(precision: DtypeName) -> None:
     weights, averages = _go_on_inside(0, precision)
     _, _, halves = _trained(0, precision)
     assert _equal(averages, {name: value for name, value in halves.items() if not name.startswith("1.")})

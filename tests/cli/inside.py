@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def zerokit_inside(
         stack.enter_context(mock.patch.object(tempfile, "tempdir", None))
         stack.enter_context(mock.patch.object(ranks, "start_rank", Rank))
         stack.enter_context(mock.patch.object(agents, "PEERS_FOLLOW_SECONDS", FOLLOW_SECONDS))
+        stack.enter_context(mock.patch("zerokit.cli.display._LINE_SECONDS", math.inf))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stdout(said))
         stack.enter_context(contextlib.redirect_stderr(errors))

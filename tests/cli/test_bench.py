@@ -124,7 +124,8 @@ def test_the_table_tells_what_was_asked_for(finished: Finished) -> None:
     assert f"record  {finished.record_path.relative_to(finished.folder)}" in shown
     assert f"serve   mlflow ui --backend-store-uri {finished.uri}" in shown
     assert "open    http://127.0.0.1:5000/#/experiments/" in shown
-    assert finished.process.stderr == ""
+    # Only progress, where the machine was slow.
+    assert re.sub(r"^\w[\w-]*: step .*\n", "", finished.process.stderr, flags=re.MULTILINE) == ""
 
 
 def test_mlflow_holds_the_record(finished: Finished, client: MlflowClient) -> None:

@@ -70,6 +70,27 @@ def test_the_command_above_a_job_stays_a_comment(options: str) -> None:
     assert "\nexit 3" not in done.output.replace("\nexport A='1\nexit 3'", "")
 
 
+def test_pods_get_what_was_asked_for_and_a_module_that_the_image_needs_is_named() -> None:
+    asked = (
+        "--launcher kubernetes --container-image team/train:1 --nproc-per-node 4 --cpus-per-task 8 --mem 64Gi "
+        "--shm-size 8Gi --resource rdma/hca=2 --capability IPC_LOCK --queue q --priority-class high"
+    )
+    done = bench(*asked.split(), "--model", "tests.planning.models:branching")
+    assert done.exit_code == 0, done.output
+    assert "cpu: '32'" in done.stdout
+    for line in (
+        "memory: 64Gi",
+        "sizeLimit: 8Gi",
+        "rdma/hca: '2'",
+        "- IPC_LOCK",
+        "kueue.x-k8s.io/queue-name: q",
+    ):
+        assert f" {line}\n" in done.stdout
+    named = "the image team/train:1 must have the module tests.planning.models on its Python path"
+    assert named in done.stderr
+    assert bench(*asked.split()).stderr == ""
+
+
 def test_a_variable_for_another_launcher_is_left_alone(tmp_path: Path) -> None:
     """Those of a profile reach the ranks of a job, too."""
     unsupported = ("--engine", "ddp", "--stage", "3", "--output", str(tmp_path), "--no-mlflow")

@@ -32,6 +32,30 @@ def test_the_table_says_what_to_choose_and_how(tmp_path: Path) -> None:
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_narrow_terminal_gets_fewer_columns_and_every_digit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    asked = (*GPT, *H100, "--gpus", "12", "--batch-size", "2,4", "--all")
+    whole = zerokit_inside(tmp_path, *asked).stdout.splitlines()
+    with monkeypatch.context() as patched:
+        patched.setattr("rich.console.Console.is_terminal", True)
+        shown = zerokit_inside(tmp_path, *asked, COLUMNS=str(width), TERM="xterm").stdout
+    shown = re.sub(r"\x1b\[[\d;]*m", "", shown)
+    table = shown.split("\n\n")[0].splitlines()[1:]
+    rows = [line for line in table if not line.startswith("Not shown in")]
+    assert max(map(len, rows)) <= width
+    assert "…" not in shown
+    told = next((line for line in table if line.startswith("Not shown in")), None)
+    dropped = [] if told is None else told.partition(": ")[2].partition(";")[0].split(", ")
+    assert (told is None) == (width == 200)
+    known = {"stage", "mesh", "batch", "recompute", "GiB", "param", "grad", "optim", "bufs", "activ"}
+    known |= {"step ms", "tok/s/dev", "MFU", "wait ms", "limit"}
+    assert {head for head in known if head in rows[0]} == known - set(dropped)
+    for row, full in zip(rows, whole[1:], strict=False):
+        assert set(row.split()) <= set(full.split())
+
+
 def test_json_is_one_document_and_a_cluster_file_gives_links(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(
         'device = "h100-80"\ngpus_per_node = 2\n[outer]\ngbit_per_s = 100\n'

@@ -16,7 +16,7 @@ from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
 from zerokit.cli.details import notes
-from zerokit.cli.display import write_report
+from zerokit.cli.display import Display, write_report
 from zerokit.cli.tables import show
 from zerokit.cli.work import mib, ms, rate
 
@@ -58,6 +58,30 @@ def test_rounds_have_an_error_and_single_runs_say_that_nothing_is_known() -> Non
     assert " ? " not in shown
     partly = [make_cell("ddp", 0), replace(make_failure("failed", "boom", "ddp", 0, repeat=1), sweep=None)]
     assert "DDP (1 of 2 rounds): failed: boom" in table(partly, 100)
+
+
+def test_a_sweep_is_compared_with_the_cell_that_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = make_sweep(3)
+    Display(2).table(records, "FSDP2 3")
+    shown = capsys.readouterr().out
+    assert "Changes are against FSDP2 3." in shown
+    assert write_report(records, tmp_path / "page.html", pytest.fail, "FSDP2 3")
+    assert "are against FSDP2 3" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_the_figure_that_decides_is_named(tmp_path: Path) -> None:
+    """Where milliseconds and paced steps of a row point in different directions."""
+    records = make_sweep(3)
+    words = " ".join(table(records, 200).split())
+    assert "so that the machine's speed cancels: it decides where milliseconds say otherwise." in words
+    assert write_report(records, tmp_path / "page.html", pytest.fail)
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert (
+        "The machine's speed cancels from the paced step: it decides where milliseconds say otherwise."
+        in page
+    )
 
 
 def test_a_cost_below_its_error_is_within_noise() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from tests.launch.manifests import require_known
 from zerokit.cli import cli
 from zerokit.launch.membership import Membership, find_membership
 
@@ -132,6 +134,53 @@ def test_manifests_are_what_the_command_in_them_prints(form: str, monkeypatch: p
         member = _member({one["name"]: one.get("value", "1") for one in container["env"]})
         assert (member.index, member.nodes, member.nproc_per_node) == (1, job["completions"], 8)
     _parses(container["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"})
+
+
+def test_a_program_of_ones_own_runs_in_pods_as_the_benchmark_does() -> None:
+    """The same runtime, but for the program and its name."""
+    made, bench = (
+        {one["kind"]: one for one in yaml.safe_load_all((DOCKER / f"kubernetes/{form}.yaml").read_text())}
+        for form in ("train", "trainjob")
+    )
+    for one in made.values():
+        require_known(one)
+    trainer = made["TrainJob"]["spec"]["trainer"]
+    assert (trainer["command"], trainer["args"]) == (["torchrun"], ["/program/train.py"])
+    assert made["TrainJob"]["spec"]["runtimeRef"]["name"] == made["TrainingRuntime"]["metadata"]["name"]
+    alike = ("image", "numNodes", "numProcPerNode", "resourcesPerNode")
+    assert [trainer[name] for name in alike] == [bench["TrainJob"]["spec"]["trainer"][name] for name in alike]
+    runtimes = [one["TrainingRuntime"]["spec"] for one in (made, bench)]
+    pods = [
+        one["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        for one in runtimes
+    ]
+    pods[0]["volumes"].remove({"name": "program", "configMap": {"name": "train"}})
+    pods[0]["containers"][0]["volumeMounts"].remove({"name": "program", "mountPath": "/program"})
+    assert runtimes[0] == runtimes[1]
+
+
+def test_slurm_starts_a_program_of_ones_own_on_every_node(tmp_path: Path) -> None:
+    """With programs in the place of Slurm's."""
+    for name, line in (("scontrol", "printf 'node-a\\nnode-b\\n'"), ("srun", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_JOB_ID": "7",
+    }
+    done = subprocess.run(
+        ["bash", "-eu", DOCKER / "slurm/train.sbatch", "train.py", "--rate", "a b"],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == (
+        "--kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d "
+        "--rdzv-endpoint node-a:29500 --rdzv-id 7 train.py --rate a b\n"
+    )
 
 
 def test_slurms_script_is_what_the_command_in_it_prints() -> None:

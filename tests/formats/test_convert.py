@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -202,7 +203,7 @@ def test_an_output_lies_outside_the_run_it_is_made_of(made: Path, tmp_path: Path
 
 def test_the_command_says_what_it_wrote(made: Path, tmp_path: Path) -> None:
     run = partial(zerokit_inside, tmp_path)
-    done = run("convert", str(made / "deepspeed-2-fp32"), "ours", "--to", "2", "--json")
+    done = run("convert", str(made / "deepspeed-2-fp32"), "-o", "ours", "--to", "2", "--json")
     assert done.returncode == 0, done.stderr
     written = json.loads(done.stdout)
     assert (written["format"], written["world"], written["source"]) == (
@@ -225,3 +226,13 @@ def test_the_command_says_what_it_wrote(made: Path, tmp_path: Path) -> None:
     done = run("consolidate", "same", "-o", "weights", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert os.listdir(tmp_path / "weights") == ["model.safetensors"]
+    said = r"weights: weights of step 3 in bfloat16, 1 file, \d+\.\d kB, verified and synced\n"
+    assert re.fullmatch(said, done.stderr)
+    done = run("diff", "same", "weights")
+    assert done.returncode == 0, done.stdout
+    same = r"no difference of the weights; \d+ equal by CRC-32, \d+ of them rounded as the other side is\n"
+    assert re.fullmatch(same, done.stdout)
+    done = run("consolidate", "same", "--json")  # beside it, as the others do
+    written = json.loads(done.stdout)
+    assert (Path(written["output"]).name, written["step"]) == ("same.to-huggingface", 3)
+    assert written["dtypes"] == ["float32"]

@@ -118,7 +118,7 @@ def test_missing_and_truncated_files_are_refused(
     ("name", "expected"),
     [
         ("adapter_model.safetensors", "an adapter of PEFT: merge it"),
-        ("pytorch_model.bin", "weights in a pickle: save them with save_pretrained"),
+        ("pytorch_model.bin", "weights in a pickle: give that file itself, or save with save_pretrained"),
         ("expert_0_mp_rank_00_model_states.pt", "mixture of experts"),
         ("layer_00-model_states.pt", "pipeline"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor or pipeline parallelism"),

@@ -27,7 +27,8 @@ from tests.support.slurm import Cluster, cluster
 from zerokit.bench.record.record import read_record
 
 _CHAPTER = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
-_BLOCKS = re.findall(r"^```sh\n(.*?)^```$", _CHAPTER, re.MULTILINE | re.DOTALL)
+_ALL = re.findall(r"^```sh\n(.*?)^```$", _CHAPTER, re.MULTILINE | re.DOTALL)
+_BLOCKS = [block for block in _ALL if "train.py" not in block]
 NODES = ("node-0", "node-1")
 GPUS = 8
 SMALL = {
@@ -58,7 +59,7 @@ JOINING = commands("# torchrun, mpirun:")
 
 
 def test_no_other_commands_are_printed() -> None:
-    assert len(_BLOCKS) == 4
+    assert (len(_ALL), len(_BLOCKS)) == (5, 4)  # tests/test_docs.py starts a program of one's own
 
 
 @pytest.fixture(autouse=True)

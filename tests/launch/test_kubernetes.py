@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ PODS = Pods(
     tolerations=["nvidia.com/gpu:NoSchedule", "team=us:NoExecute"],
     service_account="bench",
     pull_secrets=["registry"],
+    cpus="64",
+    memory="256Gi",
+    shared_memory="16Gi",
+    resources={"rdma/hca": "1"},
+    queue="team-a",
+    priority_class="high",
 )
 
 
@@ -73,7 +80,7 @@ def test_pods_have_what_was_asked_for(form: str) -> None:
     (container,) = pod["containers"]
     volumes = {one["name"]: one for one in pod["volumes"]}
     mounted = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
-    assert mounted["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    assert mounted["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
     assert mounted["/runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert "/tmp" in mounted
     assert container["envFrom"] == [{"secretRef": {"name": "tracker"}}]
@@ -84,17 +91,30 @@ def test_pods_have_what_was_asked_for(form: str) -> None:
     ]
     assert pod["serviceAccountName"] == "bench"
     assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    assert pod["priorityClassName"] == "high"
     *_, job = render(PODS, form)
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    resources = container["resources"] if form == "jobset" else job["spec"]["trainer"]["resourcesPerNode"]
+    assert resources == {
+        "limits": {"nvidia.com/gpu": "8", "rdma/hca": "1"},
+        "requests": {"cpu": "64", "memory": "256Gi"},
+    }
     assert '{"name": "NCCL_DEBUG", "value": "$$(x)$$$$"}' in json.dumps(job)
     assert '"--json", "--stage", "3", "--model", "$$(x):y"]' in json.dumps(job)
     bare = pod_of(Pods("a", "default", "image", 1, 1, []), form)
-    assert {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets"} & bare.keys() == set()
+    options = {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets", "priorityClassName"}
+    assert options & bare.keys() == set()
+    (locking,) = pod_of(replace(PODS, capabilities=["IPC_LOCK"]), form)["containers"]
+    assert locking["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
 
 
 def test_names_are_dns_labels_and_tolerations_as_kubectl_writes_taints() -> None:
     for name in ("", "Upper", "a_b", "-a", "a" * 60):
         with pytest.raises(UsageError, match="DNS label"):
             Pods(name, "default", "image", 1, 1, [])
+    for quantity in ("64GB", "-1", "", "a lot"):
+        with pytest.raises(UsageError, match="no quantity of Kubernetes"):
+            Pods("a", "default", "image", 1, 1, [], memory=quantity)
     for text in ("gpu", "gpu:Never", "a=b=c:NoSchedule", ":NoSchedule"):
         with pytest.raises(UsageError, match="expected KEY=VALUE:EFFECT"):
             Pods("a", "default", "image", 1, 1, [], tolerations=[text])

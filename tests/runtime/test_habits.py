@@ -26,6 +26,7 @@ from tests.support.distributed import run_alone
 from tests.support.on_ranks import on_ranks
 from zerokit.placement import stage_of
 from zerokit.runtime.hooks import require_no_graphs
+from zerokit.runtime.precision import DtypeName
 
 
 def _model(depth: int = 4) -> nn.Sequential:
@@ -79,7 +80,7 @@ class _Tied(nn.Module):
         return x @ self.first.weight
 
 
-def _compiled(stage: int, how: str, precision: str = "fp32") -> list[float]:
+def _compiled(stage: int, how: str, precision: DtypeName = "fp32") -> list[float]:
     """Losses of two blocks, compiled in some way."""
     warnings.simplefilter("ignore")  # dynamo's, of what it does not trace
     torch._dynamo.reset()
@@ -170,7 +171,7 @@ def test_a_habit_that_cannot_work_is_refused_with_the_line_to_write(given: tuple
 @on_ranks(2, COMPILED)
 def test_whatever_is_compiled_trains_as_without_in_few_graphs(given: tuple[int, str]) -> None:
     stage, how = given
-    precision = "bf16" if how == "blocks" else "fp32"
+    precision: DtypeName = "bf16" if how == "blocks" else "fp32"
     assert _compiled(stage, how, precision) == pytest.approx(_compiled(0, "plain", precision), rel=1e-6)
 
 

@@ -17,10 +17,13 @@ import zerokit
 from tests.support.distributed import run_ranks_expecting_errors
 from tests.support.on_ranks import on_ranks
 from zerokit.runtime.changes import checksum
+from zerokit.runtime.precision import DtypeName
 
 STAGES = (0, 1, 2, 3)
-WHERE: list[tuple[Any, str]] = [(stage, precision) for precision in ("fp32", "bf16") for stage in STAGES]
-MESHES: list[tuple[Any, str]] = [((0, 3), "bf16"), ((1, 3), "fp32"), ((2, 2), "bf16"), ((0, 0), "fp32")]
+WHERE: list[tuple[Any, DtypeName]] = [
+    (stage, precision) for precision in ("fp32", "bf16") for stage in STAGES
+]
+MESHES: list[tuple[Any, DtypeName]] = [((0, 3), "bf16"), ((1, 3), "fp32"), ((2, 2), "bf16"), ((0, 0), "fp32")]
 
 
 class Net(nn.Module):
@@ -52,7 +55,7 @@ def test_a_checksum_shows_every_change_and_change_of_places(dtype: torch.dtype) 
     assert checksum(torch.ones((), dtype=dtype)).item() != 0
 
 
-def _build(where: tuple[Any, str], lr: float = 0.0, seed: int = 0) -> tuple[Net, zerokit.ZeroOptimizer]:
+def _build(where: tuple[Any, DtypeName], lr: float = 0.0, seed: int = 0) -> tuple[Net, zerokit.ZeroOptimizer]:
     stage, precision = where
     model = Net(seed)
     mesh: Any = (2, 2) if isinstance(stage, tuple) else None
@@ -139,7 +142,7 @@ def _change_on_rank_0(
             raise KeyError
 
 
-def _only_one_rank_changes(where: tuple[Any, str]) -> None:
+def _only_one_rank_changes(where: tuple[Any, DtypeName]) -> None:
     for change in CHANGES:
         for source in (0, 1):
             model, optimizer = _build(where)
@@ -172,18 +175,18 @@ _COMPUTE = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 @on_ranks(2, WHERE)
-def test_one_ranks_changes_reach_all_with_source_and_are_told_without(where: tuple[Any, str]) -> None:
+def test_one_ranks_changes_reach_all_with_source_and_are_told_without(where: tuple[Any, DtypeName]) -> None:
     """Wider values reach the masters to the bit; after the error all ranks have rank 0's."""
     _only_one_rank_changes(where)
 
 
 @on_ranks(4, MESHES)
-def test_one_ranks_changes_on_a_mesh(where: tuple[Any, str]) -> None:
+def test_one_ranks_changes_on_a_mesh(where: tuple[Any, DtypeName]) -> None:
     _only_one_rank_changes(where)
 
 
 @on_ranks(2, WHERE)
-def test_buffers_and_frozen_weights_follow_the_source(where: tuple[Any, str]) -> None:
+def test_buffers_and_frozen_weights_follow_the_source(where: tuple[Any, DtypeName]) -> None:
     torch.manual_seed(0)
     model = Net()
     model.words.weight.requires_grad_(False)
@@ -199,7 +202,7 @@ def test_buffers_and_frozen_weights_follow_the_source(where: tuple[Any, str]) ->
 
 
 @on_ranks(2, WHERE)
-def test_gradients_of_one_rank(where: tuple[Any, str]) -> None:
+def test_gradients_of_one_rank(where: tuple[Any, DtypeName]) -> None:
     for source in (0, 1, None):
         model, optimizer = _build(where, lr=1.0)
         optimizer.zero_grad()
@@ -224,7 +227,7 @@ def test_gradients_of_one_rank(where: tuple[Any, str]) -> None:
 
 
 @on_ranks(2, WHERE)
-def test_changes_made_alike_are_kept_and_steps_wait_for_the_source(where: tuple[Any, str]) -> None:
+def test_changes_made_alike_are_kept_and_steps_wait_for_the_source(where: tuple[Any, DtypeName]) -> None:
     model, optimizer = _build(where)
     before = _elements(optimizer)
     with torch.no_grad(), optimizer.gathered():
@@ -297,7 +300,7 @@ def _on_meta(there: bool) -> Iterator[None]:
 
 
 @on_ranks(3, WHERE)
-def test_rank_0_has_the_values_and_the_others_are_on_meta(where: tuple[Any, str]) -> None:
+def test_rank_0_has_the_values_and_the_others_are_on_meta(where: tuple[Any, DtypeName]) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), Stranger(), nn.Linear(8, 2))
 

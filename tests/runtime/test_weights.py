@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zerokit
 from tests.support.on_ranks import on_ranks
 from zerokit.errors import UsageError, ZerokitWarning
+from zerokit.runtime.precision import DtypeName
 
 RATE = 2e-5  # three steps of AdamW from 1.0 are lost in bfloat16
 STAGES: list[Any] = [
@@ -34,7 +35,7 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*blocks).to(dtype)
 
 
-def _zero(model: nn.Module, precision: str = "bf16", **options: Any) -> zerokit.ZeroOptimizer:
+def _zero(model: nn.Module, precision: DtypeName = "bf16", **options: Any) -> zerokit.ZeroOptimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     return zerokit.ZeroOptimizer(
         model, torch.optim.AdamW, precision=precision, params=trained, lr=RATE, weight_decay=0.0, **options
@@ -152,7 +153,7 @@ def test_a_model_in_half_precision_becomes_fp32_with_a_word() -> None:
 
 
 @on_ranks(2, itertools.product(("fp32", "bf16"), (0, 1, 2, 3)))
-def test_a_released_model_is_plain_and_is_trained_anew(given: tuple[str, int]) -> None:
+def test_a_released_model_is_plain_and_is_trained_anew(given: tuple[DtypeName, int]) -> None:
     precision, stage = given
     model, plain = _model(), _model()
     parameters = list(model.parameters())

@@ -1,6 +1,7 @@
 """`diff`: the differences between two checkpoints of any world sizes, from their manifests.
 
-The CRC-32 of a whole parameter combines from those of its slices, however it is cut, so no stream is read.
+The CRC-32 of a whole parameter combines from those of its slices, however it is cut, so no stream is read. Weights that
+an export has rounded are read on the wider side, and rounded alike.
 """
 
 from __future__ import annotations
@@ -8,12 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from zerokit.checkpoint.checksum import crc32
-from zerokit.checkpoint.formats import of_newest
-from zerokit.checkpoint.manifest import WEIGHT_KINDS
-from zerokit.checkpoint.source import Source
+from zerokit.checkpoint.formats import WEIGHTS_ALONE, of_newest
+from zerokit.checkpoint.formats.description import ModelNames
+from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
+from zerokit.checkpoint.requests import Memory, read, requests_for
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.source import Source, from_array, to_array
 from zerokit.checkpoint.strict import canonical
+from zerokit.errors import CheckpointError
+from zerokit.layout import Interval
+
+_PART_NUMEL = 1 << 22
+"""Elements that are rounded at a time: a parameter may be larger than memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +33,7 @@ class Difference:
 
     `stream` is a kind of state, "parameter" for a parameter's own description, "common" for a tensor that is stored
     whole, "extra" for a member of `extra.json`, "checkpoint" for the step and the content: a whole state or weights.
+    Where weights alone are compared it is "weights".
     """
 
     stream: str
@@ -44,30 +56,43 @@ class Comparison:
 
     `layout` lists how the cut differs (world size, units), which does not change the state.
     `notes`: why a step of a run was compared that its `latest` does not name.
+    `weights`: weights and buffers alone were compared. `rounded` counts those of `equal` that are so in the narrower of
+    their two dtypes.
     """
 
     equal: int
     differences: tuple[Difference, ...]
     layout: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    weights: bool = False
+    rounded: int = 0
 
     @property
     def same(self) -> bool:
         return not self.differences
 
 
-def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str], *, weights: bool = False) -> Comparison:
     """Compare the states of two checkpoints; each path is a step's, or a run's, whose `latest` is followed.
 
-    Streams are compared by parameter, by their checksums; `common` and `extra.json`, which are small, are read where
-    their checksums differ. Checkpoints of other frameworks, which state no checksums of parameters, are read. Where one
-    side holds weights only that is one difference, and what both hold, that is parameters, buffers and what `save` was
-    given, is compared. Raises `CheckpointError` for a path that holds none, or a damaged one.
+    Streams are compared parameter by parameter, by their checksums; `common` and `extra.json`, which are small, are
+    read if their checksums differ. Checkpoints of other frameworks state no checksums of parameters, and are read. If
+    only one side has an optimizer's state, that counts as one difference, and parameters, buffers and `extra` are
+    compared.
+
+    With `weights`, and always where a side is a Hugging Face folder or a file of `torch.save`, weights and buffers
+    alone are compared: by any of their names, and in the narrower dtype where one side is rounded, such as an export
+    in bfloat16 of fp32 masters.
+
+    Raises `MissingPath` for a path that does not exist, and `CheckpointError` for one that holds no checkpoint, or a
+    damaged one.
     """
-    return of_newest(_comparison, a, b)
+    return of_newest(partial(_comparison, weights=weights), a, b)
 
 
-def _comparison(left: Source, right: Source) -> Comparison:
+def _comparison(left: Source, right: Source, *, weights: bool) -> Comparison:
+    if weights or {left.format, right.format} & {*WEIGHTS_ALONE}:
+        return _compare_weights(left, right)
     changes: list[Difference] = []
     if left.step != right.step:
         changes.append(Difference("checkpoint", "step", str(left.step), str(right.step)))
@@ -84,11 +109,119 @@ def _comparison(left: Source, right: Source) -> Comparison:
             changes += _compare(kind, ours, theirs)
     readers = ("common", _common), ("extra", _extra)
     files = zip(left.whole_files(), right.whole_files(), strict=True)
-    for (stream, read), ((our_file, _), (their_file, _)) in zip(readers, files, strict=True):
+    for (stream, contents_of), ((our_file, _), (their_file, _)) in zip(readers, files, strict=True):
         if (our_file.crc, our_file.size) != (their_file.crc, their_file.size):
             # Nothing, if only the order of members differs.
-            changes += _compare(stream, read(left, weights=mixed), read(right, weights=mixed))
-    return Comparison(equal, tuple(changes), tuple(_layouts(left, right)), (*left.notes, *right.notes))
+            changes += _compare(stream, contents_of(left, weights=mixed), contents_of(right, weights=mixed))
+    notes = [*left.notes, *right.notes]
+    if changes and left.format != right.format:
+        notes.append(
+            f"{left.path} and {right.path} have different formats: --weights compares their weights alone"
+        )
+    return Comparison(equal, tuple(changes), tuple(_layouts(left, right)), tuple(notes))
+
+
+def _compare_weights(left: Source, right: Source) -> Comparison:
+    left, right = _under_names_of(left, right), _under_names_of(right, left)
+    tied = right if isinstance(left, ForeignCheckpoint) else left
+    first = {alias: p.name for p in tied.layout.parameters for alias in p.aliases}
+    ours, theirs = _Weights(left, first), _Weights(right, first)
+    changes: list[Difference] = []
+    equal = rounded = 0
+    for name in dict.fromkeys([*ours.forms, *theirs.forms]):
+        one, other = ours.forms.get(name), theirs.forms.get(name)
+        if one is None or other is None or one[1] != other[1]:
+            sides = (None if form is None else f"{form[0]} {list(form[1])}" for form in (one, other))
+            changes.append(Difference("weights", name, *sides))
+            continue
+        if any(
+            ours.crc(name, dtype) == theirs.crc(name, dtype) for dtype in _common_dtypes(one[0], other[0])
+        ):
+            equal += 1
+            rounded += one[0] != other[0]
+            continue
+        sides = (
+            f"{dtype} {list(shape)} {side.crc(name, dtype):08x}"
+            for side, (dtype, shape) in ((ours, one), (theirs, other))
+        )
+        changes.append(Difference("weights", name, *sides))
+    notes = *left.notes, *right.notes
+    return Comparison(equal, tuple(changes), (), notes, weights=True, rounded=rounded)
+
+
+def _under_names_of(source: Source, other: Source) -> Source:
+    """Another framework's checkpoint under the names of the run that it is compared with, tied as there."""
+    if not isinstance(source, ForeignCheckpoint) or isinstance(other, ForeignCheckpoint):
+        return source
+    return source.fitted(
+        ModelNames({p.name: p.aliases for p in other.layout.parameters}, other.buffers.keys())
+    )
+
+
+def _common_dtypes(one: str, other: str) -> tuple[str, ...]:
+    """The dtypes in which two tensors can be compared: the narrower of two floating-point ones, or either."""
+    if one == other:
+        return (one,)
+    if not {one, other} <= {"float64", "float32", "float16", "bfloat16"}:
+        return ()
+    width = min(ELEMENT_BYTES[one], ELEMENT_BYTES[other])
+    return tuple(dtype for dtype in (one, other) if ELEMENT_BYTES[dtype] == width)
+
+
+class _Weights:
+    """The parameters and buffers of a checkpoint: `forms` has their dtypes and shapes.
+
+    `first` is what tied parameters are called here, by their other names.
+    """
+
+    def __init__(self, source: Source, first: Mapping[str, str]) -> None:
+        self._source, self._buffers = source, source.buffers
+        line = source.layout.parameters
+        self._places = {
+            first.get(line[position].name, line[position].name): (number, position)
+            for (kind, position), number in source.manifest.numbers.items()
+            if kind in WEIGHT_KINDS
+        }
+        self._checksums: dict[int, dict[str, int]] = {}
+        self.forms = {
+            name: (source.streams[number].dtype, line[position].shape)
+            for name, (number, position) in self._places.items()
+        } | self._buffers
+
+    def crc(self, name: str, dtype: str) -> int:
+        """The CRC-32 of the tensor's elements as `dtype`; −1, which is none, where one is too large for it."""
+        try:
+            if name in self._buffers:
+                own, shape, content = self._source.common_tensor(f"{BUFFER_PREFIX}{name}")
+                return crc32(content if own == dtype else from_array(to_array(content, own, shape), dtype))
+            number, position = self._places[name]
+            if self._source.streams[number].dtype == dtype:
+                return self._whole(number, position)
+            return self._rounded(number, position, dtype)
+        except OverflowError:
+            return -1
+
+    def _whole(self, number: int, position: int) -> int:
+        if number not in self._checksums:
+            self._checksums[number] = {name: piece.crc for name, piece in self._source.checksums(number)}
+        return self._checksums[number][self._source.layout.parameters[position].name]
+
+    def _rounded(self, number: int, position: int, dtype: str) -> int:
+        """Raises `OverflowError`, and `CheckpointError` where what is read is not what a manifest says."""
+        source, parameter = self._source, self._source.layout.parameters[position]
+        stream = source.streams[number]
+        crc = whole = 0
+        for start in range(0, parameter.numel, _PART_NUMEL):
+            part = Interval(start, min(start + _PART_NUMEL, parameter.numel))
+            memory = Memory(part.numel * stream.element_bytes)
+            read(source, requests_for(source, number, position, part, memory, 0))
+            whole = crc32(memory.content, whole)
+            crc = crc32(from_array(to_array(memory.content, stream.dtype, (-1,)), dtype), crc)
+        if not isinstance(source, ForeignCheckpoint) and whole != self._whole(number, position):
+            raise CheckpointError(
+                f"{source.path}: {stream.kind}/{parameter.name} is damaged: see zerokit verify"
+            )
+        return crc
 
 
 def _compare(stream: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Difference]:

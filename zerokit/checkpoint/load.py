@@ -27,7 +27,7 @@ from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, Held, outer_slices, own_slices, tensor_of
 from zerokit.checkpoint.together import Together, finish_saving
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
 from zerokit.text import printable
@@ -46,32 +46,32 @@ def load(
     weights_only: bool = False,
     rename: Rename | None = None,
 ) -> Any:
-    """Take the whole training state from a checkpoint of any world size, stage, units and `bucket_mb`. Collective.
+    """Load the whole training state from a checkpoint of any world size, stage, units and `bucket_mb`. Collective.
 
     Args:
-        path: a step's directory, or a run's, whose newest step is taken: the highest that is whole (with
-            `weights_only`, or has weights only), even where its writer was killed before `latest` named it, which
-            is a warning. Also a checkpoint of DeepSpeed (stages 1 to 3) or DCP (FSDP2), or with `weights_only` a
-            Hugging Face folder: no framework but torch is needed, and no pickle is executed.
+        path: a step's directory, or a run's, whose newest complete step is taken; with `weights_only` also a step that
+            has weights only. If its writer was killed before `latest` named it, a warning says so. Also a checkpoint of
+            DeepSpeed (stages 1 to 3) or DCP (FSDP2), or with `weights_only` a Hugging Face folder or a file of
+            `torch.save` with a state dict: no framework but torch is needed, and no pickle is executed.
         optimizer: its model and its parameter groups must have the same members as those that were saved.
-        strict: refuse what does not fit. Otherwise parameters, streams, buffers and groups that fit are taken (the
-            weights alone of parameters that are trained on one side only), the rest is left as it is, and a warning
-            lists it.
-        weights_only: take parameters, trained there or frozen, and buffers, from any checkpoint; the optimizer's states
-            and groups, the loss scale and the generators stay as they are. An average of the weights (`zerokit.Ema`)
+        strict: refuse what does not fit. With False, parameters, streams, buffers and groups that fit are loaded, the
+            rest stays as it is, and a warning lists it. Of a parameter that is trained on one side and frozen on the
+            other, only the weights are loaded.
+        weights_only: load parameters, trained or frozen, and buffers, from any checkpoint; the optimizer's states and
+            groups, the loss scale and the generators stay as they are. An average of the weights (`zerokit.Ema`)
             begins anew, with the weights of its next `update`.
-        rename: of another framework's checkpoint: what its parameters are called in the model, as a function of the
+        rename: for another framework's checkpoint: what its parameters are called in the model, as a function of the
             name, or as prefixes and what replaces them, such as {"model.": ""}. Wrappers' prefixes, "module." and
             "_orig_mod.", need none.
 
     Random number generators are restored when the world size is the same, else seeded from (seed, step, rank).
 
-    Returns what was given to `save` as `extra`, by this rank where ranks gave different values. On another number of
-    ranks these are refused by name; with strict=False or weights_only they are left out, and a warning lists them.
+    Returns what was given to `save` as `extra`. Where ranks gave different values, each gets its own; on another number
+    of ranks such values are refused and named, and with strict=False or weights_only they are left out with a warning.
 
-    Raises `CheckpointError` on every rank if any finds a fault. What does not fit is found before anything changes; if
+    Raises `CheckpointError` on every rank if any finds a fault. What does not fit is found before anything changes. If
     bytes turn out to be damaged, or cannot be read, while they replace the state, `optimizer.step()` is refused until a
-    load succeeds. A file that the operating system does not read is such an error: no older step takes its place.
+    load succeeds. No older step is loaded in place of one that the operating system fails to read.
     """
     optimizer.require_own_weights("load()")
     runtime = optimizer.runtime
@@ -188,10 +188,10 @@ def _load(
     optimizer.refusal = kept
     notes = [*checkpoint.notes, *(f"{checkpoint.path}: {note}" for note in match.notes)]
     if notes and together.rank == 0:
-        warnings.warn(printable("; ".join(notes)), stacklevel=2)
+        warnings.warn(printable("; ".join(notes)), ZerokitWarning, stacklevel=2)
     if match.left_out and together.rank == 0:
         message = f"{checkpoint.path}: left as they were: {'; '.join(match.left_out)}"
-        warnings.warn(printable(message), stacklevel=2)
+        warnings.warn(printable(message), ZerokitWarning, stacklevel=2)
     return extra["user"]
 
 

@@ -19,7 +19,7 @@ from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_di
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
-from zerokit.errors import CheckpointError, UsageError
+from zerokit.errors import CheckpointError, MissingPath, UsageError
 
 _STEP_FILE = re.compile(
     rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
@@ -128,22 +128,23 @@ def prune(
 
     Args:
         run: a run's directory; for leftovers alone any directory, such as the one where a conversion was interrupted.
-        keep_last: steps go, but for the newest so many.
-        keep_every: and but for those whose number is a multiple of this.
-        keep: and but for those for which this returns True. Without any of the three only leftovers go.
-        dry_run: remove nothing, only list what would go.
+        keep_last: remove all but this many of the newest steps.
+        keep_every: keep steps whose number is a multiple of this, too.
+        keep: keep steps for which this returns True, too. Without any of the three only leftovers are removed.
+        dry_run: remove nothing, only list what would be removed.
 
-    The newest step, the newest that is whole and the one that `latest` names always stay, and so does what belongs to
-    other users; superseded ones go. A step is renamed before its files go. Raises `UsageError` for numbers below 1, and
-    `CheckpointError` where `run` is no directory, has no step that could stay or a damaged `latest`, or something
-    cannot be removed.
+    The newest step, the newest one with an optimizer's state, the one that `latest` names, and what belongs to other
+    users always stay; superseded steps are removed. A step is renamed before its files are removed. Raises `UsageError`
+    for numbers below 1, `MissingPath` if there is no `run`, and `CheckpointError` if it is no directory, has no step
+    that could stay or a damaged `latest`, or if something cannot be removed.
     """
     run, retention = Path(run), Retention(keep_last, keep_every, keep)
     retention.check()
     with explained(run, "looked at"):
         if not is_directory(run):
-            what = "is not a directory" if is_there(run) else "does not exist"
-            raise CheckpointError(f"{run}: {what}: give the directory of a run")
+            if not is_there(run):
+                raise MissingPath(f"{run}: does not exist: give the directory of a run")
+            raise CheckpointError(f"{run}: is not a directory: give the directory of a run")
         if runs.is_step(run):
             raise CheckpointError(f"{run}: is a step: give a run's directory")
         if not dry_run:

@@ -1,4 +1,4 @@
-"""A run's directory: its steps, the newest one, and checks before a save.
+"""A run's directory: its steps, and the newest one.
 
 The newest step is the highest that is whole, whatever `latest` says: a writer may be killed between committing a step
 and naming it. Steps with a file `superseded`, of a training that was begun anew before them, are passed over, and so
@@ -31,7 +31,7 @@ from zerokit.checkpoint.disk import (
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, read_latest, readable_latest
 from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
-from zerokit.errors import CheckpointError, StorageError, UsageError
+from zerokit.errors import CheckpointError, MissingPath, StorageError
 
 SUPERSEDED_NAME = "superseded"
 """An empty file in a step's directory."""
@@ -78,13 +78,13 @@ def island_runs(run: Path) -> list[Path]:
         if (match := _ISLAND.fullmatch(entry.name)) and is_directory(entry)
     ]
     runs = [path for _, path in sorted(found)]
-    if runs and (own := committed(run)) and _number(own[-1]) >= max(_steps_of_all(runs), default=-1):
+    if runs and (own := committed(run)) and number_of(own[-1]) >= max(_steps_of_all(runs), default=-1):
         return []
     return runs
 
 
 def _steps_of_all(islands: Sequence[Path]) -> set[int]:
-    return set(_in_common(islands, {run: {_number(path) for path in committed(run)} for run in islands}))
+    return set(_in_common(islands, {run: {number_of(path) for path in committed(run)} for run in islands}))
 
 
 def set_aside_islands(run: Path, count: int, step: int) -> None:
@@ -111,7 +111,7 @@ def common_steps(runs: Sequence[Path], *, whole: bool = False) -> dict[int, str]
         for path in committed(run):
             with despite_damage():
                 if not superseded(path) and not (read_sound(path)[0].weights_only and whole):
-                    yield _number(path)
+                    yield number_of(path)
 
     return _in_common(runs, {run: set(steps(run)) for run in runs})
 
@@ -154,8 +154,9 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
     with explained(path, "opened"):
         finish_replacement(path)
         if not is_directory(path):
-            what = "is not a directory" if is_there(path) else "does not exist"
-            raise CheckpointError(f"{path}: {what}: give the directory of a step, or of a run")
+            if not is_there(path):
+                raise MissingPath(f"{path}: does not exist: give the directory of a step, or of a run")
+            raise CheckpointError(f"{path}: is not a directory: give the directory of a step, or of a run")
         # A run may hold another program's file of that name.
         if status_of(path / NAME) is not None and (stated_checksum(path) is not None or not committed(path)):
             return Choice(path, manifest=read_manifest(path) if sound else None)
@@ -285,42 +286,6 @@ def superseded(step: Path) -> bool:
     return is_there(step / SUPERSEDED_NAME)
 
 
-def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrite: bool = False) -> None:
-    """Refuse, before training, a directory into which `save` would refuse to write after it.
-
-        zerokit.check_run("run")                       # of a training that starts anew
-        zerokit.check_run("run", after=extra["step"])  # of one that goes on from a step that was loaded
-
-    Nothing is written and no other rank is asked, so that it may be called before the process group is there.
-
-    Args:
-        run_directory: as for `save`; it need not exist yet.
-        after: steps trained so far. Committed steps up to this one may be there.
-        overwrite: as for `save`: later steps may be there, they will be replaced.
-
-    Raises `CheckpointError` where later steps are there, where the directory is a checkpoint itself, or where it cannot
-    be written to, and `UsageError` for an impossible `after`.
-    """
-    if type(after) is not int or after < 0:
-        raise UsageError(f"after={after!r}: expected the number of steps trained so far, at least 0")
-    run = Path(run_directory)
-    existing = require_run(run)
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise CheckpointError(
-            f"{run}: cannot be written to: {existing} is on a read-only file system, or allows it to others: check its "
-            "permissions and its owner, or choose another directory"
-        )
-    # What only some islands have is replaced.
-    steps = {*map(_number, committed(run)), *list_steps(run)}
-    if later := [] if overwrite else sorted(step for step in steps if step > after):
-        more = f" and {len(later) - 1} more" if len(later) > 1 else ""
-        raise CheckpointError(
-            f"{run}: holds {step_name(later[-1])}{more}, later than step {after}, after which this training "
-            "starts. Committed steps are not replaced, so saving would fail: resume from the newest with "
-            "zerokit.load(), choose another directory, or pass overwrite=True here and to zerokit.save()"
-        )
-
-
 def require_run(run: Path) -> Path:
     """The directory `run`, or the nearest one above it that is there.
 
@@ -361,27 +326,30 @@ def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
     run = Path(run_directory)
     if islands := island_runs(run):
         return sorted(_steps_of_all(islands))
-    return [_number(path) for path in committed(run)]
+    return [number_of(path) for path in committed(run)]
 
 
 def committed(run: Path) -> list[Path]:
     """The directories of `list_steps`."""
     paths = [Path(entry.path) for entry in entries_of(run) if STEP.fullmatch(entry.name)]
-    return sorted((path for path in paths if status_of(path / NAME) is not None), key=_number)
+    return sorted((path for path in paths if status_of(path / NAME) is not None), key=number_of)
 
 
-def _number(step: Path) -> int:
+def number_of(step: Path) -> int:
+    """The step that a step's directory is named after."""
     return int(step.name.removeprefix("step-"))
 
 
 def later_steps(run: Path, after: int) -> list[int]:
     """The run's steps after step `after`, ascending."""
-    return [step for step in map(_number, committed(run)) if step > after]
+    return [step for step in map(number_of, committed(run)) if step > after]
 
 
 def steps_to_supersede(run: Path, name: str) -> list[Path]:
     """Those of a run's steps that are later than the step `name` and not marked yet, ascending."""
-    return [path for path in committed(run) if _number(path) > _number(run / name) and not superseded(path)]
+    return [
+        path for path in committed(run) if number_of(path) > number_of(run / name) and not superseded(path)
+    ]
 
 
 def mark_superseded(steps: list[Path]) -> None:
@@ -401,4 +369,4 @@ def unreferenced(step: Path) -> bool:
     latest = readable_latest(step.parent)
     if latest is None:
         return not is_there(step.parent / LATEST_NAME)
-    return _number(step.parent / latest.name) < _number(step) and not superseded(step)
+    return number_of(step.parent / latest.name) < number_of(step) and not superseded(step)

@@ -97,32 +97,33 @@ def save(
         optimizer: its model comes with it.
         step: names the checkpoint.
         extra: JSON-like data, tensors included, such as schedulers' `state_dict()`s and the sampler's position. A
-            value that differs between ranks, such as the state of each rank's own data loader, is kept for each, and
-            `load` on as many ranks returns it to that rank; on another number of ranks `load` refuses it by name.
-            This goes by member of a dict with text keys, the same on all ranks; anything else differs as a whole.
-            Where rank 0 alone gives an `extra`, and the others None, all ranks get it.
-        overwrite: replace this step where it is there already, at once and only when the new one is complete and on
-            the disk; both take space until then. By default that is refused: `check_run` checks before training. Later
-            steps stay, but they are not this training's: `load` does not take them as the newest any more.
+            value that differs between ranks, such as the state of each rank's own data loader, is kept for each rank,
+            and `load` on as many ranks returns each rank its own; on another number of ranks `load` refuses it and
+            names it. If all ranks give dicts with the same text keys, members are compared one by one; anything else
+            is compared as a whole. If only rank 0 gives an `extra`, and the others None, all ranks get it.
+        overwrite: replace this step if it exists, in one operation once the new one is complete and on the disk; both
+            take space until then. By default that is refused, which `check_run` finds before training. Later steps
+            stay, but belong to another training: `load` no longer takes them as the newest.
         weights_only: write parameters and buffers, and no optimizer's state: trained parameters as their masters, so
             that nothing is rounded (`consolidate` converts), frozen ones and buffers as they are. `load` of the whole
             state passes over them.
         blocking: False returns as soon as this rank's state is copied into a buffer in host memory, which the
             optimizer keeps (a line of `memory()`), and writes it beside the training. One such save at a time: the
             next one waits for it. `wait()` for the last one before the process group is destroyed.
-        keep_last: once this step is committed, remove others but for the newest so many that are intact. Later ones, of
+        keep_last: once this step is committed, remove all but this many of the newest intact steps. Later ones, of
             another training, stay until this one has passed them. A step that cannot be removed is a warning.
-        keep_every: spares steps whose number is a multiple of it.
-        keep: spares steps for which it returns True; asked on rank 0, before anything is written. Where `keep_last` is
-            not given, the newest step and what these two spare stay.
+        keep_every: keep steps whose number is a multiple of it, too.
+        keep: keep steps for which it returns True, too; it is called on rank 0, before anything is written. Without
+            `keep_last`, the newest step stays beside those that these two keep.
 
-    Returns the step's directory, or a `Saving`. Raises `CheckpointError` on every rank if any of them fails, or the
-    background save before this one did and some rank has not raised its error yet; then the directory is as before,
-    unless one of the last calls failed, the sync of the renamed step, the replacement of `latest`, or the marks of
-    later steps that the new one supersedes: the new step is there then, whole, and `load` takes it, or of marked and
-    unmarked later ones the newest without a mark.
-    Ranks whose arguments, or whose options of the optimizer, differ are named. A rank that does not come raises
-    `ScheduleError` on the others after the optimizer's time-out.
+    Returns the step's directory, or a `Saving`.
+
+    Raises `CheckpointError` on every rank if any of them fails, or if the background save before this one failed and a
+    rank has not raised its error yet. The directory is then as before, with one exception: if the very last calls fail
+    (the sync of the renamed step, the replacement of `latest`, the marks of later steps that the new one supersedes),
+    the new step is there, complete, and `load` takes the newest step without such a mark. Ranks whose arguments, or
+    whose options of the optimizer, differ are named. If a rank does not come, the others raise `ScheduleError` after
+    the optimizer's time-out.
     """
     runtime = optimizer.runtime
     runtime.control.finish()

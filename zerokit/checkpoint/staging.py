@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint.disk import entries_of, explained, is_directory, is_there, status_of
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, MissingPath
 from zerokit.process import Process
 
 Foreign = Callable[[Path], str]
@@ -168,11 +168,12 @@ def require_apart(source: Path, target: Path) -> None:
 def require_vacant(target: Path, *, force: bool, foreign: Foreign | None = None) -> None:
     """Raise `CheckpointError` unless the directory `target` can be created, or replaced if `force`.
 
-    Only an empty directory, or one in which there is nothing `foreign`, is ever replaced.
+    It is a `MissingPath` if the parent directory does not exist. Only an empty directory, or one in which there is
+    nothing `foreign`, is ever replaced.
     """
     with explained(target, "looked at"):
         if not is_directory(target.parent):
-            raise CheckpointError(
+            raise MissingPath(
                 f"{target}: its parent directory {target.parent} does not exist: create it first"
             )
         status = status_of(target, follow=False)

@@ -68,7 +68,9 @@ class Together:
             text = str(error) if isinstance(error, ZerokitError) else f"{type(error).__name__}: {error}"
         failed: dict[str, list[int]] = {}
         misused = True
-        mine = (cause is not None, isinstance(cause, UsageError), text)
+        # A checkpoint that is not there is both: what callers of `load` catch is a `CheckpointError`.
+        misuse = isinstance(cause, UsageError) and not isinstance(cause, CheckpointError)
+        mine = (cause is not None, misuse, text)
         for rank, (fails, misuse, message) in enumerate(self.exchange(mine)):
             if fails:
                 failed.setdefault(message, []).append(self._mesh.rank(rank))

@@ -1,7 +1,7 @@
 """The command line: thin modules, one a command or a few commands of one kind, imported when one is called.
 
-Exit codes: 0 ok, 1 failure, 2 usage, 3 regression, 4 nothing could run, 5 doctor found a fault; a
-command that a signal ended leaves with 128 + its number, as shells do. diff: 1 different, 2 cannot be read.
+Exit codes: 0 ok, 1 failure, 2 usage or a path that does not exist, 3 regression, 4 nothing could run, 5 doctor found a
+fault; a command that a signal ended leaves with 128 + its number, as shells do. diff: 1 different, 2 cannot be read.
 """
 
 from __future__ import annotations

@@ -107,7 +107,13 @@ _RUN = (
         help="Maximum number of restarts with --elastic, for ranks on this machine.",
     ),
     click.option(
-        "--output",
+        "--baseline",
+        metavar="CELL",
+        help="The cell of a sweep that the table and the page compare with, by its name there, such as 'FSDP2 3'.  "
+        "[default: the first]",
+    ),
+    click.option(
+        *("--output", "-o"),
         type=PATH,
         help="Folder of the record or sweep; for a single bench also a file ending in .json.  "
         "[default: zerokit-bench/]",
@@ -125,7 +131,7 @@ _RUN = (
     click.option("--no-mlflow", is_flag=True, help="Write the record, without MLflow."),
 )
 
-RESULTS = ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow")
+RESULTS = ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow", "baseline")
 HEADING_OF: Mapping[str, str] = MappingProxyType(
     {
         **{name: how.heading for name, how in OPTIONS.items()},

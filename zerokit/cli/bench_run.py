@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from zerokit.bench.catalogue.engines import this_machine
+from zerokit.bench.catalogue.engines import cell_label, this_machine
 from zerokit.bench.machine.host import visible_devices
 from zerokit.bench.record.journal import Journal
 from zerokit.bench.record.record import Record, RecordError, read_record, require_writable
@@ -26,6 +26,7 @@ from zerokit.bench.record.settings import (
     Settings,
 )
 from zerokit.bench.record.status import Status
+from zerokit.bench.record.words import varying
 from zerokit.bench.run.session import (
     DEFAULT_FOLDER,
     Host,
@@ -72,6 +73,7 @@ class Request:
         tracking: MLflow; None without it.
         as_json: whether stdout is for a program.
         max_restarts: of an elastic bench whose ranks are started here.
+        baseline: the label of the cell that the others are compared with; None for the first.
         given: options of MLflow as given on the command line, for advice that repeats it.
     """
 
@@ -84,6 +86,7 @@ class Request:
     as_json: bool
     max_restarts: int
     given: str
+    baseline: str | None = None
 
     @property
     def single(self) -> bool:
@@ -93,7 +96,7 @@ class Request:
 
 def parse(context: click.Context, options: dict[str, Any]) -> Request:
     """Parse the command line's options; raises `click.UsageError` if they contradict each other."""
-    output, continued, as_json, tracking_uri, experiment, no_mlflow, max_restarts = (
+    output, continued, as_json, tracking_uri, experiment, no_mlflow, baseline, max_restarts = (
         options.pop(name) for name in (*RESULTS, "max_restarts")
     )
     if continued is not None:
@@ -112,6 +115,8 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
         )
     if len(cells) > 1 and output is not None and output.suffix == ".json":
         raise UsageError(f"a sweep needs a folder: --output {output} names a file")
+    if continued is None:
+        _require_baseline(baseline, cells)
     return Request(
         chosen=chosen,
         cells=cells,
@@ -125,7 +130,17 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
             f" {shlex.quote(without_secrets(word))}"
             for word in given_arguments(context, only=("tracking_uri", "experiment", "no_mlflow"))
         ),
+        baseline=baseline,
     )
+
+
+def _require_baseline(baseline: str | None, cells: Sequence[Settings]) -> None:
+    """Raise `UsageError` unless a cell has the name: hours later would be too late."""
+    labels = dict.fromkeys(cell_label(cell, varying(cells)) for cell in cells)
+    if baseline is not None and baseline not in labels:
+        raise UsageError(
+            f"--baseline {baseline!r} is no cell of this sweep: choose one of {', '.join(map(repr, labels))}"
+        )
 
 
 def _cells(
@@ -221,6 +236,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
     folder = SweepFolder(request.continued or request.output or default)
     continued = request.continued is not None
     sweep = folder.read() if continued else Sweep.of(request.cells, request.options)
+    _require_baseline(request.baseline, [cell.settings for cell in sweep.cells])
     interrupts, display = Interrupts(), Display(cells=len(sweep.cells))
     host = _host(request, leader, interrupts, display)
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
@@ -244,7 +260,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
                 tracker.push(find_records([folder.path]))
             raise
         display.phase("writing the report")
-        if write_report(records, folder.report, display.warn):
+        if write_report(records, folder.report, display.warn, request.baseline):
             written["report"] = str(folder.report)
         display.phase("filling MLflow")
         paths = map(folder.record, sweep.cells)
@@ -253,7 +269,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
         content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
         click.echo(printable_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)))
     else:
-        display.table(records)
+        display.table(records, request.baseline)
     display.files(written, tracker, to_stderr=request.as_json)
     if (code := exit_code(records)) == 1:
         display.warn(f"to run the failed cells again: zerokit bench --continue {place}")
@@ -266,9 +282,9 @@ def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | N
         return record_path(output, settings, datetime.now()), None, None
     run = Path(str(settings.save))
     with suppress(ModuleNotFoundError):  # where zlib-ng is missing, the ranks report it
-        from zerokit.checkpoint.run import check_run
+        from zerokit.checkpoint.check import check_directory
 
-        check_run(run, overwrite=True)
+        check_directory(run, overwrite=True)
     asked = output if output is not None and output.suffix == ".json" else None
     job = Journal(run).open_job(asked, lambda: record_path(output, settings, datetime.now()))
     require_writable(job.record.parent)

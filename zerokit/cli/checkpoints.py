@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _DEPTH = 16
 """Levels of modules shown as a tree; what a hostile name has beyond them stays in one line."""
 
-_FORMATS = {"deepspeed": "DeepSpeed", "dcp": "DCP", "huggingface": "Hugging Face"}
+_FORMATS = {"deepspeed": "DeepSpeed", "dcp": "DCP", "huggingface": "Hugging Face", "torch": "torch.save"}
 
 _MOST = 2000
 """Lines of a list that are shown: a small file can name more than is readable, and drawing a line is slow."""
@@ -60,7 +60,7 @@ class _Node:
 def inspect(checkpoint: Path, as_json: bool) -> None:
     """Show the contents of CKPT, a step or a run: step, world size, parameters, streams, files.
 
-    Checkpoints of DeepSpeed, DCP (FSDP2) and Hugging Face are shown, too.
+    Checkpoints of DeepSpeed, DCP (FSDP2) and Hugging Face are shown, too, and weights in a file of torch.save.
 
     For a run, the newest step is shown, with a list of all steps and of unfinished saves. Equal layers are shown
     once. Nothing is verified: use verify for that.
@@ -177,7 +177,7 @@ def _details(parameter: ParameterSummary) -> str:
     return f"{parameter.dtype} {list(parameter.shape)}{frozen}{group}{tied}"
 
 
-@click.command(epilog="Exit code 0: intact. 1: damaged, or not a checkpoint.")
+@click.command(epilog="Exit code 0: intact. 1: damaged, or not a checkpoint. 2: no such path.")
 @checkpoint_argument
 @click.option("--all", "every", is_flag=True, help="Read every step of a run, not only the newest.")
 @json_option("Print only the report, as JSON, on stdout.")
@@ -225,21 +225,29 @@ _SHOWN = 20
 
 
 @click.command(
-    epilog="Exit code 0: the same state, whatever the world sizes. 1: different. 2: one side cannot be read."
+    epilog="Exit code 0: the same state, or the same weights, whatever the world sizes. 1: different. 2: one side "
+    "cannot be read."
 )
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
+@click.option(
+    "--weights",
+    is_flag=True,
+    help="Compare weights and buffers alone, as is always done with a Hugging Face folder.",
+)
 @json_option("Print all differences on stdout, and nothing else there.")
 @click.pass_context
-def diff(context: click.Context, a: Path, b: Path, as_json: bool) -> None:
+def diff(context: click.Context, a: Path, b: Path, weights: bool, as_json: bool) -> None:
     """Compare the states of A and B, steps or runs, per stream and parameter.
 
-    Streams are compared by the checksums in the manifests, across world sizes, without reading them.
+    Streams are compared by the checksums in the manifests, across world sizes, without reading them. Checkpoints of
+    other frameworks are read. With a Hugging Face folder or a file of torch.save, such as an export of a run, weights
+    and buffers are compared; where one side is rounded, in its dtype.
     """
     from zerokit.checkpoint import diff as differences
 
     try:
-        comparison = differences.diff(a, b)
+        comparison = differences.diff(a, b, weights=weights)
     except CheckpointError as error:
         click.echo(f"zerokit: {printable(str(error))}", err=True)
         context.exit(2)
@@ -267,7 +275,9 @@ def _print_differences(comparison: Comparison) -> None:
     for line in comparison.layout:
         say(f"layout   {line} (no difference of the state)")
     differ = counted(len(comparison.differences), "difference") if comparison.differences else "no difference"
-    click.echo(f"{differ}; {comparison.equal} equal by CRC-32")
+    alone = " of the weights" if comparison.weights else ""
+    rounded = f", {comparison.rounded} of them rounded as the other side is" if comparison.rounded else ""
+    click.echo(f"{differ}{alone}; {comparison.equal} equal by CRC-32{rounded}")
 
 
 def _short(side: str) -> str:
@@ -275,7 +285,7 @@ def _short(side: str) -> str:
 
 
 @click.command(
-    epilog="Exit code 0: done, or nothing to do. 1: something cannot be removed, or RUN is not a run."
+    epilog="Exit code 0: done, or nothing to do. 1: something cannot be removed, or RUN is not a run. 2: no such path."
 )
 @click.argument("run", type=PATH)
 @click.option(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from zerokit.cli.work import (
+    EXISTING,
     PATH,
     checkpoint_argument,
     counted,
@@ -23,8 +24,16 @@ if TYPE_CHECKING:
     from zerokit.checkpoint.formats.convert import Converted
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EPILOG = "The output is synced to disk and appears whole or not at all."
+_EPILOG = (
+    "The output is synced to disk and appears whole or not at all. Exit code 0: written. 1: not written. "
+    "2: wrong usage, or no such path."
+)
 _writing = options(
+    click.option(
+        *("-o", "--output"),
+        type=PATH,
+        help="A new directory.  [default: beside CKPT, named after it, such as run.to-16 or run.to-huggingface]",
+    ),
     click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
     click.option("--force", is_flag=True, help="Replace an existing output."),
     json_option("Print the result on stdout as JSON."),
@@ -47,7 +56,7 @@ def _weights(prefix: str) -> Callable[[F], F]:
         ),
         click.option(
             "--like",
-            type=PATH,
+            type=EXISTING,
             metavar="MODEL_DIR",
             help=f"{prefix}Copy configuration and tokenizer from this folder.",
         ),
@@ -57,11 +66,6 @@ def _weights(prefix: str) -> Callable[[F], F]:
 @click.command(epilog=_EPILOG)
 @checkpoint_argument
 @click.option("--to", "world", type=click.IntRange(min=1), required=True, help="Number of ranks.")
-@click.option(
-    *("-o", "--output"),
-    type=PATH,
-    help="A new directory: a step for a step, a run for a run.  [default: beside CKPT, such as run.to-16]",
-)
 @_writing
 def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **how: Any) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
@@ -89,7 +93,7 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 
 @click.command(epilog=_EPILOG)
 @checkpoint_argument
-@click.argument("output", metavar="OUTPUT", type=PATH)
+@click.argument("place", metavar="[OUTPUT]", required=False, type=PATH)
 @click.option(
     "--format",
     type=click.Choice(["zerokit", "huggingface", "dcp", "deepspeed"]),
@@ -100,17 +104,22 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 @click.option("--to", "world", type=click.IntRange(min=1), help="Number of ranks.  [default: as CKPT]")
 @_weights("huggingface: ")
 @_writing
-def convert(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
+def convert(checkpoint: Path, place: Path | None, output: Path | None, as_json: bool, **how: Any) -> None:
     """Write CKPT in another format, or in the same format for another number of ranks.
 
+    OUTPUT may also stand without -o.
+
     CKPT is a checkpoint of zerokit, of DeepSpeed at stage 1, 2 or 3, of PyTorch's DCP as FSDP2, accelerate and
-    torchtitan write it, or a Hugging Face folder. Masters, moments, step counts, frozen parameters and buffers are
-    copied and verified; no framework is imported and no pickle is executed.
+    torchtitan write it, a Hugging Face folder, or a file of torch.save with a state_dict, of which weights are read.
+    Masters, moments, step counts, frozen parameters and buffers are copied and verified; no framework is imported and
+    no pickle is executed.
     """
     from zerokit.checkpoint.formats import convert as conversions
 
+    if place is not None and output is not None:
+        raise click.UsageError(f"the output is given twice: {place}, and -o {output}")
     with working("converting") as progress:
-        done = conversions.convert(checkpoint, output, progress=progress, **how)
+        done = conversions.convert(checkpoint, output or place, progress=progress, **how)
     source = {"format": done.source_format, "world": done.source_world}
     files = print_output(
         done.output, as_json, format=done.format, world=done.world, step=str(done.path), source=source
@@ -129,7 +138,6 @@ def _checked(done: Converted) -> str:
 
 @click.command(epilog=_EPILOG)
 @checkpoint_argument
-@click.option("-o", "--output", type=PATH, required=True, help="A new directory for the weights.")
 @_weights("")
 @click.option(
     "--stream",
@@ -138,7 +146,7 @@ def _checked(done: Converted) -> str:
     help="Source of the weights: master, or ema for the average kept by zerokit.Ema.",
 )
 @_writing
-def consolidate(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> None:
+def consolidate(checkpoint: Path, output: Path | None, as_json: bool, **how: Any) -> None:
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
 
     The result is model.safetensors, or several such files with an index. Only the first of tied weights is written.
@@ -147,5 +155,10 @@ def consolidate(checkpoint: Path, output: Path, as_json: bool, **how: Any) -> No
     from zerokit.checkpoint.formats import convert as conversions
 
     with working("consolidating") as progress:
-        written = conversions.consolidate(checkpoint, output, progress=progress, **how)
-    say(print_output(written, as_json), err=True)
+        done = conversions.convert(checkpoint, output, format="huggingface", progress=progress, **how)
+    written = {"step": done.step, "dtypes": list(done.dtypes), "source": {"format": done.source_format}}
+    files = print_output(done.output, as_json, **written)
+    say(
+        f"{done.output}: weights of step {done.step} in {', '.join(done.dtypes)}, {files}, {_checked(done)}",
+        err=True,
+    )

@@ -6,6 +6,7 @@ On a terminal progress is drawn as bars; elsewhere a sweep writes a plain line a
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,8 @@ from zerokit.text import printable, printable_lines, without_secrets
 
 # Narrower than this, bars are short and notes are left out.
 _NARROW = 70
+_LINE_SECONDS = 20.0
+"""Between two lines that stand for the bars where there is no terminal, as in a job's log."""
 
 
 class _Count(MofNCompleteColumn):
@@ -71,6 +74,7 @@ class Display:
         )
         self._sweep = self._progress.add_task("sweep", total=cells, note="", visible=cells > 1)
         self._task = self._progress.add_task("starting", total=None, note="")
+        self._told = time.monotonic()
 
     def __enter__(self) -> Display:
         self._progress.start()
@@ -88,13 +92,14 @@ class Display:
     def show(self, progress: BenchProgress) -> None:
         """Move the bar of the current cell."""
         known = progress.loss is not None and progress.step_ms is not None
+        part, note = _part(progress), f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms" if known else ""
         self._progress.update(
-            self._task,
-            description=_part(progress),
-            completed=progress.done,
-            total=progress.total,
-            note=f"loss {progress.loss:.3f}  {progress.step_ms:.0f} ms" if known else "",
+            self._task, description=part, completed=progress.done, total=progress.total, note=note
         )
+        if not self._errors.is_terminal and time.monotonic() - self._told >= _LINE_SECONDS:
+            self._told = time.monotonic()
+            line = f"{part}: step {progress.done} of {progress.total}  {note}".rstrip()
+            self._errors.print(Text(line), soft_wrap=True)
 
     def began(self, number: int, label: str) -> None:
         """Show that a cell of the sweep starts."""
@@ -127,13 +132,13 @@ class Display:
         """Print a warning on stderr, above the bars."""
         self._errors.print(Text(f"zerokit: {printable_lines(text)}"), soft_wrap=True)
 
-    def table(self, records: Sequence[Record]) -> None:
-        """Print the table of a bench or a sweep."""
+    def table(self, records: Sequence[Record], baseline: str | None = None) -> None:
+        """Print the table of a bench or a sweep, compared with the cell of the label `baseline`."""
         from zerokit.bench.comparison.cells import make_cells
         from zerokit.bench.record.record import Run
         from zerokit.cli.tables import show
 
-        show(self._out, make_cells([Run("", tuple(records))]))
+        show(self._out, make_cells([Run("", tuple(records))], baseline))
 
     def files(self, files: Mapping[str, str], tracker: Tracker, *, to_stderr: bool) -> None:
         """Print where the results are, and how to open the MLflow run or to repeat a failed write."""
@@ -142,16 +147,16 @@ class Display:
             lines.append(f"MLflow  not complete; later: {tracker.later}")
         elif tracker.tracking is not None and tracker.run_id is not None:
             lines.append(f"MLflow  run {tracker.run_id}")
-            lines += open_lines(tracker.tracking.uri, tracker.page)
+            lines += open_lines(tracker.tracking.uri, tracker.page, tracker.view)
         text = "\n".join(map(printable, lines))
         (self._errors if to_stderr else self._out).print(Text(text), soft_wrap=True)
 
 
-def open_lines(uri: str, page: str | None) -> list[str]:
-    """How to view the runs: the command that serves the store, and the page."""
+def open_lines(uri: str, page: str | None, view: str | None = None) -> list[str]:
+    """How to view the runs: the command that serves the store, the page of the run, and the cells of a sweep."""
     uri = without_secrets(uri)
     serve = [] if uri.startswith("http") else [f"serve   mlflow ui --backend-store-uri {shlex.quote(uri)}"]
-    return [*serve, f"open    {page or uri}"]
+    return [*serve, f"open    {page or uri}", *([f"cells   {view}"] if view else [])]
 
 
 def _part(progress: BenchProgress) -> str:
@@ -161,14 +166,16 @@ def _part(progress: BenchProgress) -> str:
     return "warm-up" if progress.done <= progress.warmup else "measuring"
 
 
-def write_report(records: Sequence[Record], path: Path, warn: Callable[[str], None]) -> bool:
+def write_report(
+    records: Sequence[Record], path: Path, warn: Callable[[str], None], baseline: str | None = None
+) -> bool:
     """Write the page of a sweep; False, with a warning, if it cannot be made."""
     from zerokit.bench.record.record import Run
 
     try:
         from zerokit.bench.report.render import write_comparison  # a bare GPU machine has no altair
 
-        write_comparison([Run("", tuple(records))], path)
+        write_comparison([Run("", tuple(records))], path, baseline)
     except Exception as error:  # a page is no reason to end a sweep whose records are whole
         warn(f"the report was not written: {type(error).__name__}: {error}")
         return False

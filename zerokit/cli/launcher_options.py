@@ -80,13 +80,19 @@ _option(_SLURM, "--account", metavar="NAME")
 _option(_SLURM, "--time", "time_limit", metavar="TIME", help="the job's time limit, such as 00:30:00.")
 _option((*_SLURM, *_KUBERNETES), "--gpus-per-node", type=click.IntRange(min=1), metavar="N")
 _option(
-    _SLURM,
+    (*_SLURM, *_KUBERNETES),
     "--cpus-per-task",
     type=click.IntRange(min=1),
     metavar="N",
-    help="cores for each rank.  [default: whole nodes, with their cores divided among their ranks]",
+    help="cores for each rank.  [default: Slurm's whole nodes, with their cores divided among their ranks]",
 )
-_option(_SLURM, "--mem", "memory", metavar="SIZE", help="memory on each node, such as 64G.")
+_option(
+    (*_SLURM, *_KUBERNETES),
+    "--mem",
+    "memory",
+    metavar="SIZE",
+    help="memory on each node, such as 64G, or 64Gi on Kubernetes.",
+)
 _option(
     _SLURM, "--sbatch-option", multiple=True, metavar="LINE", help="another #SBATCH line, such as --qos=high."
 )
@@ -125,6 +131,28 @@ _option(
     metavar="KEY[=VALUE]:EFFECT",
     help="a taint that pods tolerate, such as nvidia.com/gpu:NoSchedule.",
 )
+_option(
+    _KUBERNETES,
+    "--shm-size",
+    metavar="SIZE",
+    help="the most that ranks of a pod may put into /dev/shm, such as 16Gi.  [default: half of the node's memory]",
+)
+_option(
+    _KUBERNETES,
+    "--resource",
+    multiple=True,
+    metavar="NAME=N",
+    help="a further resource of each pod, such as rdma/hca_shared_devices_a=1.",
+)
+_option(
+    _KUBERNETES,
+    "--capability",
+    multiple=True,
+    metavar="NAME",
+    help='a capability of the containers, such as IPC_LOCK for RDMA; the standard "restricted" allows none.',
+)
+_option(_KUBERNETES, "--queue", metavar="NAME", help="Kueue's local queue.")
+_option(_KUBERNETES, "--priority-class", metavar="NAME", help="the priority class of the pods.")
 _option(_KUBERNETES, "--service-account", metavar="NAME")
 _option(_KUBERNETES, "--pull-secret", multiple=True, metavar="NAME", help="the pull Secret for the image.")
 _option(

@@ -9,7 +9,7 @@ import click
 
 from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.cli.bench_options import setting_option
-from zerokit.cli.work import PATH, Name, json_option, print_json
+from zerokit.cli.work import EXISTING, Name, json_option, print_json
 from zerokit.planning.hardware import DEVICES
 
 _EPILOG = """\b
@@ -35,7 +35,7 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 @setting_option("nodes", "Number of nodes.", "nodes of 8 devices, or as in --cluster", several=False)
 @click.option(
     "--cluster",
-    type=PATH,
+    type=EXISTING,
     metavar="FILE",
     help="Devices and links: a TOML file (see docs/plan.md) or the output of zerokit doctor --json.",
 )
@@ -49,7 +49,7 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 @click.option(
     "--from",
     "record",
-    type=PATH,
+    type=EXISTING,
     metavar="RECORD",
     help="Take the device's speed from this record of a zerokit bench on one rank.",
 )

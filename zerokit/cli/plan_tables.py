@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,7 +36,13 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
     console.print(Text(printable(heading), style="bold"))
     fitting = plan.fitting if every else best_of_each(plan.fitting)
     if fitting:
-        console.print(_table(plan, fitting), Text(), Text(printable(plan.why)), sep="\n", soft_wrap=True)
+        shown, dropped = _fitted(_columns(plan, fitting), console.width)
+        best = next((number for number, one in enumerate(fitting) if one is plan.best), None)
+        console.print(_table(shown, best))
+        if dropped:
+            left_out = f"Not shown in {console.width} columns: {', '.join(dropped)}; --json has all."
+            console.print(Text(left_out, style="dim"), soft_wrap=True)
+        console.print(Text(), Text(printable(plan.why)), sep="\n", soft_wrap=True)
     missing = plan.too_large if every else hopeless(plan)
     if missing:
         console.print(Text(), Text("Does not fit", style="bold"), sep="\n")
@@ -56,40 +65,69 @@ def _missing(one: PlannedCell) -> str:
     return f"{one.cell.label}: {needed:,.1f} GiB, {missing:,.1f} GiB more than there is"
 
 
-def _table(plan: Plan, cells: Sequence[PlannedCell]) -> Table:
-    timed = any(one.time is not None for one in cells)
-    axes = any(one.cell.mesh.outer > 1 for one in cells)
-    several = len({one.cell.precision for one in cells}) > 1
-    unit = {"tokens": "tok", "images": "img"}.get(plan.subject.unit, "samples")
-    heads = ["stage", *(["mesh"] if axes else []), *(["in"] if several else []), "batch", "recompute", "GiB"]
-    heads += _KINDS.values()
-    heads += ["step ms", f"{unit}/s/dev", "MFU", "wait ms", "limit"] if timed else []
+@dataclass(frozen=True)
+class _Column:
+    head: str
+    cells: Sequence[str]
+
+    @property
+    def width(self) -> int:
+        return max(map(cell_len, (self.head, *self.cells)))
+
+
+_LEFT = ("stage", "mesh", "in", "limit")
+"""Columns of words; all others are numbers, aligned on the right."""
+
+_FIRST_TO_GO = ("bufs", "grad", "param", "optim", "activ", "limit", "wait ms", "MFU", "recompute")
+"""What a narrow terminal does without, in this order: a figure that is cut would be another figure."""
+
+
+def _fitted(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
+    """The columns that fit into `width` characters, and the names of the others."""
+    shown, dropped = list(columns), list[str]()
+    for head in _FIRST_TO_GO:
+        if sum(column.width + 1 for column in shown) - 1 <= width:
+            break
+        kept = [column for column in shown if column.head != head]
+        dropped += [head] * (len(shown) - len(kept))
+        shown = kept
+    return shown, dropped
+
+
+def _table(columns: Sequence[_Column], best: int | None) -> Table:
+    """A row a cell; row `best` stands out."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    for head in heads:
-        table.add_column(
-            head, justify="left" if head in ("stage", "mesh", "in", "limit") else "right", no_wrap=True
-        )
-    for one in cells:
-        cell, time = one.cell, one.time
-        row = [cell.stage_label]
-        row += [f"{cell.mesh.outer}x{cell.mesh.inner}"] if axes else []
-        row += [cell.precision] if several else []
-        row += [
-            str(cell.micro_batch) + (f"×{cell.accumulate}" if cell.accumulate > 1 else ""),
-            "yes" if cell.recompute else "no",
-            _gib(one.memory.needed),
-            *(_gib(one.memory.peak[kind]) for kind in _KINDS),
-        ]
-        if time is not None:
-            row += [
-                f"{time.total_s * 1e3:,.1f}",
-                rate(one.units_per_s or 0.0),
-                "" if one.mfu is None else f"{one.mfu:.1%}",
-                f"{time.exposed_total_s * 1e3:,.1f}",
-                _LIMITS.get(time.limit, time.limit),
-            ]
-        table.add_row(*row, style="bold" if one is plan.best else "")
+    for column in columns:
+        justify: Literal["left", "right"] = "left" if column.head in _LEFT else "right"
+        table.add_column(column.head, justify=justify, no_wrap=True, min_width=column.width)
+    for number, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
+        table.add_row(*row, style="bold" if number == best else "")
     return table
+
+
+def _columns(plan: Plan, cells: Sequence[PlannedCell]) -> list[_Column]:
+    """Everything that is known of the cells, as text."""
+    unit = {"tokens": "tok", "images": "img"}.get(plan.subject.unit, "samples")
+    columns = {"stage": [one.cell.stage_label for one in cells]}
+    if any(one.cell.mesh.outer > 1 for one in cells):
+        columns["mesh"] = [f"{one.cell.mesh.outer}x{one.cell.mesh.inner}" for one in cells]
+    if len({one.cell.precision for one in cells}) > 1:
+        columns["in"] = [one.cell.precision for one in cells]
+    columns["batch"] = [
+        str(one.cell.micro_batch) + (f"×{one.cell.accumulate}" if one.cell.accumulate > 1 else "")
+        for one in cells
+    ]
+    columns["recompute"] = ["yes" if one.cell.recompute else "no" for one in cells]
+    columns["GiB"] = [_gib(one.memory.needed) for one in cells]
+    columns |= {head: [_gib(one.memory.peak[kind]) for one in cells] for kind, head in _KINDS.items()}
+    times = [one.time for one in cells]
+    if any(time is not None for time in times):
+        columns["step ms"] = ["" if time is None else f"{time.total_s * 1e3:,.1f}" for time in times]
+        columns[f"{unit}/s/dev"] = ["" if one.time is None else rate(one.units_per_s or 0.0) for one in cells]
+        columns["MFU"] = ["" if one.mfu is None else f"{one.mfu:.1%}" for one in cells]
+        columns["wait ms"] = ["" if time is None else f"{time.exposed_total_s * 1e3:,.1f}" for time in times]
+        columns["limit"] = ["" if time is None else _LIMITS.get(time.limit, time.limit) for time in times]
+    return [_Column(head, texts) for head, texts in columns.items()]
 
 
 def _gib(size_bytes: int) -> str:

@@ -48,8 +48,8 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     else:
         summary = ", ".join(f"{count} {_WORDS[outcome]}" for outcome, count in counts.items())
         say(f"{summary}: experiment {experiment} at {shown}")
-        page = next((done.page for done in reversed(results) if done.page), None)
-        for line in open_lines(tracking.uri, page):
+        last = next((done for done in reversed(results) if done.page), None)
+        for line in open_lines(tracking.uri, last.page if last else None, last.view if last else None):
             say(line)
     if counts["failed"]:
         raise SystemExit(1)

@@ -28,6 +28,7 @@ _OF_RANKS = ("nodes", "nproc_per_node")
 
 
 _TO_SLURM = ("gpus_per_node", "cpus_per_task", "memory", "partition", "account")
+_TO_PODS = ("namespace", "gpus_per_node", "memory", "secrets", "service_account", "queue", "priority_class")
 
 
 def submit(context: click.Context, request: Request) -> int:
@@ -65,16 +66,26 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
         arguments=arguments,
         environment=environment,
         claim=options["pvc"],
-        node_selector=dict(_pair(one) for one in options["node_selector"]),
+        node_selector=dict(_pair("--node-selector", one) for one in options["node_selector"]),
         tolerations=options["toleration"],
         pull_secrets=options["pull_secret"],
-        **{name: options[name] for name in ("namespace", "gpus_per_node", "secrets", "service_account")},
+        cpus=str(options["cpus_per_task"] * ranks) if options["cpus_per_task"] else None,
+        shared_memory=options["shm_size"],
+        resources=dict(_pair("--resource", one) for one in options["resource"]),
+        capabilities=options["capability"],
+        **{name: options[name] for name in _TO_PODS},
     )
     if pods.claim is None and any(cell.save is not None for cell in cells):
         raise click.UsageError(
             "checkpoints would be lost with their pod: give a persistent volume with --pvc CLAIM"
         )
     objects = render(pods, options["form"])
+    if own := sorted({cell.model.partition(":")[0] for cell in cells if ":" in cell.model}):
+        click.echo(
+            f"zerokit: the image {printable(pods.image)} must have the module {printable(', '.join(own))} on its "
+            "Python path: pods get no file of this machine",
+            err=True,
+        )
     if not options["submit"]:
         made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context)]))
         click.echo(f"# {made_by}\n{to_yaml(objects)}", nl=False)
@@ -120,10 +131,10 @@ def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
     return environment, tracking is not None and not served
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _pair(option: str, text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise click.UsageError(f"--node-selector {text}: expected KEY=VALUE")
+        raise click.UsageError(f"{option} {text}: expected KEY=VALUE")
     return key, value
 
 

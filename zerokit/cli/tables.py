@@ -91,7 +91,8 @@ def _marks(cells: Sequence[Cell], shown: set[str]) -> str:
             )
     if PACED in shown:
         marks.append(
-            "The paced step is in units of compute-only passes next to it, so that the machine's speed cancels."
+            "The paced step is in units of compute-only passes next to it, so that the machine's speed cancels: it "
+            "decides where milliseconds say otherwise."
         )
     if max(rounds) > 1:
         marks.append("± is half of the 95 % interval over rounds.")

@@ -93,6 +93,9 @@ class _Path(click.Path):
 
 
 PATH = _Path(path_type=Path)
+EXISTING = _Path(exists=True, path_type=Path)
+"""A path that is only read; a checkpoint is not one, for a killed writer's replacement is finished before it is looked
+for."""
 checkpoint_argument = click.argument("checkpoint", metavar="CKPT", type=PATH)
 
 

@@ -32,6 +32,8 @@ _FOLLOW_SECONDS = 2.0
 # An API server that is busy or being replaced leaves some questions unanswered, and so does a laptop that slept.
 _ANSWER_SECONDS = 120.0
 _LABEL = "zerokit-bench"
+_QUEUE = "kueue.x-k8s.io/queue-name"  # https://kueue.sigs.k8s.io/docs/tasks/run/
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,12 @@ class Pods:
         nodes: pods.
         nproc_per_node: ranks of each.
         gpus_per_node: NVIDIA GPUs of each; None asks for none.
+        cpus, memory: what each asks for, as Kubernetes writes quantities: "32", "64Gi".
+        shared_memory: the most that ranks of a pod may put into /dev/shm; None is half of the node's memory.
+        resources: further ones of each, such as those of a device plugin for RDMA, by name.
+        capabilities: of the container, such as IPC_LOCK; with any, pods do not keep to "restricted".
+        queue: Kueue's local queue.
+        priority_class: of the pods.
         arguments: of `zerokit bench`.
         environment: further variables of the ranks.
         secrets: Secrets whose entries are variables of the ranks, too.
@@ -69,12 +77,26 @@ class Pods:
     tolerations: Sequence[str] = ()
     service_account: str | None = None
     pull_secrets: Sequence[str] = ()
+    cpus: str | None = None
+    memory: str | None = None
+    shared_memory: str | None = None
+    resources: Mapping[str, str] = field(default_factory=dict)
+    capabilities: Sequence[str] = ()
+    queue: str | None = None
+    priority_class: str | None = None
 
     def __post_init__(self) -> None:
         for text in self.tolerations:
             if not re.fullmatch(r"[^=:]+(=[^=:]+)?:(NoSchedule|PreferNoSchedule|NoExecute)", text):
                 raise UsageError(
                     f"toleration {text!r}: expected KEY=VALUE:EFFECT or KEY:EFFECT, like gpu:NoSchedule"
+                )
+        own = {"cpus": self.cpus, "memory": self.memory, "shared memory": self.shared_memory}
+        asked = {**own, **self.resources}
+        for what, quantity in asked.items():
+            if quantity is not None and not _QUANTITY.fullmatch(quantity):
+                raise UsageError(
+                    f"{what} {quantity!r} is no quantity of Kubernetes: expected such as 8, 500m or 64Gi"
                 )
         for what, value in (("name", self.name), ("namespace", self.namespace)):
             if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", value):
@@ -97,7 +119,14 @@ def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _metadata(pods: Pods) -> dict[str, Any]:
-    return {"name": pods.name, "namespace": pods.namespace, "labels": {"app.kubernetes.io/name": _LABEL}}
+    labels = {"app.kubernetes.io/name": _LABEL}
+    return {"name": pods.name, "namespace": pods.namespace, "labels": labels}
+
+
+def _queued(pods: Pods) -> dict[str, Any]:
+    """The metadata of the job, which a queue admits."""
+    metadata = _metadata(pods)
+    return metadata | {"labels": metadata["labels"] | _given(**{_QUEUE: pods.queue})}
 
 
 def _verbatim(text: str) -> str:
@@ -123,7 +152,9 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 
 def _resources(pods: Pods) -> dict[str, Any]:
-    return {"limits": {"nvidia.com/gpu": str(pods.gpus_per_node)}} if pods.gpus_per_node else {}
+    gpus = {"nvidia.com/gpu": str(pods.gpus_per_node)} if pods.gpus_per_node else {}
+    # A device's request is its limit; of cores and memory there is no limit, which would throttle a measurement.
+    return _given(limits=gpus | dict(pods.resources), requests=_given(cpu=pods.cpus, memory=pods.memory))
 
 
 RUNS = "/runs"
@@ -138,8 +169,9 @@ def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
         {"persistentVolumeClaim": {"claimName": pods.claim}} if pods.claim else {"emptyDir": {}}
     )
     # Ranks of a pod share memory; the default of 64 MiB is too little.
+    shared = {"medium": "Memory", **_given(sizeLimit=pods.shared_memory)}
     volumes: dict[str, tuple[str, dict[str, Any]]] = {"tmp": ("/tmp", {"emptyDir": {}}), "runs": (RUNS, runs)}
-    volumes["shared-memory"] = ("/dev/shm", {"emptyDir": {"medium": "Memory"}})
+    volumes["shared-memory"] = ("/dev/shm", {"emptyDir": shared})
     return {
         "restartPolicy": "Never",  # a benchmark that begins anew is another measurement
         "terminationGracePeriodSeconds": 60,  # to end the ranks, to write the record and to tell MLflow
@@ -158,7 +190,7 @@ def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
                 "securityContext": {
                     "allowPrivilegeEscalation": False,
                     "readOnlyRootFilesystem": True,
-                    "capabilities": {"drop": ["ALL"]},
+                    "capabilities": {"drop": ["ALL"], **_given(add=list(pods.capabilities))},
                 },
                 "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
             }
@@ -168,6 +200,7 @@ def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
             nodeSelector=dict(pods.node_selector),
             tolerations=[_toleration(one) for one in pods.tolerations],
             serviceAccountName=pods.service_account,
+            priorityClassName=pods.priority_class,
             imagePullSecrets=[{"name": one} for one in pods.pull_secrets],
         ),
     }
@@ -204,7 +237,7 @@ def _train_job(pods: Pods) -> dict[str, Any]:
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _metadata(pods),
+        "metadata": _queued(pods),
         "spec": {
             "runtimeRef": {
                 "apiGroup": "trainer.kubeflow.org",
@@ -250,7 +283,7 @@ def _job_set(pods: Pods) -> dict[str, Any]:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(pods),
+        "metadata": _queued(pods),
         "spec": {
             # Ranks look the first node up before it is ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},

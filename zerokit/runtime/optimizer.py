@@ -25,7 +25,7 @@ from zerokit.runtime.hooks import profiled
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.options import Options
-from zerokit.runtime.precision import LossScale, Precision
+from zerokit.runtime.precision import DtypeName, LossScale, Precision
 from zerokit.runtime.states import (
     Average,
     BetweenIslands,
@@ -47,6 +47,8 @@ from zerokit.runtime.whole import ModelMethods
 
 class ZeroOptimizer(ForwardingOptimizer):
     """A torch optimizer that shards its states and, by stage, gradients and parameters across the ranks of a group.
+
+    Gradients are averaged over ranks, as in DDP.
 
     Args:
         model: its parameters become views of flat storages in the compute dtype; those on `meta` are initialised here.
@@ -87,7 +89,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         *,
         stage: StageArgument = 2,
         mesh: tuple[int, int] | DeviceMesh | None = None,
-        precision: str | Precision = "bf16",
+        precision: DtypeName | Precision = "bf16",
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,
         bucket_mb: float | None = None,

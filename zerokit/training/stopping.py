@@ -41,19 +41,19 @@ class StopSignal:
                     zerokit.save("run", optimizer, step=step + 1)
                     break
 
-    `srun` passes signals on to the ranks, so `#SBATCH --signal=USR1@300` does; `torchrun` passes SIGTERM on and kills
-    30 s later; SIGUSR1 ends it unless it is named in torchrun's `--signals-to-handle`.
+    `srun` passes signals on to the ranks, so `#SBATCH --signal=USR1@300` works. `torchrun` passes SIGTERM on, and kills
+    the ranks 30 s later; SIGUSR1 ends torchrun itself unless its `--signals-to-handle` names it.
 
-    Clusters signal a rank's workers too. Those of data loaders, `multiprocessing` pools, executors and managers, and
-    other daemonic children of `multiprocessing`, outlive the signals while the context is entered, so that the rank
-    gets its next batch and comes to its save. They may be forked or spawned before or inside the context, but zerokit
-    must have been imported: by then, or for spawned ones by the main module. Signals from the rank itself
-    (`terminate()`) end workers as ever. Programs that workers start with `subprocess` have these signals blocked: end
-    them with `kill()`. Other processes that a rank forks inside are ended by SIGTERM, and let other signals pass.
+    Clusters send the signal to a rank's workers, too. Workers of data loaders, `multiprocessing` pools, executors and
+    managers, and other daemonic children of `multiprocessing`, ignore it while the context is entered, so that the rank
+    gets its next batch and reaches its save. They may be forked or spawned before or inside the context, if zerokit was
+    imported before they started; a spawned worker imports it with the main module. `terminate()`, called by the rank
+    itself, still ends workers. Programs that workers start with `subprocess` have these signals blocked: end them with
+    `kill()`. Other processes that a rank forks inside the context are ended by SIGTERM and ignore the other signals.
 
     Args:
-        optimizer: its ranks agree, those of all islands too.
-        minutes_before: the deadline that much earlier asks for a stop: time for the last steps and the save.
+        optimizer: its ranks agree on the step, those of all islands too.
+        minutes_before: a stop is requested this long before the deadline: time for the last steps and the save.
         deadline: seconds since 1970; by default Slurm's SLURM_JOB_END_TIME, if it is set.
         signals: are handled while the context is entered; their former handlers are restored after it. A second
             signal changes nothing. Only the main thread can take signals.

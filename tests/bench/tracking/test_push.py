@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -106,6 +108,15 @@ def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
     assert parent.info.run_name == "gpt-tiny sweep of engine zerokit,ddp × stage 0,1 × batch_size 1,2,3"
     assert parent.data.params == {"engine": "zerokit,ddp", "stage": "0,1", "batch_size": "1,2,3"}
     assert parent.data.tags["zerokit.cells.ok"] == "8"
+    rows = parent.data.tags["mlflow.note.content"].splitlines()  # shown on the run's page
+    assert rows[0].startswith("| cell | step p50, ms | ")
+    assert len(rows) == 2 + 8
+    assert any(re.match(r"\| zerokit 1 · batch 2 \| [\d.,]+", row) for row in rows)
+    link = Mirror(tracking).view({"zerokit.sweep_id": sweep.id})
+    (place, _, query) = link.partition("?searchFilter=")
+    assert place.endswith(f"/#/experiments/{parent.info.experiment_id}/runs")
+    found = client.search_runs([parent.info.experiment_id], unquote(query))
+    assert len(found) == 1 + 8
     assert parent.data.tags["zerokit.cells.unsupported"] == "2"
     assert {artifact.path for artifact in client.list_artifacts(parent.info.run_id)} == {
         "sweep.json",

@@ -78,6 +78,11 @@ def label_of(settings: Settings, names: Iterable[str] = (), *, rounds: bool = Fa
     return [first, *(value_in_words(name, value) for name, value in values.items() if value is not None)]
 
 
+def cell_label(settings: Settings, names: Iterable[str]) -> str:
+    """A cell's name in tables, where these settings vary: "FSDP2 3 · batch 4"."""
+    return " · ".join(label_of(settings, names))
+
+
 def require_known(settings: Settings) -> Settings:
     """Return the settings; raise `UsageError` for an unknown engine or model, or sizes or data that do not fit."""
     if settings.engine not in ENGINES:

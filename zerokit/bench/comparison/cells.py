@@ -12,7 +12,7 @@ from itertools import cycle
 from statistics import median
 from typing import Any
 
-from zerokit.bench.catalogue.engines import ENGINES, label_of
+from zerokit.bench.catalogue.engines import ENGINES, cell_label
 from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record.record import Record, Run
 from zerokit.bench.record.schema import to_plain
@@ -149,7 +149,7 @@ def _label(cells: Sequence[Cell]) -> None:
     names = varying(cell.first.settings for cell in cells)
     runs = short_names(list(dict.fromkeys(cell.run for cell in cells)))
     for cell in cells:
-        cell.label = " · ".join(label_of(cell.first.settings, names))
+        cell.label = cell_label(cell.first.settings, names)
     if any(len({cell.run for cell in alike}) > 1 for alike in _by_label(cells)):
         for cell in cells:
             cell.label = f"{runs[cell.run]}: {cell.label}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -10,6 +11,7 @@ from statistics import median
 from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.comparison.differences import Difference, Verdict, comparable, difference, steps_of
 from zerokit.bench.record.metrics import METRICS, PACED, UNITS, Measured, instrumented
+from zerokit.text import printable
 
 GIB_FROM = 10 * 1024.0
 """MiB from which GiB read better."""
@@ -151,6 +153,26 @@ def columns_of(cells: Sequence[Cell], names: Sequence[str], *, compared: bool = 
             entries = tuple(_entry(cell, name, scale, compared=beside) for cell in cells)
             columns.append(Column(name, METRICS[name].title, scale.unit, entries))
     return columns
+
+
+def markdown(cells: Sequence[Cell]) -> list[str]:
+    """The main metrics of all cells that could run, as the lines of a table in Markdown, whatever their names have."""
+    cells = [cell for cell in cells if cell.status != "unsupported"]
+    columns = columns_of(cells, usual_metrics(cells, ()))
+    heads = [
+        "cell",
+        *(f"{column.title}, {column.unit}" if column.unit else column.title for column in columns),
+    ]
+    rows = [heads, ["---"] * len(heads)]
+    for place, cell in enumerate(cells):
+        entries = (column.entries[place] for column in columns)
+        figures = [" ".join(filter(None, (one.value, one.error, one.change))) for one in entries]
+        rows.append([cell.label, *(figures if cell.status == "ok" else [str(cell.status)])])
+    return [f"| {' | '.join(map(_cell_text, row))} |" for row in rows]
+
+
+def _cell_text(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", printable(text))
 
 
 def _entry(cell: Cell, name: str, scale: Scale, *, compared: bool) -> Entry:

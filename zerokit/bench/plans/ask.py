@@ -52,23 +52,23 @@ def plan(
 ) -> Plan:
     """Predict memory and time of every way to train `model` with AdamW on `gpus` ranks, best first. No rank is started.
 
-    What is None is left to the plan.
+    The plan chooses what is None.
 
     Args:
         model: a catalogue name, `package.module:factory`, the path of a Hugging Face `config.json`, or a `Subject`.
-        gpus: ranks, one a device.
-        device: its name, such as "h100-80"; "cpu" for hosts.
-        nodes: how many nodes they are in.
+        gpus: number of ranks, one per device.
+        device: the devices' name, such as "h100-80"; "cpu" for ranks on CPUs.
+        nodes: number of nodes.
         cluster: a file with the device and the links (`read_cluster`), or the output of `zerokit doctor --json`.
-        network_gbit: of the link between nodes, in Gbit/s a node.
+        network_gbit: bandwidth of a node to other nodes, in Gbit/s.
         record: a record of `zerokit bench` on one such device, from which its speed is taken.
-        stage: the inner axis' stages to choose from.
-        outer_stage: the outer axis' stages to choose from, on a mesh.
-        mesh: "MxS" or several, or "1xN" for one axis.
-        batch_size: samples of a rank's micro-batch.
-        accumulate: micro-batches a step.
-        samples_per_step: of all ranks; then `accumulate` follows.
-        seq_len: tokens a sequence.
+        stage: stages to choose from; on a mesh those of the inner axis.
+        outer_stage: stages of a mesh's outer axis to choose from.
+        mesh: meshes to choose from, such as "2x8"; "1xN" is one axis.
+        batch_size: samples in a rank's micro-batch, to choose from.
+        accumulate: micro-batches in a step, to choose from.
+        samples_per_step: samples in a step over all ranks; `accumulate` follows from it.
+        seq_len: tokens in a sequence.
         precision: "fp32", "bf16", "fp16".
         recompute: whether blocks are recomputed in backward.
         bucket_mb: as `ZeroOptimizer`'s.

@@ -125,8 +125,14 @@ class SweepFolder:
             raise SweepError(f"{self.path / FILE} cannot be written: {error.strerror}") from error
 
     def read(self) -> Sweep:
-        """Read the sweep of this folder; raises `SweepError`, also for unknown engines and models."""
+        """Read the sweep of this folder.
+
+        Raises `UsageError` if there is no such folder, `SweepError` for no sweep in it or one with unknown engines or
+        models.
+        """
         path = self.path / FILE
+        if not self.path.exists():
+            raise UsageError(f"{self.path} does not exist; give the folder of a sweep")
         try:
             return parse(Sweep, read_text(self._own(FILE)), "sweep", SweepError, _check)
         except FileNotFoundError as error:

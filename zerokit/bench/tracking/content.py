@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from zerokit.bench.catalogue.engines import label_of
 from zerokit.bench.record.metrics import metrics_of
-from zerokit.bench.record.record import Record
+from zerokit.bench.record.record import Record, Run
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.words import unusual
 from zerokit.bench.run.sweep import Sweep
@@ -40,6 +40,9 @@ class Tag:
     """Set last of all, to the digest of what was written: a run that has it is whole."""
     PARENT = "mlflow.parentRunId"
 
+
+NOTE = "mlflow.note.content"
+"""The tag that MLflow's page of a run shows as its description, in Markdown."""
 
 # What MLflow shows as a run's source.
 SOURCE_TAGS = {"mlflow.source.name": "zerokit bench", "mlflow.source.type": "LOCAL"}
@@ -158,6 +161,20 @@ def moment_ms(record: Record | Sweep) -> int:
         return int(datetime.fromisoformat(record.created).timestamp() * 1000)
     except ValueError:
         return 0
+
+
+def sweep_note(records: Sequence[Record]) -> str:
+    """The sweep's table, for the page of its run: the runs of its cells have everything else."""
+    from zerokit.bench.comparison.cells import make_cells
+    from zerokit.bench.comparison.tables import markdown
+
+    rows = markdown(make_cells([Run("", tuple(records))]))
+    text = ""
+    for row in rows:
+        if len(text) + len(row) + 4 > TAG_LENGTH:
+            return f"{text}\n…"
+        text += f"{row}\n"
+    return text
 
 
 def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:

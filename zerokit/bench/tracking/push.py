@@ -30,7 +30,7 @@ _STATUSES: Mapping[str, Status] = {"failed": "FAILED", "killed": "KILLED"}
 @dataclass(frozen=True, slots=True)
 class Done:
     """The outcome of one record: "new", "completed", "there", "left out" (unsupported: its sweep's run says so), or
-    "failed" with the reason. `page` of MLflow shows its run, or that of its sweep.
+    "failed" with the reason. `page` of MLflow shows its run, or that of its sweep, and then `view` the sweep's cells.
     """
 
     path: Path
@@ -38,6 +38,7 @@ class Done:
     run_id: str | None
     reason: str | None = None
     page: str | None = None
+    view: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class Mirror(Store):
         run_id, records = self.parent(sweep.id), folder.records(sweep)
         counts = Counter(record.status for record in records)
         tags = {f"zerokit.cells.{name.replace(' ', '_')}": str(count) for name, count in counts.items()}
+        tags |= {content.NOTE: content.sweep_note(records)} if records else {}
         files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
         if folder.report.exists():
             files[folder.report.name] = folder.report.read_bytes()
@@ -182,7 +184,8 @@ def push(
         outcome, run_id = mirror.push(record)
         known = record.sweep is not None and record.sweep in found.sweeps
         shown = mirror.parent(str(record.sweep)) if known else run_id
-        results.append(Done(path, outcome, run_id or None, page=mirror.link(shown)))
+        view = mirror.view({Tag.SWEEP: str(record.sweep)}) if known else None
+        results.append(Done(path, outcome, run_id or None, page=mirror.link(shown), view=view))
         show(results[-1])
     if going_on:
         return results
@@ -199,7 +202,7 @@ def push(
 class Tracker:
     """`push` for a bench: a failure is reported once, does not end the bench, and stops further attempts.
 
-    `later` tells how to push when the bench has ended; `run_id` and `page` are of the bench or its sweep.
+    `later` tells how to push when the bench has ended; `run_id`, `page` and `view` are of the bench or its sweep.
     """
 
     tracking: Tracking | None
@@ -208,6 +211,7 @@ class Tracker:
     lost: bool = field(default=False, init=False)
     run_id: str | None = field(default=None, init=False)
     page: str | None = field(default=None, init=False)
+    view: str | None = field(default=None, init=False)
     _mirror: Mirror | None = field(default=None, init=False)
 
     def push(self, found: Found, *, going_on: bool = False) -> None:
@@ -217,7 +221,7 @@ class Tracker:
         try:
             self._mirror = self._mirror or Mirror(self.tracking)
             for done in push(found, self._mirror, going_on=going_on):
-                self.run_id, self.page = done.run_id, done.page
+                self.run_id, self.page, self.view = done.run_id, done.page, done.view
             for sweep in found.sweeps:
                 self.run_id = self._mirror.parent(sweep)
         except TrackingError as error:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlencode
 
 from zerokit.bench.record.record import FORMAT, Record, RecordError, Run, in_folder, is_record, read_record
 from zerokit.bench.tracking.content import Point
@@ -220,9 +221,8 @@ class Store:
 
     def find(self, tags: Mapping[str, str]) -> MlflowRun | None:
         """The oldest run of the experiment that has all of these tags; deleted runs are ignored."""
-        wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
         found: list[MlflowRun] = self.client.search_runs(
-            [self.experiment_id], wanted, max_results=1, order_by=_OLDEST_FIRST
+            [self.experiment_id], _filter(tags), max_results=1, order_by=_OLDEST_FIRST
         )
         return found[0] if found else None
 
@@ -263,9 +263,22 @@ class Store:
 
     def link(self, run_id: str) -> str:
         """The URL of a run; for a store without a server, the URL that `mlflow ui` would serve."""
+        return f"{self._runs}/{run_id}"
+
+    def view(self, tags: Mapping[str, str]) -> str:
+        """The URL of the table of all runs with these tags."""
+        return f"{self._runs}?{urlencode({'searchFilter': _filter(tags)}, quote_via=quote)}"
+
+    @property
+    def _runs(self) -> str:
         uri = without_secrets(self.tracking.uri).replace("***@", "")
         root = uri.rstrip("/") if uri.startswith("http") else "http://127.0.0.1:5000"
-        return f"{root}/#/experiments/{self.experiment_id}/runs/{run_id}"
+        return f"{root}/#/experiments/{self.experiment_id}/runs"
+
+
+def _filter(tags: Mapping[str, str]) -> str:
+    """The tags as MLflow's search takes them."""
+    return " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
 
 
 def load_run(name: str, tracking_uri: str | None = None) -> Run:

@@ -66,7 +66,8 @@ class Keeper:
             return Position()
         run, optimizer = self._target
         try:
-            from zerokit.checkpoint.run import check_run, later_steps, list_steps
+            from zerokit.checkpoint.check import check_directory
+            from zerokit.checkpoint.run import later_steps, list_steps
         except ModuleNotFoundError as error:
             if error.name != "zlib_ng":
                 raise
@@ -74,7 +75,7 @@ class Keeper:
                 "--save needs zlib-ng, which is not installed here: pip install zlib-ng, or bench without --save"
             ) from error
 
-        check_run(run, overwrite=True)  # of later steps it says below what can be done here
+        check_directory(run, overwrite=True)  # of later steps it says below what can be done here
         resumes = self._settings.resume or self._settings.elastic
         begin = self._load_newest(run, optimizer) if resumes and list_steps(run) else Position()
         if self._settings.elastic:

@@ -16,7 +16,7 @@ from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.measured import Data
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.own import find
-from zerokit.errors import ZerokitError
+from zerokit.errors import UsageError, ZerokitError
 
 STANDARD_LIBRARY = "standard-library"
 SYNTHETIC = "synthetic"
@@ -37,7 +37,9 @@ def digest(content: bytes) -> str:
 
 
 def load_text(source: str, *, seed: int = 0, limit: int = LIMIT_BYTES) -> tuple[bytes, Data]:
-    """Read the training text; also returns its record entry. Raises `DataError` for none, or one that is unreadable.
+    """Read the training text; also returns its record entry.
+
+    Raises `UsageError` for a path that does not exist, `DataError` for one without text or one that is unreadable.
 
     Args:
         source: a file, a folder (read recursively in the order of its sorted paths, without hidden files),
@@ -56,7 +58,7 @@ def load_text(source: str, *, seed: int = 0, limit: int = LIMIT_BYTES) -> tuple[
     elif root.exists():
         paths = _walk(root) if root.is_dir() else [root]
     else:
-        raise DataError(f"data: {root} does not exist; give a text file, a folder, or 'synthetic'")
+        raise UsageError(f"data: {root} does not exist; give a text file, a folder, or 'synthetic'")
     for path in paths:
         content += _read(path, limit - len(content) + 1)
         files += 1

@@ -1,7 +1,8 @@
-"""Checkpoints of other frameworks, read and written without them: DeepSpeed, DCP (FSDP2) and Hugging Face folders.
+"""Checkpoints of other frameworks, read and written without them: DeepSpeed, DCP (FSDP2), Hugging Face folders, `.pt`.
 
-`pickles` and `torchfile` read what `torch.save` wrote; `deepspeed`, `dcp` and `huggingface` say which bytes of it are
-which elements of which parameter; `foreign` holds that as a `Source`, which everything that reads checkpoints takes.
+`pickles` and `torchfile` read what `torch.save` wrote; `deepspeed`, `dcp`, `huggingface` and `statedict` say which
+bytes of it are which elements of which parameter; `foreign` holds that as a `Source`, which everything that reads
+checkpoints takes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zerokit.checkpoint.disk import explained, is_there
-from zerokit.checkpoint.formats import dcp, deepspeed, huggingface
+from zerokit.checkpoint.formats import dcp, deepspeed, huggingface, statedict
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.source import Source
 from zerokit.errors import CheckpointError
@@ -21,6 +22,10 @@ from zerokit.errors import CheckpointError
 T = TypeVar("T")
 
 FORMATS = ("zerokit", "deepspeed", "dcp", "huggingface")
+"""What can be written; files of `torch.save` are only read."""
+
+WEIGHTS_ALONE = ("huggingface", statedict.FORMAT)
+"""Formats without an optimizer's state."""
 
 _UNEXPECTED = (
     *(LookupError, TypeError, ValueError, AttributeError),
@@ -32,6 +37,7 @@ _READERS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Source]], ...] = 
     (deepspeed.recognises, deepspeed.read),
     (dcp.recognises, dcp.read),
     (huggingface.recognises, huggingface.read),
+    (statedict.recognises, statedict.read),
 )
 
 
@@ -39,8 +45,8 @@ def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
     """Open the checkpoint at `path`, in any format.
 
     Args:
-        path: the directory of a step or a run, of a DeepSpeed checkpoint or its tag, of a DCP checkpoint, or a
-            Hugging Face folder or file.
+        path: the directory of a step or a run, of a DeepSpeed checkpoint or its tag, of a DCP checkpoint, a Hugging
+            Face folder or file, or a file of `torch.save` with a state dict.
         whole: of a run of zerokit's, take the newest step that has an optimizer's state, too.
 
     Raises `CheckpointError` unless it holds a checkpoint that zerokit reads.

@@ -17,7 +17,7 @@ from zerokit.checkpoint.by_rank import shown
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.copying import Options, Progress, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
-from zerokit.checkpoint.formats import FORMATS, open_source
+from zerokit.checkpoint.formats import FORMATS, WEIGHTS_ALONE, open_source
 from zerokit.checkpoint.formats.dcp_writer import write_dcp
 from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
@@ -37,7 +37,8 @@ from zerokit.layout import Layout
 class Converted:
     """The result of a conversion: the directory `output` in `format`, for `world` ranks (1 for weights alone).
 
-    `path` is the step's directory in it where that is a run.
+    `path` is the step's directory in it where that is a run. `dtypes` are those of the floating-point weights in a
+    Hugging Face folder, and empty for other formats.
     """
 
     output: Path
@@ -47,6 +48,7 @@ class Converted:
     source_format: str
     source_world: int
     world: int
+    dtypes: tuple[str, ...] = ()
 
 
 def convert(
@@ -69,10 +71,11 @@ def convert(
     is needed, and none of its pickles is executed. The output is synced to the disk and appears whole or not at all.
 
     Args:
-        source: a directory of zerokit, DeepSpeed (stages 1 to 3), DCP (FSDP2) or Hugging Face.
+        source: a directory of zerokit, DeepSpeed (stages 1 to 3), DCP (FSDP2) or Hugging Face, or a file of
+            `torch.save` with a state dict, of which the weights are read.
         output: a directory that does not exist yet; by default beside the source, such as `run.to-16`.
         format: "zerokit", "deepspeed" (from DeepSpeed only), "dcp" or "huggingface" (weights alone); by default the
-            source's own, or zerokit's for a Hugging Face folder.
+            source's own, or zerokit's for a Hugging Face folder or a file.
         world: number of ranks that the output is cut for; by default the source's.
         dtype, stream, max_shard_size, like: of "huggingface"; see `consolidate`.
         jobs: threads that copy; up to four by default.
@@ -83,7 +86,7 @@ def convert(
     damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
     """
     checkpoint, options = open_source(source), Options(jobs, force, progress)
-    kind = format or (checkpoint.format if checkpoint.format != "huggingface" else "zerokit")
+    kind = format or ("zerokit" if checkpoint.format in WEIGHTS_ALONE else checkpoint.format)
     if kind not in FORMATS:
         raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
     ranks = checkpoint.world if world is None else world
@@ -95,12 +98,12 @@ def convert(
     suffix = ranks if format in (None, checkpoint.format) else kind
     target = path.with_name(f"{path.name}.to-{suffix}") if output is None else Path(output)
     checkpoint.warn()
-    written = target
+    written, dtypes = target, tuple[str, ...]()
     if kind == "huggingface":
         if world is not None:
             raise UsageError("a Hugging Face folder is not sharded: omit world (--to)")
         ranks = 1
-        write_weights(checkpoint, target, options, dtype, stream, max_shard_size, like)
+        dtypes = write_weights(checkpoint, target, options, dtype, stream, max_shard_size, like)
     elif kind == "zerokit":
         _note_ranks(checkpoint, ranks)
         written = write_cut(checkpoint, ranks, target, options)
@@ -113,7 +116,8 @@ def convert(
             f"{checkpoint.path} has format {checkpoint.format}: a DeepSpeed checkpoint is only written from one of "
             "DeepSpeed, whose own settings it keeps; choose the format zerokit or dcp"
         )
-    return Converted(target, written, kind, checkpoint.step, checkpoint.format, checkpoint.world, ranks)
+    source_form = checkpoint.format, checkpoint.world
+    return Converted(target, written, kind, checkpoint.step, *source_form, ranks, dtypes)
 
 
 def reshard(

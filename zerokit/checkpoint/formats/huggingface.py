@@ -36,7 +36,7 @@ _SHARD = re.compile(r"shard-(\d+)-.*\.safetensors")
 _UNREAD = {
     "adapter_model.safetensors": "an adapter of PEFT: merge it into its base first, with merge_and_unload()",
     "adapter_model.bin": "an adapter of PEFT: merge it into its base first, with merge_and_unload()",
-    "pytorch_model.bin": "weights in a pickle: save them with save_pretrained, as safetensors",
+    "pytorch_model.bin": "weights in a pickle: give that file itself, or save with save_pretrained, as safetensors",
     _PICKLES_INDEX: "weights in pickles: save them with save_pretrained, as safetensors",
 }
 _SHARDING = "DCP_SHARDING_INFO"

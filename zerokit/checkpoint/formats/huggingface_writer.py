@@ -11,6 +11,7 @@ import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -77,8 +78,11 @@ def write_weights(
     stream: str,
     max_shard_size: int | str,
     like: str | os.PathLike[str] | None,
-) -> None:
-    """Write the weights of any source; arguments and errors are those of `convert`."""
+) -> tuple[str, ...]:
+    """Write the weights of any source; arguments and errors are those of `convert`.
+
+    Returns the dtypes of the floating-point tensors, the one with the most elements first.
+    """
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     limit = parse_size(max_shard_size)
@@ -98,6 +102,11 @@ def write_weights(
         for folder in folders:
             sync_directory(folder)
         _write(source, list(_shards(tensors, limit)), work, options)
+    elements = Counter[str]()
+    for tensor in tensors:
+        if tensor.dtype in _FLOATING:
+            elements[tensor.dtype] += tensor.numel
+    return tuple(name for name, _ in elements.most_common())
 
 
 def parse_size(size: int | str) -> int:
