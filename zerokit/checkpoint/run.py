@@ -303,7 +303,7 @@ def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrit
     """
     if type(after) is not int or after < 0:
         raise UsageError(f"after={after!r}: expected the number of steps trained so far, at least 0")
-    run = Path(run_directory)
+    run = files.path_of(run_directory)
     existing = require_run(run)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(
@@ -358,7 +358,7 @@ def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
     For islands (`zerokit.LocalSteps`), the steps that all of them have. Their files are not looked at. Raises
     `CheckpointError` where the directory cannot be listed, or a step not looked at.
     """
-    run = Path(run_directory)
+    run = files.path_of(run_directory)
     if islands := island_runs(run):
         return sorted(_steps_of_all(islands))
     return [_number(path) for path in committed(run)]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.layout import build_layout, default_bucket_bytes
-from zerokit.placement import Mesh, Placement
+from zerokit.placement import Mesh, Placement, without_lone_axis
 from zerokit.runtime.admission import choose_kernel, probe, require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.gathering import Gathering
@@ -37,6 +37,7 @@ from zerokit.runtime.model import (
     require_own_memory,
     take_apart,
 )
+from zerokit.runtime.plain import require_plain
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.unit import UnitState, write_back
@@ -86,6 +87,7 @@ class Runtime:
         self.layout = layout = build_layout(parts.segments, world=group.size(), bucket_bytes=bucket_bytes)
         shape = mesh_of(mesh, group)
         if shape is not None:
+            stage, shape = without_lone_axis(stage, shape)
             Placement.of(stage, shape)  # raises before anything is made
         self.collectives = collectives = make_collectives(
             group, device, timeout, units=len(layout.units), mesh=shape
@@ -213,11 +215,6 @@ def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
     world = group.size()
     if outer * inner != world:
         raise UsageError(f"mesh={sizes}: {outer * inner} ranks, but the process group has {world}")
-    if len(sizes) == 2 and 1 in sizes:
-        raise UsageError(
-            f"mesh={sizes} has an axis of one rank, over which nothing can be sharded: omit mesh, because one axis of "
-            f"{world} ranks is the default"
-        )
     ranks = getattr(mesh, "mesh", None)
     if isinstance(ranks, torch.Tensor) and ranks.flatten().tolist() != dist.get_process_group_ranks(group):
         raise UsageError(
@@ -271,6 +268,7 @@ def _check_arguments(model: nn.Module, optimizer_class: object, bucket_mb: objec
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (fully_shard or tensor parallelism): pass the plain model")
+    require_plain(model)
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:
             raise UsageError(

@@ -141,6 +141,7 @@ class Guarded(_WithoutGradient):
         touched = [(each, ticket) for each in used if (ticket := ticket_of(each)) is not None]
         for _, ticket in touched:  # reading one may unguard the others of its unit
             ticket.owner.read(ticket.index, ticket.name)
+        _require_one_kind(name, args)
         with torch._C.DisableTorchFunctionSubclass():
             if name == "data" and described:
                 _require_same_memory(args[0], args[1])
@@ -222,6 +223,7 @@ class MasterParameter(_WithoutGradient):
         else:
             writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         changed = [each for each in _flat(args[:1]) if writes and isinstance(each, cls)]
+        _require_one_kind(name, args)
         with torch._C.DisableTorchFunctionSubclass():
             if changed:
                 raise UsageError(
@@ -279,6 +281,18 @@ def _flat(value: Any) -> Iterator[Any]:
             yield from _flat(inner)
     else:
         yield value
+
+
+def _require_one_kind(name: str, args: Sequence[Any]) -> None:
+    """Raise `UsageError` where a parameter of the model is looked for among those of the optimizer's groups."""
+    if name in ("eq", "__eq__", "ne", "__ne__") and {True, False} == {isinstance(a, Guarded) for a in args}:
+        parameter = next(a for a in args if isinstance(a, Guarded))
+        if any(isinstance(a, MasterParameter) for a in args):
+            raise UsageError(
+                f"{parameter.__dict__[TICKET].name} is compared with a tensor of optimizer.param_groups, which hold "
+                "flat ones and no parameter of the model: the number of its group is that of its entry in "
+                "optimizer.layout.parameters, by name"
+            )
 
 
 def hooked(parameter: Tensor) -> bool:

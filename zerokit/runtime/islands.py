@@ -78,8 +78,7 @@ def divide_into_islands(
             f"stage={stage!r} with mesh={mesh!r}: islands need a mesh of two axes, (islands, ranks of an island); one "
             f"island has nothing to synchronise with: pass stage={stage[1]!r} without mesh"
         )
-    alone = sizes[1] == 1 and sizes[0] == everyone.size()  # which other meshes cannot have
-    shape = Mesh(everyone.size(), 1) if alone else mesh_of(mesh, everyone)
+    shape = mesh_of(mesh, everyone)
     assert shape is not None
     timeout = timeout_of(everyone, torch.device("cpu"), torch.device("cuda")) or dist.default_pg_timeout
     islands = Islands(everyone, shape, everyone.rank(), timeout)

@@ -16,16 +16,18 @@ from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerokit.errors import ScheduleError, UsageError
+from zerokit.errors import NonFiniteError, ScheduleError, UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.hooks import profiled
+from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.islands import divide_into_islands
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
+from zerokit.runtime.modes import Modes
 from zerokit.runtime.precision import LossScale, Precision
 from zerokit.runtime.states import Average, BetweenIslands, ForwardingOptimizer, load_state, take_state
 from zerokit.runtime.step import INTERRUPTED, all_finite, clip_coefficient, global_norm, update_masters
@@ -81,7 +83,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         **optimizer_options: Any,
     ) -> None:
         self.precision = Precision.of(precision)
-        self.scaler = dataclasses.replace(loss_scale or LossScale()) if self.precision.scaled else None
+        scale = LossScale.of(loss_scale)
+        self.scaler = dataclasses.replace(scale) if self.precision.scaled else None
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
         stage, mesh, process_group, self.islands = divide_into_islands(stage, mesh, process_group)
@@ -112,6 +115,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
+        self._modes = Modes(self.runtime)
         self._norm: Tensor | None = None
         self._unscaled = False
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
@@ -162,10 +166,18 @@ class ZeroOptimizer(ForwardingOptimizer):
     no_sync = accumulate
     """The name that DDP and FSDP have for it."""
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
         """Scale gradients down to a global norm of at most `max_norm`, like torch's function of the same name.
 
-        Costs one all-reduce of one number. Returns the norm before clipping, a 0-d fp32 tensor.
+        Costs one all-reduce of one number. Returns the norm before clipping, a 0-d fp32 tensor. With
+        `error_if_nonfinite`, a norm that is inf or nan raises `NonFiniteError` on every rank and leaves the gradients
+        as they are, which waits for the device. `foreach` changes nothing here.
         """
         if not norm_type > 0 or math.isnan(max_norm):
             raise UsageError(
@@ -175,6 +187,11 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._walk.finish()
         norm = global_norm(self._gradients.shards(), float(norm_type), self._collectives)
         self._finite = norm.isfinite()
+        if error_if_nonfinite and not self._finite:
+            raise NonFiniteError(
+                f"the gradients' norm of type {norm_type:g} is {norm.item():g}, so they cannot be clipped: look at the "
+                "loss and the data, or call clip_grad_norm_() without error_if_nonfinite"
+            )
         factor = 1.0
         if self.scaler is not None and not self._unscaled:
             factor = 1.0 / self._gradients.loss_scale
@@ -193,7 +210,7 @@ class ZeroOptimizer(ForwardingOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None, **options: object) -> float | None:
         """Update the parameters from the gradients of the backward passes since `zero_grad`.
 
         In fp16 a step whose gradients overflowed on any rank is skipped on all. A parameter without gradient is
@@ -205,6 +222,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         After an exception amid the update, steps and saves are refused until a load succeeds; after any other
         `zero_grad()` and a new pass continue.
         """
+        if options:
+            refuse_step_options(options)
         self._gradients.require_reduced("step()", scaled=self.scaler is not None)
         loss = None
         if closure is not None:
@@ -253,6 +272,23 @@ class ZeroOptimizer(ForwardingOptimizer):
         if self.scaler is not None and not self._unscaled:
             self._gradients.scale(1.0 / self._gradients.loss_scale)
             self._unscaled = True
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """The optimizer's own `train()`, where it has one, as schedule-free optimizers do. All ranks call it."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The optimizer's own `eval()`, where it has one: the model then has the weights to evaluate.
+
+        All ranks call it, and `train()` before the next step.
+        """
+        return self._mode("eval")
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        self.require_own_weights(f"{name}()")
+        return self._modes.method(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, including those of an unfinished backward pass."""
@@ -350,6 +386,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         if self.refusal:
             raise UsageError(f"state_dict() refused: {self.refusal}")
         self._control.finish()
+        return self.hooked_state(self._take_state)
+
+    def _take_state(self) -> dict[str, Any]:
         state = take_state(self.runtime)
         state["loss_scale"] = None if self.scaler is None else (self.scaler.value, self.scaler.good_steps)
         return state
@@ -357,6 +396,9 @@ class ZeroOptimizer(ForwardingOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`. Raises `LayoutMismatch` for another layout, stage or rank."""
         self._require_plain("load_state_dict()")
+        self.hooked_load(state_dict, self._load_state)
+
+    def _load_state(self, state_dict: Mapping[str, Any]) -> None:
         load_state(self.runtime, state_dict)
         if self.scaler is not None:
             self.scaler.restore(*state_dict["loss_scale"])

@@ -16,6 +16,7 @@ from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import checksums
 from zerokit.runtime.guard import SCALES_ITSELF, ticket_of
+from zerokit.runtime.interface import TorchInterface
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
@@ -86,17 +87,14 @@ def _forwarded(name: str) -> Any:
     return property(lambda optimizer: getattr(optimizer._inner, name), assign)
 
 
-class ForwardingOptimizer(Optimizer):
+class ForwardingOptimizer(TorchInterface):
     """An optimizer whose groups, options and states are those of `inner`, and whose steps may be refused."""
 
     def __init__(self, inner: Optimizer) -> None:
-        # `Optimizer.__init__` is not called: everything else that it would create is forwarded.
+        super().__init__()
         self._inner = inner
         inner.state = States(dict, inner.state)
         self.refusal = ""  # why `step` is refused; "" where it is not
-        # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
 
     param_groups: list[dict[str, Any]] = _forwarded("param_groups")
     defaults: dict[str, Any] = _forwarded("defaults")

@@ -250,10 +250,10 @@ class _NoDistributedDataParallel:
 class _NoFullyShard(dict[str, Any]):
     """torch's note of what has been applied to a module; refuses what would divide it again."""
 
-    def __contains__(self, name: object) -> bool:
+    def setdefault(self, name: str, default: Any = None) -> Any:  # what torch notes; anybody may ask for it
         if name in ("fully_shard", "replicate"):
             raise UsageError(
                 f"this model is under ZeroOptimizer, which already shards it: omit {name}(), or omit "
                 "ZeroOptimizer and pass its parameters to a torch optimizer"
             )
-        return super().__contains__(name)
+        return super().setdefault(name, default)
