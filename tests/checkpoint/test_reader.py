@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import (
@@ -29,6 +30,7 @@ from tests.support.checkpoints import (
 )
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.diff import diff
+from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.convert import consolidate, reshard
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.manifest import File, Manifest
@@ -68,6 +70,13 @@ def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Co
     for name, dtype, shape, data in content.common:
         assert checkpoint.common_tensor(name) == (dtype, shape, bytearray(data))
     assert checkpoint.extra_plain() == checkpoint.extra() == content.extra
+
+
+def test_a_run_stays_one_whatever_weights_lie_beside_its_steps(step: Path) -> None:
+    """As in a checkpoint of ZeroTrainer with adapters."""
+    for name in ("adapter_model.safetensors", "model.safetensors"):
+        save_file({"w": np.ones(2, np.float32)}, step.parent / name)
+        assert open_source(step.parent).path == step
 
 
 def test_what_is_not_there_is_wrong_use(step: Path) -> None:

@@ -23,6 +23,7 @@ from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.dcp_items import rows
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
+from zerokit.checkpoint.run import committed
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Header, Tensor, read_header
 from zerokit.checkpoint.source import Stretch
 from zerokit.checkpoint.strict import member, parse_json, typed
@@ -49,7 +50,8 @@ def recognises(path: Path) -> bool:
     if not is_directory(path) or status_of(path / NAME) is not None:
         return False
     known = (INDEX, SINGLE, *_UNREAD)
-    return any(is_file(path / name) for name in known) or bool(_shards(path))
+    # A run of zerokit's stays one, whatever lies beside its steps: adapters of PEFT, say.
+    return (any(is_file(path / name) for name in known) or bool(_shards(path))) and not committed(path)
 
 
 def _files(path: Path) -> list[Path]:
