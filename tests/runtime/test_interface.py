@@ -19,7 +19,7 @@ from tests.support.on_ranks import on_ranks
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD (arXiv:2405.15682): training weights are y, evaluation's x; z is SGD's own. Begins in neither."""
+    """Schedule-free SGD (arXiv:2405.15682): training weights are y, evaluation's x, and z is SGD's own."""
 
     def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": False})
@@ -176,7 +176,7 @@ def test_what_has_no_meaning_is_refused_with_advice() -> None:
             r"loss_scale=1024\.0: .* LossScale\(value=1024\.0, interval=10\*\*9\)",
         ),
         (lambda: zerokit.LossScale(growth=1.0), r"growth must exceed 1.* a scale that stays is LossScale"),
-        (lambda: optimizer.eval(), "SGD has no eval"),
+        (lambda: optimizer.eval, "SGD has no eval"),
     ]
     for call, words in cases:
         with pytest.raises((zerokit.UsageError, AttributeError), match=words):
@@ -189,7 +189,7 @@ def test_torchs_functions_for_states_of_models_work(stage: Any) -> None:
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="fp32", lr=0.1)
     optimizer.backward(_loss(model, 0, 0))
     optimizer.step()
-    state = get_model_state_dict(model)
+    state: dict[str, Any] = get_model_state_dict(model)
     assert all(state[name].equal(value) for name, value in _values(model).items())
     set_model_state_dict(model, {name: torch.full_like(value, 0.5) for name, value in state.items()})
     assert all(value.eq(0.5).all() for value in _values(model).values())

@@ -91,7 +91,8 @@ class ModelMethods:
             themselves = kwargs.get("keep_vars", len(args) > 2 and args[2])
             # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
             with gathering.opened() if themselves else weights.shown():
-                return plain("state_dict", *args, **kwargs)
+                state = plain("state_dict", *args, **kwargs)
+            return state if themselves else _tied(state, plain.model)
 
         def load_state_dict(*args: Any, **kwargs: Any) -> Any:
             before = gathering.is_open
@@ -220,6 +221,15 @@ def _parts_taken_from(whole: Mapping[str, Any], model: nn.Module) -> Iterator[No
     finally:
         for _, members in parts:
             del members["state_dict"]
+
+
+def _tied(state: Any, model: nn.Module) -> Any:
+    """The state, in which names of one parameter have one tensor, as writers of files expect it."""
+    first: dict[nn.Parameter, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(state.get(name), Tensor) and state[name].shape == parameter.shape:
+            state[name] = first.setdefault(parameter, state[name])
+    return state
 
 
 def _only_copies(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> bool:
