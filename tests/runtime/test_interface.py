@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from zerokit.runtime.precision import DtypeName
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD (arXiv:2405.15682): weights are y in training, x in evaluations; z is SGD's own."""
+    """Schedule-free SGD (arXiv:2405.15682): training weights are y, evaluation's x, and z is SGD's own."""
 
     def __init__(self, params: Any, lr: float, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": False})
@@ -178,7 +177,7 @@ def test_what_has_no_meaning_is_refused_with_advice() -> None:
             r"loss_scale=1024\.0: .* LossScale\(value=1024\.0, interval=10\*\*9\)",
         ),
         (lambda: zerokit.LossScale(growth=1.0), r"growth must exceed 1.* a scale that stays is LossScale"),
-        (partial(getattr, optimizer, "eval"), "SGD has no eval"),
+        (lambda: optimizer.eval, "SGD has no eval"),
     ]
     for call, words in cases:
         with pytest.raises((zerokit.UsageError, AttributeError), match=words):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
 import itertools
+import tempfile
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 import zerokit
@@ -187,3 +193,56 @@ def test_a_released_model_is_plain_and_is_trained_anew(given: tuple[DtypeName, i
     del first
     zerokit.release(model)  # also once its optimizer is gone
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def _size(value: object) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue())
+
+
+@on_ranks(2, itertools.product((0, 2, 3), (False, True)))
+def test_what_is_handed_out_is_a_storage_of_its_own(given: tuple[Any, bool]) -> None:
+    """Parameters made of weights, and files of states: no unit lies in them, and tied names are one tensor."""
+    stage, gathered = given
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    model[2].weight = model[0].weight
+    plain = copy.deepcopy(model)
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.SGD, stage=stage, precision="fp32", bucket_mb=16, lr=0.1
+    )
+    plain.load_state_dict(model.state_dict())
+    with optimizer.gathered() if gathered else contextlib.nullcontext():
+        assert _size(model.state_dict()) <= _size(plain.state_dict())
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            save_model(model, file.name)
+            load_model(copy.deepcopy(plain), file.name)
+        if stage == 3 and not gathered:
+            weight = model[1].weight
+            for use in (
+                lambda: nn.Parameter(weight),
+                lambda: nn.Embedding.from_pretrained(weight),
+                lambda: weight.new_tensor(weight),
+                weight.untyped_storage,
+                lambda: np.asarray(weight),
+                lambda: nn.Linear(8, 8).load_state_dict({"weight": weight}),
+                model[1].state_dict,
+            ):
+                with pytest.raises(zerokit.UsageError, match=r"1\.weight is divided over ranks"):
+                    use()
+            return
+        assert np.array_equal(np.asarray(model[1].weight), plain[1].weight.detach().numpy())
+        assert _size(model[1].state_dict()) == _size(plain[1].state_dict())
+        assert _size({"w": model[1].weight.detach()}) == _size({"w": plain[1].weight.detach()})
+        made: Any = nn.Parameter(model[1].weight)
+        table = nn.Embedding.from_pretrained(model[1].weight)
+        layer = nn.Linear(8, 8)
+        layer.weight = nn.Parameter(model[1].weight)
+        normed = nn.utils.parametrizations.weight_norm(layer)
+    for parameter in (made, table.weight):
+        assert type(parameter) is nn.Parameter
+        assert parameter.equal(plain[1].weight)
+    assert (made.is_leaf, made.requires_grad, table.weight.requires_grad) == (True, True, False)
+    torch.testing.assert_close(normed.weight, plain[1].weight)
+    made.sum().backward()
+    assert made.grad.eq(1).all()

@@ -275,9 +275,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             original = first.setdefault(id(tensors.get(name, value)), name)
             if original != name:
                 state[name] = state[original]
-            elif isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
-                # A view of its unit's storage: a writer that saves by storage would take the unit for one tensor.
-                state[name] = value.clone()
+            elif isinstance(value, Tensor) and name in tensors and _same_memory(value, tensors[name]):
+                state[name] = value.clone()  # training would go on in it
         return state
 
     def save_model(
@@ -394,6 +393,10 @@ def choose_precision(precision: str | Precision | None, mixed: str, argument: st
             f"precision computes in {chosen.compute}, but {argument} says {mixed!r}: leave one of them out"
         )
     return chosen
+
+
+def _same_memory(value: Tensor, parameter: Tensor) -> bool:
+    return value.data_ptr() == parameter.data_ptr() and value.numel() > 0
 
 
 def _prepared(thing: object) -> bool:

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
+from zerokit.runtime.handing_out import apart, called_by_load, called_by_parameter, called_by_state_dict
 from zerokit.runtime.hooks import Hook
-from zerokit.runtime.torch_internals import compiling, uncompiled, without_torch_function
+from zerokit.runtime.torch_internals import (
+    change_class,
+    compiling,
+    make_subclass,
+    uncompiled,
+    without_torch_function,
+)
 
 TICKET = "_zerokit"  # the attribute of a managed parameter that leads to its unit
 
@@ -40,9 +47,9 @@ _METADATA = frozenset(
     requires_grad_ is_cuda is_cpu is_meta is_mps is_xpu is_sparse is_sparse_csr is_quantized is_nested
     is_inference is_conj is_neg is_pinned get_device grad_fn output_nr retains_grad retain_grad
     register_hook register_post_accumulate_grad_hook _post_accumulate_grad_hooks _backward_hooks _version
-    _base _is_view names has_names __len__ __hash__ data_ptr untyped_storage is_shared is_set_to
+    _base _is_view names has_names __len__ __hash__ data_ptr is_shared is_set_to
     is_same_size grad_dtype grad backward get_gradient_edge is_tensor empty_like zeros_like ones_like
-    full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_tensor
+    full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
     """.split()  # noqa: SIM905 - a list of strings, one a line, fills the page
 )
 """What describes a tensor and reads no element of it: functions, and properties by their name."""
@@ -53,6 +60,12 @@ class Owner(Protocol):
 
     def read(self, unit: int, name: str) -> None:
         """Prepare a parameter for a use; `UsageError` where it cannot be used now."""
+
+    def comes_and_goes(self, unit: int) -> bool:
+        """Whether whole parameters have their values for a while only."""
+
+    def keeps_address(self, unit: int) -> bool:
+        """Whether their memory can be looked at for ever, though it may read as nan."""
 
     def has_gradient(self, unit: int, positions: Iterable[int]) -> bool: ...
 
@@ -140,7 +153,9 @@ class Guarded(WithoutGradient):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = _name(function)
-        described = name in _METADATA or (name == "data" and function.__name__ == "__set__")
+        described = (name in _METADATA and not (name == "shape" and called_by_load())) or (
+            name == "data" and function.__name__ == "__set__"
+        )
         used = [] if described else [each for each in _flat((args, kwargs)) if isinstance(each, Guarded)]
         touched = [(each, ticket) for each in used if (ticket := ticket_of(each)) is not None]
         for _, ticket in touched:  # reading one may unguard the others of its unit
@@ -155,11 +170,38 @@ class Guarded(WithoutGradient):
             elif name == "register_post_accumulate_grad_hook":
                 _run_last(args[0])
         for parameter, ticket in touched:
-            if name == "data":
+            if name in ("data", "detach"):
+                if ticket.owner.keeps_address(ticket.index):
+                    result = apart(result)
                 ticket.owner.note_alias(ticket.index, ticket.positions[0], result)
             elif name == "copy_" and len(args) > 1 and args[0] is parameter and isinstance(args[1], Tensor):
                 ticket.owner.take_exact(ticket.index, ticket.positions[0], args[1])
         return result
+
+    def detach(self) -> Tensor:
+        """The values, as `Tensor.detach` gives them; of their own where what asks for them keeps them."""
+        values, ticket = super().detach(), ticket_of(self)
+        makes_parameter = called_by_parameter()
+        if (makes_parameter or called_by_state_dict()) and ticket is not None:
+            if ticket.owner.comes_and_goes(ticket.index):
+                values = values.clone()
+            if makes_parameter:
+                with without_torch_function():
+                    return make_subclass(type(self), values)
+        return values
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """A copy of the values: numpy takes it of a parameter that requires a gradient, too."""
+        return self.detach().clone().__array__(dtype)
+
+    @property
+    def _is_param(self) -> bool:
+        return True
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """The end of `nn.Parameter(weight)`, whose result has had this class for its sake."""
+        change_class(self, type(self).plain)
 
     def set_(self, source: Tensor) -> Tensor:  # type: ignore[override]
         """Take the values, and keep the memory: parametrizations call it when `layer.weight = value` is assigned."""

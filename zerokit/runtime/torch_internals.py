@@ -47,6 +47,19 @@ def change_class(parameter: nn.Parameter, to: type[nn.Parameter]) -> None:
     parameter.__class__ = to
 
 
+make_subclass: Callable[[type[Tensor], Tensor], Tensor] = torch.Tensor._make_subclass
+"""A tensor of a class, over the memory of another one."""
+
+NEW_PARAMETER = nn.Parameter.__new__.__code__
+"""What runs in a frame of `nn.Parameter(...)`."""
+
+STATE_OF_MODULE = nn.Module._save_to_state_dict.__code__
+"""What runs in a frame of a module that fills a state dict."""
+
+LOAD_OF_MODULE = nn.Module._load_from_state_dict.__code__
+"""What runs in a frame of a module that loads one."""
+
+
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     """`parameter.grad`, which is None afterwards."""
     gradient, parameter.grad = parameter.grad, None

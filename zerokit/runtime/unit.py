@@ -82,6 +82,11 @@ class UnitState(OwnedUnit, UnitUse):
         self.exact: dict[int, Tensor] | None = None
         """Wider values that parameters were given, by position, where they wait for the end of a context."""
 
+    @property
+    def keeps_address(self) -> bool:
+        """Whether the whole unit's memory stays where it is, though it may read as nan."""
+        return not self.comes_and_goes or self._memory.reads_nan
+
     def take_over(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> None:
         """Turn the parameters into views of this storage with rank 0's values, and create the masters in their dtype.
 

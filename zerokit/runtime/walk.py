@@ -131,6 +131,12 @@ class ModelWalk(Owner):
             if self._gradients.holds(unit, position):
                 self._gradients.clear(unit, position)
 
+    def comes_and_goes(self, unit: int) -> bool:
+        return self.units[unit].comes_and_goes
+
+    def keeps_address(self, unit: int) -> bool:
+        return self.units[unit].keeps_address
+
     def note_alias(self, unit: int, position: int, alias: Tensor) -> None:
         self.units[unit].note_alias(position, alias)
 

@@ -60,8 +60,13 @@ class ModelMethods:
         gathering, weights, reference = self._gathering, self._weights, self._managing
         model_reference = weakref.ref(model)  # what stands in the model must not keep it alive
 
+        def own() -> nn.Module:
+            model = model_reference()
+            assert model is not None
+            return model
+
         def plain(name: str, *args: Any, **kwargs: Any) -> Any:
-            return getattr(type(model_reference()), name)(model_reference(), *args, **kwargs)
+            return getattr(type(own()), name)(own(), *args, **kwargs)
 
         def zero_grad(set_to_none: bool = True) -> None:
             plain("zero_grad", set_to_none)
@@ -86,7 +91,8 @@ class ModelMethods:
             themselves = kwargs.get("keep_vars", len(args) > 2 and args[2])
             # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
             with gathering.opened() if themselves else weights.shown():
-                return plain("state_dict", *args, **kwargs)
+                state = plain("state_dict", *args, **kwargs)
+            return state if themselves else _tied(state, own())
 
         def load_state_dict(*args: Any, **kwargs: Any) -> Any:
             before = gathering.is_open
@@ -98,11 +104,10 @@ class ModelMethods:
 
         def save_pretrained(*args: Any, **kwargs: Any) -> Any:
             """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
-            whole, own = kwargs.get("state_dict"), model_reference()
+            whole = kwargs.get("state_dict")
             # Trainers give one rank alone what all have gathered. It stands in the model then: the dtype of its tensors
             # goes into the configuration that is saved beside them.
-            assert own is not None
-            with weights.shown(as_built=True) if whole is None else standing_in(own, _named(own, whole)):
+            with weights.shown(as_built=True) if whole is None else standing_in(own(), _named(own(), whole)):
                 return plain("save_pretrained", *args, **kwargs)
 
         installed = (state_dict, load_state_dict, zero_grad, save_pretrained)
@@ -172,6 +177,15 @@ def _named(model: nn.Module, whole: Mapping[str, Any]) -> dict[nn.Parameter, Ten
     """The tensors that `whole` has under the names of the model's parameters."""
     named = model.named_parameters(remove_duplicate=False)
     return {parameter: whole[name] for name, parameter in named if isinstance(whole.get(name), Tensor)}
+
+
+def _tied(state: Any, model: nn.Module) -> Any:
+    """The state, in which names of one parameter have one tensor, as writers of files expect it."""
+    first: dict[nn.Parameter, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if isinstance(state.get(name), Tensor) and state[name].shape == parameter.shape:
+            state[name] = first.setdefault(parameter, state[name])
+    return state
 
 
 def _only_copies(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> bool:

@@ -26,6 +26,9 @@ MASTER, PARAM = "master", "param"
 LARGEST_BUFFER = 1 << 26
 """Bytes. A buffer is held in memory whole, so what is larger is taken as a frozen parameter: quantised weights."""
 
+WEIGHTS = ("float", "bfloat", "complex")
+"""How the names of dtypes begin that buffers seldom have."""
+
 _DROPPED = object()
 _BESIDE = re.compile(
     r"random_states_\d+\.pkl|rng_state(_\d+)?\.pth|(optimizer|scheduler)(_\d+)?\.(bin|pt)|(sampler|dl_state_dict)(_\d+)?\.bin"

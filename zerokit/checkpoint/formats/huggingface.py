@@ -107,7 +107,7 @@ def read(path: Path) -> ForeignCheckpoint:
     for name, (dtype, shape, stretches) in _stored(path, headers).items():
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         # A buffer lies in one place.
-        floating = dtype.startswith(("float", "bfloat", "complex"))
+        floating = dtype.startswith(description.WEIGHTS)
         wide = floating or len(stretches) != 1 or size > description.LARGEST_BUFFER
         stream = description.StoredStream(dtype, stretches)
         (parameters if wide else buffers).append(description.as_frozen(name, shape, stream))

@@ -55,7 +55,7 @@ def read(path: Path) -> ForeignCheckpoint:
             name, tensor.shape, description.stretches_of(tensor, 0, f"{path}: {name}")
         )
         size = math.prod(tensor.shape) * tensor.element_bytes
-        if not tensor.dtype.startswith(("float", "bfloat")) and size <= description.LARGEST_BUFFER:
+        if not tensor.dtype.startswith(description.WEIGHTS) and size <= description.LARGEST_BUFFER:
             buffers.append(stored)
             continue
         first = parameters.setdefault(tensor if tensor.numel else name, stored)
