@@ -39,6 +39,7 @@ from zerokit.runtime.model import (
 )
 from zerokit.runtime.plain import require_plain
 from zerokit.runtime.precision import FLOATING, Precision, keep_statistics
+from zerokit.runtime.readers import guard_readers
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.walk import WALK, ModelWalk
@@ -140,6 +141,7 @@ class Runtime:
             entry["params"] = [m.tensor for unit in units for m in unit.masters if m.group == number]
         # A model outlives its optimizer where a function trains it and returns it.
         if placement.cuts_parameters:
+            guard_readers()
             model.__dict__[WALK] = walk
         else:
             weakref.finalize(walk, gathering.finish_updates).atexit = False
