@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -136,3 +137,23 @@ def test_gradients_are_told_of_shown_and_cleared(stage: int) -> None:
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(zerokit.UsageError, match="before any backward"):
         optimizer.step()
+
+
+class _WithTensor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tensor([1.0, 2.0])
+
+
+@on_ranks(1)
+def test_functions_that_ask_parameters_are_torchs_own_in_all_else() -> None:
+    build(3)
+    expected = torch.tensor([1.0, 2.0])
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        assert torch.jit.script(_WithTensor())(torch.zeros(2)).equal(expected)
+    assert torch.compile(_WithTensor(), fullgraph=True, backend="eager")(torch.zeros(2)).equal(expected)
+    assert pickle.loads(pickle.dumps(torch.tensor)) is torch.tensor
+    assert torch.tensor.__module__ == "torch"
+    assert torch.Tensor([1, 2]).equal(expected)
+    assert torch.Tensor(2, 3).shape == torch.Size([2, 3])
+    assert torch.zeros(1).new_tensor([1.0, 2.0]).equal(expected)
+    assert torch.asarray(expected).data_ptr() == expected.data_ptr()

@@ -225,6 +225,11 @@ def test_what_is_handed_out_is_a_storage_of_its_own(given: tuple[Any, bool]) -> 
                 lambda: weight.new_tensor(weight),
                 weight.untyped_storage,
                 lambda: np.asarray(weight),
+                lambda: torch.tensor(weight),
+                lambda: torch.asarray(obj=weight, copy=True),
+                lambda: torch.Tensor(weight),
+                lambda: torch.zeros(2).new_tensor(weight),
+                lambda: torch.nested.nested_tensor([weight, weight]),
                 lambda: nn.Linear(8, 8).load_state_dict({"weight": weight}),
                 model[1].state_dict,
             ):

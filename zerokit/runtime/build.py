@@ -36,6 +36,7 @@ from zerokit.runtime.options import (
     warn_of_widening,
 )
 from zerokit.runtime.precision import FLOATING, keep_statistics
+from zerokit.runtime.readers import guard_readers
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.torch_internals import uncompiled_module
 from zerokit.runtime.unit import UnitState, write_back
@@ -104,6 +105,7 @@ class Runtime:
         self.control = StepControl(self.collectives, self.gradients, self.inner)
         # A model outlives its optimizer where a function trains it and returns it.
         if self.placement.cuts_parameters:
+            guard_readers()
             model.__dict__[WALK] = self.walk
         else:
             weakref.finalize(self.walk, self.gathering.finish_updates).atexit = False

@@ -190,6 +190,11 @@ class Guarded(WithoutGradient):
                     return make_subclass(type(self), values)
         return values
 
+    def require_readable(self) -> None:
+        """Prepare the parameter for a reader below `__torch_function__`; `UsageError` where it cannot be read now."""
+        if (ticket := ticket_of(self)) is not None:
+            ticket.owner.read(ticket.index, ticket.name)
+
     def __array__(self, dtype: Any = None) -> Any:
         """A copy of the values: numpy takes it of a parameter that requires a gradient, too."""
         return self.detach().clone().__array__(dtype)

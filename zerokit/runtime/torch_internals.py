@@ -161,6 +161,10 @@ def uncompiled_module(model: nn.Module) -> nn.Module:
     return model
 
 
+functions_in_scripts: Callable[[], dict[int, str]] = torch.jit._builtins._get_builtin_table
+"""By identity, the functions that torch.jit.script knows."""
+
+
 def profiling() -> bool:
     """Whether a profiler runs: ranges cost time without one, too."""
     return bool(profiler._is_profiler_enabled)
