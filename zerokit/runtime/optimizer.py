@@ -21,6 +21,7 @@ from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
+from zerokit.runtime.counts import Count, require_count, share_of, sum_over_ranks
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
@@ -146,7 +147,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self,
         loss: Tensor,
         *,
-        count: float | Tensor | None = None,
+        count: Count | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
     ) -> None:
@@ -158,7 +159,7 @@ class ZeroOptimizer(ForwardingOptimizer):
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
-        _require_count(count)
+        require_count(count)
         self._finite = None
         if compiles_backward():
             raise UsageError(
@@ -201,18 +202,19 @@ class ZeroOptimizer(ForwardingOptimizer):
             )
         self._gradients.require_reduced("clip_grad_norm_()", scaled=self.scaler is not None)
         self._walk.finish()
-        gradients = self._gradients
-        own = 0.0 if gradients.count is None else gradients.count
-        norm, count = global_norm(gradients.shards(), float(norm_type), self._collectives, own)
+        gradients, own = self._gradients, self._gradients.count
+        norm, count = global_norm(
+            gradients.shards(), float(norm_type), self._collectives, 0.0 if own is None else own
+        )
         self._finite = norm.isfinite()
-        factor = self._unscaling() * self._share_of(count)
+        factor = self._unscaling() * share_of(count, self._collectives.world)
         norm = norm * factor
         coefficient = clip_coefficient(norm, max_norm)
-        if (
-            self._collectives.runs_ahead or gradients.count is None or count
-        ):  # else `step` finds that there is nothing
-            gradients.scale(torch.where(self._finite, coefficient * factor, 1.0))
+        counted = own is not None if self._collectives.runs_ahead else bool(count)
+        if counted:
             self._count = count
+        if counted or own is None:  # else they are sums over nothing, as `step` finds
+            gradients.scale(torch.where(self._finite, coefficient * factor, 1.0))
         self._norm = norm.float()
         return self._norm
 
@@ -244,17 +246,14 @@ class ZeroOptimizer(ForwardingOptimizer):
         unscaling = self._unscaling()  # before the scale grows
         if self.scaler is not None and self._finite is None:
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-        own = self._gradients.count
         agreed = self._control.agree(None if self.scaler is None else self._finite)
-        overflow = agreed.overflow
         if self.scaler is not None and not agreed.empty:
-            self.scaler = self.scaler.after_step(overflow=overflow)
-        overflow |= agreed.empty
+            self.scaler = self.scaler.after_step(overflow=agreed.overflow)
+        overflow = agreed.overflow or agreed.empty
         factor: float | Tensor = unscaling
-        if agreed.counted:
-            known = agreed.count is not None
-            self._count = torch.tensor(agreed.count, dtype=torch.float64) if known else self._sum(own)
-            factor = unscaling * self._share_of(self._count)
+        if agreed.count is not None:
+            self._count = agreed.count
+            factor = unscaling * share_of(agreed.count, self._collectives.world)
         if not overflow:
             self._gradients.scale(factor)
             self._gathering.take_changes()
@@ -275,17 +274,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         for hook in () if overflow else self._optimizer_step_post_hooks.values():
             hook(self, (), {})
         return loss
-
-    def _sum(self, count: float | Tensor | None) -> Tensor:
-        """The sum of all ranks' counts, 0-d, by a message of its own."""
-        total = torch.zeros((), dtype=torch.float64, device=self._collectives.device)
-        total += 0.0 if count is None else count
-        self._collectives.all_reduce(total, dist.ReduceOp.SUM)
-        return total
-
-    def _share_of(self, count: Tensor) -> Tensor:
-        """The factor that makes the mean over ranks one over all samples or tokens; 1 without any."""
-        return torch.where(count > 0, self._collectives.world / count, 1.0)
 
     def _unscaling(self) -> float:
         """The factor that makes the gradients those of the plain loss, on a rank that has brought none of them too."""
@@ -346,7 +334,10 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._walk.finish()
         if self.scaler is not None and self._finite is None:
             self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-        self._gradients.scale(self._unscaling() * self._share_of(self._sum(self._gradients.count)))
+        self._gradients.scale(
+            self._unscaling()
+            * share_of(sum_over_ranks(self._gradients.count, self._collectives), self._collectives.world)
+        )
         with self._gradients.show(source):
             yield
 
@@ -421,16 +412,4 @@ class ZeroOptimizer(ForwardingOptimizer):
         return (
             f"ZeroOptimizer(stage={self.runtime.placement}, world={self.layout.world}, "
             f"precision={self.precision.as_dict()}, {self._inner!r})"
-        )
-
-
-def _require_count(count: object) -> None:
-    """Raise `UsageError` for what is no number of samples or tokens. A device's tensor is not read."""
-    if isinstance(count, Tensor) and count.dim() == 0 and count.device.type != "cpu":
-        return
-    number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
-    if number is not None and not (isinstance(number, int | float) and 0 <= number < math.inf):
-        raise UsageError(
-            f"backward(count={count!r}): expected a number of at least 0, or a 0-d tensor: how many samples or tokens "
-            "the loss is a sum over"
         )
