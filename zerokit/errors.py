@@ -30,6 +30,10 @@ class ScheduleError(ZerokitError, RuntimeError):
     """Ranks' collectives do not match: a rank failed, stopped, or took another path through the model."""
 
 
+class NonFiniteError(ZerokitError, RuntimeError):
+    """The gradients' norm is inf or nan, and the caller asked for an error then."""
+
+
 class LossScaleError(ZerokitError, FloatingPointError):
     """fp16 gradients overflow although the loss scale has reached its floor."""
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from zerokit.errors import UsageError
 from zerokit.process import PATTERN, Process
 
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
@@ -27,6 +28,17 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
+
+
+def path_of(given: str | os.PathLike[str]) -> Path:
+    """The path that a user has given: `~` and `~name` are home directories, as in a shell.
+
+    Raises `UsageError` for a user whose home directory is not known.
+    """
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{given}: {error}: write the whole path, or ./~… for that name") from None
 
 
 class System:

@@ -216,3 +216,16 @@ class Placement:
     def __str__(self) -> str:
         outer, inner = self.stages
         return str(inner) if self.mesh.outer == 1 else f"{outer}/{inner}"
+
+
+def without_lone_axis(stage: object, mesh: Mesh) -> tuple[object, Mesh]:
+    """The mesh as one axis where the other one has a single rank, and of a pair of stages the one of that axis.
+
+    So a script for N nodes runs on one node, and on nodes of one rank. Raises `UsageError` for invalid stages.
+    """
+    if 1 not in (mesh.outer, mesh.inner):
+        return stage, mesh
+    if isinstance(stage, tuple | list):
+        stages = Placement.of(stage, Mesh(2, 2)).stages  # raises what it would on a mesh of two axes
+        stage = stages[Axis.INNER if mesh.outer == 1 else Axis.OUTER]
+    return stage, Mesh(1, mesh.world)

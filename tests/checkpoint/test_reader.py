@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import (
@@ -29,12 +30,14 @@ from tests.support.checkpoints import (
 )
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.diff import diff
+from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.convert import consolidate, reshard
 from zerokit.checkpoint.inspect import inspect
 from zerokit.checkpoint.manifest import File, Manifest
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.run import list_steps
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out, rank_file
+from zerokit.checkpoint.small_floats import PACKED
 from zerokit.checkpoint.source import to_array
 from zerokit.checkpoint.verify import verify
 from zerokit.errors import CheckpointError, StorageError, UsageError
@@ -69,6 +72,13 @@ def test_every_array_is_read_whole_at_any_world_size(tmp_path: Path, content: Co
     assert checkpoint.extra_plain() == checkpoint.extra() == content.extra
 
 
+def test_a_run_stays_one_whatever_weights_lie_beside_its_steps(step: Path) -> None:
+    """As in a checkpoint of ZeroTrainer with adapters."""
+    for name in ("adapter_model.safetensors", "model.safetensors"):
+        save_file({"w": np.ones(2, np.float32)}, step.parent / name)
+        assert open_source(step.parent).path == step
+
+
 def test_what_is_not_there_is_wrong_use(step: Path) -> None:
     for stream, name, message in (
         ("master", "nothing", "no parameter 'nothing'"),
@@ -86,6 +96,9 @@ def test_arrays_of_every_dtype_hold_the_exact_values(dtype: str) -> None:
         bytes([0, 1]) if dtype == "bool" else b"".join(os.urandom(size - 1) + bytes([i]) for i in range(256))
     )
     array = to_array(data, dtype, (2, len(data) // size // 2))
+    if dtype in PACKED:
+        assert (str(array.dtype), array.tobytes()) == ("uint8", data)
+        return
     expected = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(2, -1)
     if dtype.startswith(("bfloat", "float8")):
         expected = expected.float()
@@ -95,7 +108,7 @@ def test_arrays_of_every_dtype_hold_the_exact_values(dtype: str) -> None:
         assert np.array_equal(
             np.signbit(array) & ~np.isnan(array), np.signbit(expected.numpy()) & ~np.isnan(array)
         )
-    assert np.array_equal(array, expected.numpy(), equal_nan=expected.is_floating_point())
+    assert np.array_equal(array, expected.numpy(), equal_nan=not dtype.startswith(("int", "uint", "bool")))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import zerokit
@@ -344,6 +345,11 @@ ODD = {
     "half": torch.arange(3).half(),
     "e4m3": torch.arange(12.0).reshape(3, 4).to(torch.float8_e4m3fn),
     "e5m2": torch.arange(12.0).reshape(3, 4).to(torch.float8_e5m2),
+    "e4m3 from 0": torch.arange(12.0).to(torch.float8_e4m3fnuz),
+    "e5m2 from 0": torch.arange(12.0).to(torch.float8_e5m2fnuz),
+    "scales": torch.tensor([0.5, 1.0, 2.0]).to(torch.float8_e8m0fnu),
+    "pairs": torch.arange(12, dtype=torch.uint8).reshape(3, 4).view(torch.float4_e2m1fn_x2),
+    "complex": torch.tensor([[1 + 2j, 3 - 4j]]),
     "scalar": torch.tensor(3.5),
     "empty": torch.zeros(0, 4),
     "flags": torch.tensor([True, False]),
@@ -362,6 +368,39 @@ def test_odd_tensors_go_through_every_format(tmp_path: Path) -> None:
         assert zerokit.verify(path).intact
         found = {key.partition("/")[2]: value for key, value in held_bytes(open_source(path)).items()}
         assert found == expected, form
+
+
+def _save_packed(folder: Path, dtype: str, shape: list[int], data: bytes) -> Path:
+    header = json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": [0, len(data)]}}).encode()
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return folder
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
+def test_numbers_of_less_than_a_byte_are_copied_as_they_are(tmp_path: Path, dtype: str, bits: int) -> None:
+    """Shapes count numbers, of which several fill an element; the stock reader checks what is written."""
+    data = bytes(range(4 * bits))
+    path = _save_packed(tmp_path / "theirs", dtype, [4, 8], data)
+    for form in ("zerokit", "huggingface"):
+        path = zerokit.convert(path, tmp_path / form, format=form).path
+    with safe_open(path / "model.safetensors", "np") as stock:
+        held = stock.get_slice("w")
+        assert (held.get_dtype(), held.get_shape()) == (dtype, [4, 8])
+    assert (path / "model.safetensors").read_bytes().endswith(data)
+    read = zerokit.Checkpoint(tmp_path / "zerokit").read("param", "w")
+    assert (str(read.dtype), read.tobytes()) == ("uint8", data)
+
+
+def test_packed_numbers_that_torch_or_an_element_cannot_hold_are_refused(tmp_path: Path) -> None:
+    path = _save_packed(tmp_path / "six", "F6_E2M3", [4, 8], bytes(24))
+    with pytest.raises(CheckpointError, match="torch has no such dtype; choose format='huggingface'"):
+        zerokit.convert(path, tmp_path / "dcp", format="dcp")
+    path = _save_packed(tmp_path / "odd", "F6_E2M3", [2, 6], bytes(9))
+    with pytest.raises(
+        CheckpointError, match=r"F6_E2M3 of shape \(2, 6\): the last dimension is no multiple of 4"
+    ):
+        open_source(path)
 
 
 def _save_shard(folder: Path, rank: int, start: int, tensors: dict[str, torch.Tensor]) -> None:
@@ -414,8 +453,8 @@ def test_a_chunk_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (
-            {"model": {"c": torch.ones(2, dtype=torch.complex64)}},
-            "has elements of complex64, which zerokit does not",
+            {"model": {"c": torch.ones(2, dtype=torch.complex128)}},
+            "has elements of complex128, which zerokit does not",
         ),
         (
             {"model": {"w": torch.ones(2)}, "optim": {"param_groups": [{"params": [0], "lr": 0.1}]}},

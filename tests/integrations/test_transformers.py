@@ -308,6 +308,12 @@ def _read_back(directory: Path) -> None:
         adapters = [name for name in read if "lora_" in name]
         assert len(adapters) == 4
         assert all(torch.equal(read[name], state[name]) for name in adapters)
+        dist.barrier()
+        again = get_peft_model(build(), LoraConfig(r=2, target_modules=["q_proj"]))
+        args = arguments(directory / "lora", max_steps=4, save_strategy="no", **changes)
+        resumed = trainer(2, args, model=again)
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 4
 
 
 # ---- precision, and a second train()
@@ -372,6 +378,10 @@ def test_generation_half_precision_skipped_steps_and_a_second_training(tmp_path:
 # ---- what is refused
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"fp16_full_eval": True},
+        "computes in torch.float32 in evaluations, too: leave it out, or train with fp16=True",
+    ),
     ({"torch_compile": True}, "compile the model in place"),
     ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
     ({"save_on_each_node": True}, "all nodes share"),

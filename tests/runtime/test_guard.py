@@ -71,6 +71,21 @@ def test_a_divided_parameter_is_not_read_outside_of_gathered() -> None:
         assert len(model[0].state_dict()) == 2
 
 
+@on_ranks(2, (0, 2, 3))
+def test_a_move_to_where_the_model_is_copies_nothing(stage: int) -> None:
+    """For torch "cpu" and "cpu:0" are two devices: trainers name the second."""
+    model, optimizer = build(stage)
+    step(model, optimizer)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    model.to(torch.device("cpu", 0))
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    with optimizer.gathered():
+        model.to("cpu:0")
+        assert all(value.equal(state[name]) for name, value in model.state_dict().items())
+    step(model, optimizer)
+
+
 @on_ranks(2, ("gathered, with an exception", "state_dict", "a module called by itself", "double backward"))
 def test_units_are_freed_again(moment: str) -> None:
     """`test_schedule` sees more such moments."""

@@ -190,8 +190,8 @@ def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
 def test_what_does_not_fit_is_said_at_construction() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"mesh": (3, 2)}, "mesh=(3, 2): 6 ranks, but the process group has 4"),
-        ({"mesh": (4, 1)}, "has an axis of one rank"),
-        ({"mesh": (1, 4)}, "has an axis of one rank"),
+        ({"mesh": (1, 4), "stage": (3, 1)}, "write stage=(1, 3)"),
+        ({"mesh": (4, 1), "stage": (0, 4)}, "stage 4 is unknown"),
         ({"mesh": "2x2"}, "expected (outer, inner)"),
         ({"mesh": (2, 2, 1)}, "expected (outer, inner)"),
         ({"mesh": (2, 2.0)}, "expected (outer, inner)"),
@@ -220,3 +220,23 @@ def test_a_mesh_or_a_device_mesh_says_the_shape() -> None:
         optimizer = zerokit.ZeroOptimizer(nn.Linear(4, 4), torch.optim.SGD, lr=0.1, mesh=mesh, stage=stage)
         assert optimizer.stage == stage
     assert "ZeroOptimizer(stage=3, world=4" in repr(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pair", "stage"), [((1, 2), (0, 3), 3), ((2, 1), (0, 3), 0), ((2, 1), (2, 3), 2), ((1, 2), 3, 3)]
+)
+def test_an_axis_of_one_rank_leaves_the_other_one(mesh: Any, pair: Any, stage: Any) -> None:
+    """As a script for several nodes has it on one, or on nodes of one rank."""
+    runs = {"lone": Run(stage=pair, mesh=mesh, clip=0.3, steps=2), "one": Run(stage=stage, clip=0.3, steps=2)}
+    for results in run_ranks(2, _train, "gpt", runs, "1"):
+        assert_equal_bits(results["lone"], results["one"], "the axis that is left")
+
+
+@on_ranks(2)
+def test_an_axis_of_one_rank_is_not_shown() -> None:
+    for mesh, stage in (((1, 2), 3), ((2, 1), 1)):
+        device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+        optimizer = zerokit.ZeroOptimizer(
+            nn.Linear(4, 4), torch.optim.SGD, lr=0.1, mesh=device_mesh, stage=(1, 3)
+        )
+        assert optimizer.stage == stage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,6 +91,33 @@ def _with_a_sparse_buffer() -> nn.Module:
     return model
 
 
+def _expanded() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.bias = nn.Parameter(torch.zeros(1).expand(2))
+    return model
+
+
+def _from_inference() -> nn.Module:
+    with torch.inference_mode():
+        return small()  # type: ignore[no-any-return]
+
+
+def _with_buffer(values: Tensor) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", values)
+    return model
+
+
+def _inside_inference() -> None:
+    with torch.inference_mode():
+        make()
+
+
+def _scripted() -> nn.Module:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        return nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+
+
 def _in_two_groups() -> None:
     model = small()
     make(model, params=[{"params": model.parameters()}, {"params": [model[2].weight]}])
@@ -121,6 +149,10 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model": nn.ReLU()}, ("parameter",)),
     ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, ("complex64", "view_as_real")),
     ({"model": _with_a_sparse_buffer()}, ("buffer adjacency", "sparse_coo", "plain attribute")),
+    ({"model": _expanded()}, ("bias is expanded", "share memory", ".clone()")),
+    ({"model": _with_buffer(torch.ones(1).expand(3))}, ("scale is expanded",)),
+    ({"model": _from_inference()}, ("0.weight was made inside torch.inference_mode()", "torch.no_grad()")),
+    ({"model": _scripted()}, ("0 is a RecursiveScriptModule of torch.jit", "plain module")),
 ]
 """Options of the constructor that are refused, and words of the error."""
 CLASSES: list[tuple[Any, dict[str, Any], str]] = [
@@ -144,6 +176,12 @@ def _constructions() -> dict[str, Row]:
     rows: dict[str, Row] = {
         "two groups": (_in_two_groups, "UsageError", ("2.weight",)),
         "foreign parameter": (_with_a_foreign_parameter, "UsageError", ("3, 5",)),
+        "inference mode": (_inside_inference, "UsageError", ("inside torch.inference_mode()", "outside")),
+        "lazy": (
+            lambda: make(nn.LazyLinear(2)),
+            "UsageError",
+            ("weight is in a lazy module", "once on a batch"),
+        ),
         "another default device": (_with_another_default_device, "UsageError", ("meta", "model.to(device)")),
         "int64": (lambda: zerokit.Precision(compute=torch.int64), "UsageError", ("int64",)),
         "growth": (lambda: LossScale(growth=0.5), "UsageError", ("growth",)),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 from zerokit.checkpoint.run import committed, list_steps, number_of, require_run, step_name
 from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitError
+from zerokit.files import path_of
 
 
 def check_run(run_directory: str | os.PathLike[str], *, after: int = 0, overwrite: bool = False) -> None:
@@ -56,7 +56,7 @@ def check_directory(
     """`check_run` for this process alone."""
     if type(after) is not int or after < 0:
         raise UsageError(f"after={after!r}: expected the number of steps trained so far, at least 0")
-    run = Path(run_directory)
+    run = path_of(run_directory)
     existing = require_run(run)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(

@@ -26,6 +26,7 @@ from typing import Any
 
 from zerokit.checkpoint.manifest import MAX_STEP, MAX_WORLD, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.small_floats import PACKED, SMALL
 from zerokit.checkpoint.strict import bounded, canonical, member, members, parse_json, typed, within
 from zerokit.documents import require_shallow
 from zerokit.errors import CheckpointError
@@ -65,7 +66,7 @@ _LEAVES = {
     "array": "tensor",
     "scalar": "tensor",
 }
-_NUMPY_HAS_NOT = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
+_NUMPY_HAS_NOT = {"bfloat16", *SMALL, *PACKED}
 
 
 def encode(

@@ -28,6 +28,7 @@ from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import Elements, Held, outer_slices, own_slices, tensor_of
 from zerokit.checkpoint.together import Together, finish_saving
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
+from zerokit.files import path_of
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
 from zerokit.text import printable
@@ -78,7 +79,7 @@ def load(
     together = Together(runtime.collectives)
     finish_saving(optimizer, together)
     if optimizer.islands is not None:
-        path = _of_island(Path(path), optimizer, together, whole=not weights_only)
+        path = _of_island(path_of(path), optimizer, together, whole=not weights_only)
     while True:
         checkpoint = together.each(lambda: _opened(path, runtime, rename, whole=not weights_only))
         try:

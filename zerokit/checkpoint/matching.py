@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerokit.checkpoint.manifest import WEIGHT_KINDS, Manifest, Scalars
 from zerokit.checkpoint.safetensors import Stream
+from zerokit.checkpoint.small_floats import PACKED
 from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import MASTER, OUTER_PREFIX, PARAM, dtype_name, host_bytes, tensor_of
@@ -145,7 +146,9 @@ def _match_buffers(
 
 def _convertible(saved: str, live: str) -> bool:
     """Whether elements are converted from one dtype to another: between floating-point ones. Others must be equal."""
-    return saved == live or all(dtype.startswith(("float", "bfloat")) for dtype in (saved, live))
+    return saved == live or all(
+        dtype.startswith(("float", "bfloat")) and dtype not in PACKED for dtype in (saved, live)
+    )
 
 
 def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:

@@ -138,7 +138,7 @@ def prune(
     for numbers below 1, `MissingPath` if there is no `run`, and `CheckpointError` if it is no directory, has no step
     that could stay or a damaged `latest`, or if something cannot be removed.
     """
-    run, retention = Path(run), Retention(keep_last, keep_every, keep)
+    run, retention = files.path_of(run), Retention(keep_last, keep_every, keep)
     retention.check()
     with explained(run, "looked at"):
         if not is_directory(run):

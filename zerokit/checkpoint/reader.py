@@ -20,6 +20,7 @@ from zerokit.checkpoint.run import find_step, read_manifest
 from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
 from zerokit.checkpoint.source import Source, Stretch, to_array
 from zerokit.errors import CheckpointError, UsageError
+from zerokit.files import path_of
 from zerokit.layout import Interval
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Checkpoint(Source):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, whole: bool = False) -> None:
-        choice = find_step(Path(path), whole=whole)
+        choice = find_step(path_of(path), whole=whole)
         self.path, self.run = choice.path, choice.run
         """The step's directory, and the run's where `path` was one."""
         self.notes = choice.notes

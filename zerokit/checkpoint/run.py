@@ -323,7 +323,7 @@ def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
     For islands (`zerokit.LocalSteps`), the steps that all of them have. Their files are not looked at. Raises
     `CheckpointError` where the directory cannot be listed, or a step not looked at.
     """
-    run = Path(run_directory)
+    run = files.path_of(run_directory)
     if islands := island_runs(run):
         return sorted(_steps_of_all(islands))
     return [number_of(path) for path in committed(run)]

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 from zerokit.checkpoint.checksum import Pieces, along
 from zerokit.checkpoint.disk import opened, read_exactly, size_of
+from zerokit.checkpoint.small_floats import PACKED
 from zerokit.checkpoint.strict import compact, member, members, parse_json, shape_of, typed, within
 from zerokit.errors import CheckpointError
 from zerokit.layout import Interval, Layout
@@ -45,8 +46,15 @@ _DTYPES = {
     "I8": ("int8", 1),
     "U8": ("uint8", 1),
     "BOOL": ("bool", 1),
+    "C64": ("complex64", 8),
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F6_E2M3": ("float6_e2m3fn_x4", 3),
+    "F6_E3M2": ("float6_e3m2fn_x4", 3),
+    "F4": ("float4_e2m1fn_x2", 1),
 }
 ELEMENT_BYTES = dict(_DTYPES.values())
 _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
@@ -136,7 +144,7 @@ def _tensor(name: str, entry: dict[str, Any], base: int) -> Tensor:
         if member(entry, "dtype", str) not in _DTYPES:
             raise ValueError(f"dtype {entry['dtype'][:60]!r} is unknown")
         dtype, width = _DTYPES[entry["dtype"]]
-        shape = shape_of(entry)
+        shape = _elements(shape_of(entry), entry["dtype"], PACKED.get(dtype, 1))
         offsets = members(entry, "data_offsets", int)
         if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1]:
             raise ValueError(f"data_offsets {str(offsets)[:60]} are not [start, stop]")
@@ -144,6 +152,15 @@ def _tensor(name: str, entry: dict[str, Any], base: int) -> Tensor:
         if offsets[1] - offsets[0] != size:
             raise ValueError(f"{offsets[1] - offsets[0]} bytes for {dtype} of shape {shape}, expected {size}")
     return Tensor(name, dtype, shape, base + offsets[0], size)
+
+
+def _elements(shape: tuple[int, ...], dtype: str, numbers: int) -> tuple[int, ...]:
+    """The shape in elements of several `numbers` each, which a file counts one by one."""
+    if numbers == 1:
+        return shape
+    if not shape or shape[-1] % numbers:
+        raise ValueError(f"{dtype} of shape {shape}: the last dimension is no multiple of {numbers}")
+    return (*shape[:-1], shape[-1] // numbers)
 
 
 def _check_tiling(tensors: list[Tensor], base: int, file_size: int) -> None:
@@ -182,7 +199,8 @@ def lay_out(
     for name, dtype, shape in tensors:
         start = ends[-1]
         ends.append(start + math.prod(shape) * ELEMENT_BYTES[dtype])
-        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, ends[-1]]}
+        counted = (*shape[:-1], shape[-1] * PACKED[dtype]) if dtype in PACKED else shape
+        entries[name] = {"dtype": _NAMES[dtype], "shape": counted, "data_offsets": [start, ends[-1]]}
     text = compact(entries)
     size = -(-(LENGTH_BYTES + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
     header = (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(size - LENGTH_BYTES)

@@ -149,7 +149,7 @@ def save(
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise UsageError(f"step={step!r}: expected an integer from 0 to {MAX_STEP}")
         retention.check()
-        whole = Path(os.path.abspath(run_directory))
+        whole = Path(os.path.abspath(files.path_of(run_directory)))
         run = str(whole if islands is None else runs.island_run(whole, islands.index))
         arguments = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
         part = take(optimizer, arguments, extra, outer, copied=not blocking)
@@ -165,10 +165,10 @@ def save(
                 others.give_up()
             raise
         if islands is None:
-            return Path(run_directory, target.name)
+            return Path(files.path_of(run_directory), target.name)
         whole_run, count = target.parents[1], islands.count
         together.each(lambda: runs.set_aside_islands(whole_run, count, step) if islands.rank == 0 else None)
-        return Path(run_directory, target.parent.name, target.name)
+        return Path(files.path_of(run_directory), target.parent.name, target.name)
 
     return work() if blocking else start_saving(optimizer, work)
 

@@ -21,6 +21,7 @@ from zerokit.checkpoint.disk import read_part
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode, ranks_in
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, File, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
+from zerokit.checkpoint.small_floats import PACKED, SMALL, values_of
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Interval, Layout
 
@@ -189,20 +190,19 @@ class Source(ABC):
 
 
 def to_array(content: bytes | bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """The elements as an array of `shape`; bfloat16 and float8, which numpy does not have, as float32, exactly."""
+    """The elements as an array of `shape`; bfloat16 and float8, which numpy does not have, as float32, exactly.
+
+    Packed ones, of four or six bits a number, come as their bytes: uint8 of `shape` and one more dimension.
+    """
     import numpy as np
 
     if dtype == "bfloat16":
         flat = (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32)
-    elif dtype == "float8_e5m2":  # the upper half of a float16
-        flat = (np.frombuffer(content, np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-    elif dtype == "float8_e4m3fn":
-        # Sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinity (arXiv:2209.05433).
-        code = np.arange(256)
-        sign, exponent, mantissa = 1 - 2 * (code >> 7), (code >> 3) & 15, code & 7
-        size = np.where(exponent > 0, np.ldexp(8 + mantissa, exponent - 10), np.ldexp(mantissa, -9))
-        values = np.where((code & 127) == 127, np.nan, np.copysign(size, sign)).astype(np.float32)
-        flat = values[np.frombuffer(content, np.uint8)]
+    elif dtype in SMALL:
+        flat = values_of(dtype)[np.frombuffer(content, np.uint8)]
+    elif dtype in PACKED:
+        flat = np.frombuffer(content, np.uint8)
+        shape = (*shape, ELEMENT_BYTES[dtype])
     elif dtype == "bool":
         flat = np.frombuffer(content, np.uint8) != 0
     else:

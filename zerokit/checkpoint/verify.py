@@ -17,6 +17,7 @@ from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
 from zerokit.checkpoint.run import ISLANDS_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
 from zerokit.errors import CheckpointError, StorageError
+from zerokit.files import path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,12 @@ def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Re
     raised. Raises `CheckpointError` where there is no checkpoint, and where the operating system fails to read a file,
     which says nothing about its bytes.
     """
-    return _reports(Path(path), progress, every=False)[0]
+    return _reports(path_of(path), progress, every=False)[0]
 
 
 def verify_all(path: str | os.PathLike[str], progress: Progress | None = None) -> tuple[Report, ...]:
     """Verify every step of the run at `path`, ascending, or the one step at `path`."""
-    return _reports(Path(path), progress, every=True)
+    return _reports(path_of(path), progress, every=True)
 
 
 def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Report, ...]:

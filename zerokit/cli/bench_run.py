@@ -52,6 +52,7 @@ from zerokit.cli.display import Display, write_report
 from zerokit.cli.launcher_options import take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_given
 from zerokit.errors import UsageError
+from zerokit.files import path_of
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.joined import Leader
 from zerokit.text import printable, printable_json, without_secrets
@@ -280,7 +281,7 @@ def _record_file(settings: Settings, output: Path | None) -> tuple[Path, str | N
     """The path of a single bench's record; of an elastic one that of its job, its identity, and what is finished."""
     if not settings.elastic:
         return record_path(output, settings, datetime.now()), None, None
-    run = Path(str(settings.save))
+    run = path_of(str(settings.save))
     with suppress(ModuleNotFoundError):  # where zlib-ng is missing, the ranks report it
         from zerokit.checkpoint.check import check_directory
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from zerokit.files import path_of
 from zerokit.launch.interrupts import Interrupts
 from zerokit.text import printable
 
@@ -83,13 +84,16 @@ def options(*added: Callable[[_F], _F]) -> Callable[[_F], _F]:
 
 
 class _Path(click.Path):
-    """A path; an empty one, from a variable of a script that is not set, would be the working directory."""
+    """A path; an empty one, from a variable of a script that is not set, would be the working directory.
+
+    Shells leave `~` as it is in `--option=~/file`.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Refuse the empty path."""
+        """Refuse the empty path, and follow `~`."""
         if value == "":
             self.fail("the path is empty.", param, ctx)
-        return super().convert(value, param, ctx)
+        return super().convert(path_of(value), param, ctx)
 
 
 PATH = _Path(path_type=Path)

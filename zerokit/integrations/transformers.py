@@ -83,6 +83,7 @@ class ZeroTrainer(Trainer):
             "precision": choose_precision(precision, mixed, f"TrainingArguments({mixed}=True)"),
             "zero_options": zero_options,
         }
+        _require_evaluation_in(self._zero_arguments["precision"], args)
         self._writes_checkpoint = False
         self._generators: dict[str, bytes] = {}
         super().__init__(model, args=args, **options)
@@ -309,6 +310,19 @@ def require_supported(args: TrainingArguments) -> None:
         if value and (name != "hub_strategy" or (args.push_to_hub and value != HubStrategy.END)):
             shown = getattr(value, "value", value)
             raise UsageError(f"TrainingArguments({name}={shown!r}) does not fit ZeroTrainer: {advice}")
+
+
+_EVALUATIONS = {"fp16_full_eval": torch.float16, "bf16_full_eval": torch.bfloat16}
+
+
+def _require_evaluation_in(precision: Precision, args: TrainingArguments) -> None:
+    """Raise `UsageError` for an evaluation in another dtype, to which Trainer would convert the sharded model."""
+    for name, dtype in _EVALUATIONS.items():
+        if getattr(args, name) and precision.compute != dtype:
+            raise UsageError(
+                f"TrainingArguments({name}=True) does not fit ZeroTrainer, whose model computes in {precision.compute} "
+                f"in evaluations, too: leave it out, or train with {name.removesuffix('_full_eval')}=True as well"
+            )
 
 
 def _remove(directory: Path) -> None:

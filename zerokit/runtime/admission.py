@@ -149,6 +149,9 @@ def probe(
 
 
 def _run(optimizer: Optimizer, parameter: nn.Parameter, gradients: list[torch.Tensor]) -> None:
+    train: Any = getattr(optimizer, "train", None)
+    if callable(train):  # schedule-free optimizers step in this mode alone
+        train()
     for gradient in gradients:
         parameter.grad = gradient.clone()
         optimizer.step()

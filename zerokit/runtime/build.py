@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.layout import build_layout, default_bucket_bytes
-from zerokit.placement import Placement
+from zerokit.placement import Placement, without_lone_axis
 from zerokit.runtime.admission import choose_kernel, probe, require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.gathering import Gathering
@@ -77,8 +77,7 @@ class Runtime:
         self.layout = build_layout(parts.segments, world=group.size(), bucket_bytes=bucket_bytes)
 
         # With which ranks, who must all have come for the same.
-        self.collectives = _connect(group, device, options, len(self.layout.units))
-        self.placement = Placement.of(options.stage, self.collectives.mesh)
+        self.collectives, self.placement = _connect(group, device, options, len(self.layout.units))
         settings = {
             "stage": str(self.placement),
             "mesh": f"{self.collectives.mesh.outer}x{self.collectives.mesh.inner}",
@@ -176,12 +175,16 @@ def _start_of_rank_0(model: nn.Module, collectives: Collectives) -> tuple[int, f
     return seed, first
 
 
-def _connect(group: dist.ProcessGroup, device: torch.device, options: Options, units: int) -> Collectives:
-    """Collectives of zerokit's own among the ranks of `group`, over the mesh that is asked for."""
-    shape = mesh_of(options.mesh, group)
+def _connect(
+    group: dist.ProcessGroup, device: torch.device, options: Options, units: int
+) -> tuple[Collectives, Placement]:
+    """Collectives of zerokit's own among the ranks of `group`, over the mesh that is asked for, and the placement."""
+    stage, shape = options.stage, mesh_of(options.mesh, group)
     if shape is not None:
-        Placement.of(options.stage, shape)  # raises before anything is made
-    return make_collectives(group, device, options.timeout, units=units, mesh=shape)
+        stage, shape = without_lone_axis(stage, shape)
+        Placement.of(stage, shape)  # raises before anything is made
+    collectives = make_collectives(group, device, options.timeout, units=units, mesh=shape)
+    return collectives, Placement.of(stage, collectives.mesh)
 
 
 def _describe(groups: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, str]:

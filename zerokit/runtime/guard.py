@@ -145,6 +145,7 @@ class Guarded(WithoutGradient):
         touched = [(each, ticket) for each in used if (ticket := ticket_of(each)) is not None]
         for _, ticket in touched:  # reading one may unguard the others of its unit
             ticket.owner.read(ticket.index, ticket.name)
+        _require_one_kind(name, args)
         with without_torch_function():
             if name == "data" and described:
                 _require_same_memory(args[0], args[1])
@@ -255,6 +256,20 @@ def _flat(value: Any) -> Iterator[Any]:
             yield from _flat(inner)
     else:
         yield value
+
+
+def _require_one_kind(name: str, args: Sequence[Any]) -> None:
+    """Raise `UsageError` where a parameter of the model is looked for among those of the optimizer's groups."""
+    if name not in ("eq", "__eq__", "ne", "__ne__"):
+        return
+    held = [each for each in args if isinstance(each, WithoutGradient)]
+    guarded = [each for each in held if isinstance(each, Guarded)]
+    if guarded and len(guarded) < len(held):
+        raise UsageError(
+            f"{guarded[0].__dict__[TICKET].name} is compared with a tensor of optimizer.param_groups, which hold flat "
+            "ones and no parameter of the model: the number of its group is that of its entry in "
+            "optimizer.layout.parameters, by name"
+        )
 
 
 def hooked(parameter: Tensor) -> bool:

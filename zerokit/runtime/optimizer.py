@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerokit.errors import ScheduleError, UsageError
+from zerokit.errors import NonFiniteError, ScheduleError, UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
@@ -23,8 +23,10 @@ from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.counts import Count, require_count, share_of, sum_over_ranks
 from zerokit.runtime.hooks import profiled
+from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
+from zerokit.runtime.modes import Modes
 from zerokit.runtime.options import Options
 from zerokit.runtime.precision import DtypeName, LossScale, Precision
 from zerokit.runtime.states import (
@@ -102,7 +104,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         **optimizer_options: Any,
     ) -> None:
         self.precision = Precision.of(precision)
-        self.scaler = (loss_scale or LossScale()) if self.precision.scaled else None
+        scale = LossScale.of(loss_scale)
+        self.scaler = scale if self.precision.scaled else None
         self.skipped_steps = 0
         """Steps left out because fp16 gradients overflowed."""
         ranks = stage, mesh, process_group, timeout
@@ -118,6 +121,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
+        self._modes = Modes(self.runtime)
         self._norm: Tensor | None = None
         self._count: Tensor | None = None
         self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
@@ -191,10 +195,18 @@ class ZeroOptimizer(ForwardingOptimizer):
     no_sync = accumulate
     """The name that DDP and FSDP have for it."""
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
         """Scale gradients down to a global norm of at most `max_norm`, like torch's function of the same name.
 
-        Costs one all-reduce of one number. Returns the norm before clipping, a 0-d fp32 tensor.
+        Costs one all-reduce of one number. Returns the norm before clipping, a 0-d fp32 tensor. With
+        `error_if_nonfinite`, a norm that is inf or nan raises `NonFiniteError` on every rank and leaves the gradients
+        as they are, which waits for the device. `foreach` changes nothing here.
         """
         if not norm_type > 0 or math.isnan(max_norm):
             raise UsageError(
@@ -207,6 +219,11 @@ class ZeroOptimizer(ForwardingOptimizer):
             gradients.shards(), float(norm_type), self._collectives, 0.0 if own is None else own
         )
         self._finite = norm.isfinite()
+        if error_if_nonfinite and not self._finite:
+            raise NonFiniteError(
+                f"the gradients' norm of type {norm_type:g} is {norm.item():g}, so they cannot be clipped: look at the "
+                "loss and the data, or call clip_grad_norm_() without error_if_nonfinite"
+            )
         factor = self._unscaling() * share_of(count, self._collectives.world)
         norm = norm * factor
         coefficient = clip_coefficient(norm, max_norm)
@@ -224,7 +241,7 @@ class ZeroOptimizer(ForwardingOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None, **options: object) -> float | None:
         """Update the parameters from the gradients of the backward passes since `zero_grad`.
 
         In fp16 a step whose gradients overflowed on any rank is skipped on all. A parameter without gradient is
@@ -236,6 +253,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         After an exception amid the update, steps and saves are refused until a load succeeds; after any other
         `zero_grad()` and a new pass continue.
         """
+        if options:
+            refuse_step_options(options)
         self._gradients.require_reduced("step()", scaled=self.scaler is not None)
         loss = None
         if closure is not None:
@@ -278,6 +297,23 @@ class ZeroOptimizer(ForwardingOptimizer):
     def _unscaling(self) -> float:
         """The factor that makes the gradients those of the plain loss, on a rank that has brought none of them too."""
         return 1.0 / (self._gradients.loss_scale or self.loss_scale)
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """The optimizer's own `train()`, where it has one, as schedule-free optimizers do. All ranks call it."""
+        return self._mode("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """The optimizer's own `eval()`, where it has one: the model then has the weights to evaluate.
+
+        All ranks call it, and `train()` before the next step.
+        """
+        return self._mode("eval")
+
+    def _mode(self, name: str) -> Callable[[], None]:
+        self.require_own_weights(f"{name}()")
+        return self._modes.method(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, including those of an unfinished backward pass."""
@@ -396,6 +432,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         if self.refusal:
             raise UsageError(f"state_dict() refused: {self.refusal}")
         self._control.finish()
+        return self.hooked_state(self._take_state)
+
+    def _take_state(self) -> dict[str, Any]:
         state = take_state(self.runtime)
         state["loss_scale"] = None if self.scaler is None else (self.scaler.value, self.scaler.good_steps)
         return state
@@ -403,6 +442,9 @@ class ZeroOptimizer(ForwardingOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`. Raises `LayoutMismatch` for another layout, stage or rank."""
         self.require_own_weights("load_state_dict()")
+        self.hooked_load(state_dict, self._load_state)
+
+    def _load_state(self, state_dict: Mapping[str, Any]) -> None:
         load_state(self.runtime, state_dict)
         if self.scaler is not None:
             self.scaler = self.scaler.restored(*state_dict["loss_scale"])

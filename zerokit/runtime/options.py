@@ -17,6 +17,7 @@ from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.placement import Mesh
 from zerokit.runtime.guard import TICKET
 from zerokit.runtime.model import InitRule, UnitRule, require_own_memory, require_unwrapped
+from zerokit.runtime.ordinary import require_ordinary_tensors
 from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.torch_internals import default_group
 
@@ -79,11 +80,6 @@ def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
     world = group.size()
     if outer * inner != world:
         raise UsageError(f"mesh={sizes}: {outer * inner} ranks, but the process group has {world}")
-    if len(sizes) == 2 and 1 in sizes:
-        raise UsageError(
-            f"mesh={sizes} has an axis of one rank, over which nothing can be sharded: omit mesh, because one axis of "
-            f"{world} ranks is the default"
-        )
     ranks = getattr(mesh, "mesh", None)
     if isinstance(ranks, torch.Tensor) and ranks.flatten().tolist() != dist.get_process_group_ranks(group):
         raise UsageError(
@@ -123,6 +119,7 @@ def require_plain(model: nn.Module, optimizer_class: object) -> None:
             )
         if type(parameter).__name__ == "DTensor" or hasattr(parameter, "device_mesh"):
             raise UsageError(f"{name} is a DTensor (tensor parallelism): pass the plain model")
+    require_ordinary_tensors(model)
     for name, buffer in model.named_buffers():
         if buffer.layout != torch.strided:
             raise UsageError(

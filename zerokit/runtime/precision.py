@@ -131,6 +131,9 @@ _ROLES: tuple[str, ...] = ("compute", "reduce", "master")
 _NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+_STAYS = "a scale that stays is LossScale(value=1024.0, interval=10**9): only an overflow then lowers it"
+
+
 @dataclass(frozen=True, slots=True)
 class LossScale:
     """Dynamic loss scaling, as in Micikevicius et al. (arXiv:1710.03740, §3.2).
@@ -158,8 +161,17 @@ class LossScale:
         if not (self.growth > 1 > self.backoff > 0 and self.interval > 0 and 0 < self.floor <= self.value):
             raise UsageError(
                 f"{self}: growth must exceed 1, backoff lie between 0 and 1, interval be "
-                "positive, and the value at least the floor"
+                f"positive, and the value at least the floor; {_STAYS}"
             )
+
+    @classmethod
+    def of(cls, given: LossScale | None) -> LossScale:
+        """The scale that was given, or the default. Raises `UsageError` for a number."""
+        if not isinstance(given, LossScale | None):
+            raise UsageError(
+                f"loss_scale={given!r}: expected a zerokit.LossScale, which is dynamic; {_STAYS}"
+            )
+        return given or cls()
 
     @classmethod
     @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -16,6 +15,7 @@ from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import checksums
 from zerokit.runtime.guard import SCALES_ITSELF
+from zerokit.runtime.interface import TorchInterface
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
@@ -77,16 +77,13 @@ def _forwarded(name: str) -> Any:
     return property(lambda optimizer: getattr(optimizer._inner, name), assign)
 
 
-class ForwardingOptimizer(Optimizer):
+class ForwardingOptimizer(TorchInterface):
     """An optimizer whose groups, options and states are those of `inner`, and whose steps may be refused."""
 
     def __init__(self, inner: Optimizer) -> None:
-        # `Optimizer.__init__` is not called: everything else that it would create is forwarded.
+        super().__init__()
         self._inner = inner
         self.refusal = ""  # why `step` is refused; "" where it is not
-        # Hooks run while gradients are guarded: what they read as whole parameters are flat ones.
-        self._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer_step_post_hooks = OrderedDict()
 
     param_groups: list[dict[str, Any]] = _forwarded("param_groups")
     defaults: dict[str, Any] = _forwarded("defaults")

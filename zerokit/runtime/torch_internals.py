@@ -32,6 +32,11 @@ share_memory: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
 """Whether two tensors lie in one storage; no layout of either is refused."""
 
 
+def elements_share_memory(tensor: Tensor) -> bool:
+    """Whether elements of a dense tensor lie in one place, as after `expand`; only what torch is sure of."""
+    return tensor.layout == torch.strided and torch._debug_has_internal_overlap(tensor) == 1
+
+
 def point_at(parameter: nn.Parameter, data: Tensor) -> None:
     """Let `parameter` be a view of other memory, and stay the same object to autograd and to modules."""
     parameter.data = data

@@ -70,7 +70,8 @@ class ModelMethods:
                 managing.zero_grad()
 
         def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-            _require_harmless(function, gathering.units)
+            if _only_copies(function, gathering.units):
+                function = _of_others(function, gathering.units)
             guarded = [unit for unit in gathering.units if unit.guarded]
             for unit in guarded:
                 unit.unguard()
@@ -173,13 +174,27 @@ def _named(model: nn.Module, whole: Mapping[str, Any]) -> dict[nn.Parameter, Ten
     return {parameter: whole[name] for name, parameter in named if isinstance(whole.get(name), Tensor)}
 
 
-def _require_harmless(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> None:
-    """Raise `UsageError` where `model.to()` and its like would change the parameters."""
+def _only_copies(function: Callable[[Tensor], Tensor], units: Sequence[UnitState]) -> bool:
+    """Whether the function copies a tensor as it is, as `model.to("cpu:0")` does for one on "cpu".
+
+    Raises `UsageError` where `model.to()` and its like would change the parameters.
+    """
+    copies = False
     for unit in units:
-        probe = torch.empty(0, dtype=unit.dtype, device=unit.device)
+        probe = torch.tensor([1, 0, 1], dtype=unit.dtype, device=unit.device)
         made = function(probe)
         if made.dtype != probe.dtype or made.device != probe.device:
             raise refuse_moving(unit.unit.name, made, probe)
+        copies |= made is not probe and made.equal(probe)
+    return copies
+
+
+def _of_others(
+    function: Callable[[Tensor], Tensor], units: Sequence[UnitState]
+) -> Callable[[Tensor], Tensor]:
+    """The function for other tensors than the units' parameters, which stay in their memory."""
+    managed = {id(parameter) for unit in units for parameter in unit.parameters}
+    return lambda tensor: tensor if id(tensor) in managed else function(tensor)
 
 
 def _refuse_deepcopy(memo: object) -> NoReturn:

@@ -122,8 +122,7 @@ def _divide(options: Options) -> Islands:
             f"stage={stage!r} with mesh={options.mesh!r}: islands need a mesh of two axes, (islands, ranks of an "
             f"island); one island has nothing to synchronise with: pass stage={stage[1]!r} without mesh"
         )
-    alone = sizes[1] == 1 and sizes[0] == everyone.size()  # which other meshes cannot have
-    shape = Mesh(everyone.size(), 1) if alone else mesh_of(options.mesh, everyone)
+    shape = mesh_of(options.mesh, everyone)
     assert shape is not None
     timeout = timeout_of(everyone, torch.device("cpu"), torch.device("cuda")) or dist.default_pg_timeout
     return Islands(everyone, shape, everyone.rank(), timeout)

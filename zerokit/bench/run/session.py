@@ -33,6 +33,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Progress, Status, oom_kills, read_outcome, read_progress
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
+from zerokit.files import path_of
 from zerokit.launch.failures import Failure, WorkerFailed
 
 _NOT_THE_JOBS = {
@@ -186,7 +187,7 @@ def run_cell(
     host.watch.phase("checking the settings")
     if (refused := refusal(settings, host)) is not None:
         return put(replace(asked, **refused._asdict()))
-    journal = Journal(Path(settings.save)) if settings.elastic and settings.save else None
+    journal = Journal(path_of(settings.save)) if settings.elastic and settings.save else None
     work, kept = Path(tempfile.mkdtemp(prefix="zerokit-bench-")), False
     try:
         record, error = _train(asked, work, host, journal)

@@ -24,6 +24,7 @@ from zerokit.bench.record.measured import Checkpoints, Save
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.measured import Measured
 from zerokit.errors import UsageError
+from zerokit.files import path_of
 
 if TYPE_CHECKING:
     from zerokit.checkpoint.together import Saving
@@ -49,7 +50,9 @@ class Keeper:
 
     def __init__(self, settings: Settings, optimizer: ZeroOptimizer | None) -> None:
         self._settings = settings
-        self._target = (Path(settings.save), optimizer) if settings.save and optimizer is not None else None
+        self._target = (
+            (path_of(settings.save), optimizer) if settings.save and optimizer is not None else None
+        )
         self.done = Checkpoints()
         self._last: int | None = None
         self._journal: Path | None = None

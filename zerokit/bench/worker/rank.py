@@ -45,6 +45,7 @@ from zerokit.bench.worker.training import Loop
 from zerokit.bench.worker.twin import measure_twin
 from zerokit.bench.workloads.build import load
 from zerokit.errors import UsageError, ZerokitError
+from zerokit.files import path_of
 
 
 class OutOfMemory(ZerokitError):
@@ -132,7 +133,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
         ranks = [one for one, _, _ in by_rank]
         story = Story([], mean_over_ranks([loss for _, loss, _ in by_rank]), measured.gradient_norm)
         if settings.elastic and settings.save is not None:
-            story = Journal(Path(settings.save)).story()
+            story = Journal(path_of(settings.save)).story()
         loss: list[float | None] = list(story.loss)
         record = Record(
             id=uuid.uuid4().hex,

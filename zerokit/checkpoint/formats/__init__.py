@@ -18,6 +18,7 @@ from zerokit.checkpoint.formats import dcp, deepspeed, huggingface, statedict
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.source import Source
 from zerokit.errors import CheckpointError
+from zerokit.files import path_of
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
     if read is None:
         return Checkpoint(path, whole=whole)
     try:
-        return read(Path(path))
+        return read(path_of(path))
     except _UNEXPECTED as error:
         kind = type(error).__name__
         raise CheckpointError(f"{path}: not in its framework's format: {kind}: {error}") from error
@@ -74,5 +75,6 @@ def of_newest(task: Callable[..., T], *paths: str | os.PathLike[str]) -> T:
 
 def recognised(path: str | os.PathLike[str]) -> Callable[[Path], Source] | None:
     """The reader of the checkpoint at `path`, if another framework wrote it; None otherwise."""
-    with explained(Path(path), "looked at"):
-        return next((read for recognises, read in _READERS if recognises(Path(path))), None)
+    found = path_of(path)
+    with explained(found, "looked at"):
+        return next((read for recognises, read in _READERS if recognises(found)), None)

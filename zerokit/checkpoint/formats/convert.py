@@ -30,6 +30,7 @@ from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import rank_file, slice_checksums
 from zerokit.checkpoint.source import Source
 from zerokit.errors import UsageError, ZerokitWarning
+from zerokit.files import path_of
 from zerokit.layout import Layout
 
 
@@ -96,7 +97,7 @@ def convert(
         raise UsageError(f"dtype, stream and like are for the format huggingface, not {kind}")
     path = (checkpoint.run or checkpoint.path).resolve()
     suffix = ranks if format in (None, checkpoint.format) else kind
-    target = path.with_name(f"{path.name}.to-{suffix}") if output is None else Path(output)
+    target = path.with_name(f"{path.name}.to-{suffix}") if output is None else path_of(output)
     checkpoint.warn()
     written, dtypes = target, tuple[str, ...]()
     if kind == "huggingface":

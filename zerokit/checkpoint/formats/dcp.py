@@ -271,7 +271,7 @@ def _is_buffer(name: str, item: StoredItem, *, divided: bool) -> bool:
     """
     if item.numel * ELEMENT_BYTES[item.dtype] > description.LARGEST_BUFFER:
         return False
-    if not item.dtype.startswith(("float", "bfloat")):
+    if not item.dtype.startswith(("float", "bfloat", "complex")):
         return True
     return (divided and item.chunks == 1) or name.endswith(("running_mean", "running_var", "inv_freq"))
 

@@ -23,6 +23,7 @@ from zerokit.checkpoint.formats.checks import require
 from zerokit.checkpoint.formats.dcp_items import rows
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import NAME
+from zerokit.checkpoint.run import committed
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Header, Tensor, read_header
 from zerokit.checkpoint.source import Stretch
 from zerokit.checkpoint.strict import member, parse_json, typed
@@ -49,7 +50,8 @@ def recognises(path: Path) -> bool:
     if not is_directory(path) or status_of(path / NAME) is not None:
         return False
     known = (INDEX, SINGLE, *_UNREAD)
-    return any(is_file(path / name) for name in known) or bool(_shards(path))
+    # A run of zerokit's stays one, whatever lies beside its steps: adapters of PEFT, say.
+    return (any(is_file(path / name) for name in known) or bool(_shards(path))) and not committed(path)
 
 
 def _files(path: Path) -> list[Path]:
@@ -105,9 +107,8 @@ def read(path: Path) -> ForeignCheckpoint:
     for name, (dtype, shape, stretches) in _stored(path, headers).items():
         size = math.prod(shape) * ELEMENT_BYTES[dtype]
         # A buffer lies in one place.
-        wide = (
-            dtype.startswith(("float", "bfloat")) or len(stretches) != 1 or size > description.LARGEST_BUFFER
-        )
+        floating = dtype.startswith(("float", "bfloat", "complex"))
+        wide = floating or len(stretches) != 1 or size > description.LARGEST_BUFFER
         stream = description.StoredStream(dtype, stretches)
         (parameters if wide else buffers).append(description.as_frozen(name, shape, stream))
     identity = 0

@@ -38,6 +38,7 @@ from zerokit.checkpoint.safetensors import ELEMENT_BYTES, METADATA, lay_out, rea
 from zerokit.checkpoint.source import Source, to_array
 from zerokit.checkpoint.staging import require_apart
 from zerokit.errors import CheckpointError, UsageError
+from zerokit.files import path_of
 from zerokit.layout import Interval
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -86,7 +87,7 @@ def write_weights(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"dtype={dtype!r}: expected one of {', '.join(DTYPES)}")
     limit = parse_size(max_shard_size)
-    model = None if like is None else Path(like)
+    model = None if like is None else path_of(like)
     tensors = list(_tensors(source, DTYPES.get(dtype or ""), stream))
     beside: dict[str, Path] = {}
     if model is not None:

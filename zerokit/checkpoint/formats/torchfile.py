@@ -41,6 +41,7 @@ STORAGES = {
     "CharStorage": "int8",
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
     "UntypedStorage": "uint8",
 }
 _REBUILT = {

@@ -20,7 +20,9 @@ from zerokit.checkpoint.formats.pickles import Name, Persistent, Record, to_pick
 from zerokit.checkpoint.formats.torchfile import PRODUCER, STORAGES, Blob, StoredTensor, row_major
 from zerokit.checkpoint.requests import Request, Target, requests_for
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.small_floats import WITHOUT_TORCH
 from zerokit.checkpoint.source import Source
+from zerokit.errors import CheckpointError
 from zerokit.layout import Interval
 
 ALIGNMENT = 64
@@ -159,6 +161,11 @@ def plan_torch_file(
             storage = copied.setdefault(blob, NewStorage(part.dtype, blob.size, blob=(source_file, blob)))
             part = NewTensor(storage, part.shape, part.stride, part.start)
         key, storage = storages.setdefault(id(part.storage), (str(len(storages)), part.storage))
+        if storage.dtype in WITHOUT_TORCH:
+            raise CheckpointError(
+                f"a tensor of {storage.dtype} cannot be written: torch has no such dtype; choose format='huggingface' "
+                "or 'zerokit'"
+            )
         known = _STORAGE_OF.get(storage.dtype)
         kind = Name(f"torch.{known}" if known else "torch.storage.UntypedStorage")
         numel = storage.size // ELEMENT_BYTES[storage.dtype] if known else storage.size

@@ -1,0 +1,45 @@
+"""`train()` and `eval()` of optimizers that evaluate the model with other weights, as schedule-free ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from zerokit.runtime.build import Runtime
+
+
+class Modes:
+    """The optimizer's own methods `train` and `eval`, whose changes of the masters reach the model."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def method(self, name: str) -> Callable[[], None]:
+        """The collective form of the inner optimizer's method. Raises `AttributeError` where it has none."""
+        if not callable(getattr(self._runtime.inner, name, None)):
+            raise AttributeError(f"{type(self._runtime.inner).__name__} has no {name}()")
+        return partial(self._switch, name)
+
+    def _switch(self, name: str) -> None:
+        runtime, before = self._runtime, self._flags()
+        runtime.settle()
+        trainable = [unit for unit in runtime.units if unit.unit.trainable]
+        for unit in trainable:
+            unit.unguard_masters()
+        try:
+            getattr(runtime.inner, name)()
+        finally:
+            for unit in trainable:
+                unit.guard_masters()
+        if self._flags() != before:  # trainers call it before every pass
+            runtime.publish()
+
+    def _flags(self) -> list[bool]:
+        """What tells the optimizer's mode, alike on all ranks: switches among its attributes and groups' options."""
+        inner = self._runtime.inner
+        return [
+            value
+            for options in (vars(inner), *inner.param_groups)
+            for value in options.values()
+            if type(value) is bool
+        ]
