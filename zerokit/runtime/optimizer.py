@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerokit.errors import NonFiniteError, ScheduleError, UsageError
+from zerokit.errors import ScheduleError, UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
-from zerokit.runtime.counts import Count, require_count, share_of, sum_over_ranks
+from zerokit.runtime.counts import Count, require_count
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
@@ -39,12 +38,10 @@ from zerokit.runtime.states import (
 )
 from zerokit.runtime.step import (
     INTERRUPTED,
-    all_finite,
-    clip_coefficient,
-    global_norm,
     update_masters,
 )
 from zerokit.runtime.torch_internals import compiles_backward
+from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
 
@@ -122,9 +119,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
         self._modes = Modes(self.runtime)
-        self._norm: Tensor | None = None
-        self._count: Tensor | None = None
-        self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
+        self._totals = Totals(self._gradients, self._collectives, self._control)
         self.methods = ModelMethods(
             self.runtime.model, self._gathering, self.runtime.weights, self.runtime.hooks, self
         )
@@ -164,7 +159,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
         require_count(count)
-        self._finite = None
+        self._totals.forget()
         if compiles_backward():
             raise UsageError(
                 "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
@@ -208,32 +203,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         `error_if_nonfinite`, a norm that is inf or nan raises `NonFiniteError` on every rank and leaves the gradients
         as they are, which waits for the device. `foreach` changes nothing here.
         """
-        if not norm_type > 0 or math.isnan(max_norm):
-            raise UsageError(
-                f"max_norm={max_norm}, norm_type={norm_type}: expected numbers, of a positive type or inf"
-            )
         self._gradients.require_reduced("clip_grad_norm_()", scaled=self.scaler is not None)
         self._walk.finish()
-        gradients, own = self._gradients, self._gradients.count
-        norm, count = global_norm(
-            gradients.shards(), float(norm_type), self._collectives, 0.0 if own is None else own
-        )
-        self._finite = norm.isfinite()
-        if error_if_nonfinite and not self._finite:
-            raise NonFiniteError(
-                f"the gradients' norm of type {norm_type:g} is {norm.item():g}, so they cannot be clipped: look at the "
-                "loss and the data, or call clip_grad_norm_() without error_if_nonfinite"
-            )
-        factor = self._unscaling() * share_of(count, self._collectives.world)
-        norm = norm * factor
-        coefficient = clip_coefficient(norm, max_norm)
-        counted = own is not None if self._collectives.runs_ahead else bool(count)
-        if counted:
-            self._count = count
-        if counted or own is None:  # else they are sums over nothing, as `step` finds
-            gradients.scale(torch.where(self._finite, coefficient * factor, 1.0))
-        self._norm = norm.float()
-        return self._norm
+        return self._totals.clip(max_norm, norm_type, self.scaler, error_if_nonfinite=error_if_nonfinite)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -262,41 +234,26 @@ class ZeroOptimizer(ForwardingOptimizer):
                 loss = closure()
         self.require_steppable()
         self._walk.finish()
-        unscaling = self._unscaling()  # before the scale grows
-        if self.scaler is not None and self._finite is None:
-            self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-        agreed = self._control.agree(None if self.scaler is None else self._finite)
-        if self.scaler is not None and not agreed.empty:
-            self.scaler = self.scaler.after_step(overflow=agreed.overflow)
-        overflow = agreed.overflow or agreed.empty
-        factor: float | Tensor = unscaling
-        if agreed.count is not None:
-            self._count = agreed.count
-            factor = unscaling * share_of(agreed.count, self._collectives.world)
-        if not overflow:
-            self._gradients.scale(factor)
+        updates, self.scaler = self._totals.settle(self.scaler)
+        if updates:
             self._gathering.take_changes()
             self._collectives.wait_for_readers()
             for hook in self._optimizer_step_pre_hooks.values():
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
-        if overflow:
-            self.skipped_steps += 1
-        else:
+        if updates:
             with profiled("update"):
                 update_masters(self.runtime.units, self._gradients, self._inner)
+        else:
+            self.skipped_steps += 1
         self._last_traffic = self._collectives.take_traffic()
-        if not overflow:
+        if updates:
             self._gathering.gather_updated()
         self.after_update()
         self.refuse("")
-        for hook in () if overflow else self._optimizer_step_post_hooks.values():
+        for hook in self._optimizer_step_post_hooks.values() if updates else ():
             hook(self, (), {})
         return loss
-
-    def _unscaling(self) -> float:
-        """The factor that makes the gradients those of the plain loss, on a rank that has brought none of them too."""
-        return 1.0 / (self._gradients.loss_scale or self.loss_scale)
 
     @property
     def train(self) -> Callable[[], None]:
@@ -320,7 +277,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         if self._gradients.shown:
             raise UsageError("zero_grad() inside gathered_gradients(): leave the context first")
         self._walk.forget()
-        self._finite = None
+        self._totals.forget()
 
     @contextmanager
     def gathered(self, source: int | None = None) -> Iterator[None]:
@@ -368,12 +325,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         require_rank(source, self.layout.world)
         self._gradients.require_reduced("gathered_gradients()", scaled=self.scaler is not None)
         self._walk.finish()
-        if self.scaler is not None and self._finite is None:
-            self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-        self._gradients.scale(
-            self._unscaling()
-            * share_of(sum_over_ranks(self._gradients.count, self._collectives), self._collectives.world)
-        )
+        self._totals.show(self.scaler)
         with self._gradients.show(source):
             yield
 
@@ -391,12 +343,12 @@ class ZeroOptimizer(ForwardingOptimizer):
     @property
     def last_norm(self) -> float | None:
         """The gradients' norm before the last clipping, for loggers; None before the first. Waits for the device."""
-        return None if self._norm is None else self._norm.item()
+        return None if self._totals.norm is None else self._totals.norm.item()
 
     @property
     def last_count(self) -> float | None:
         """The samples or tokens of the last step, of all ranks and passes; None before a first one with `count`."""
-        return None if self._count is None else self._count.item()
+        return None if self._totals.count is None else self._totals.count.item()
 
     def traffic(self) -> TrafficReport:
         """The traffic of the last finished step."""
