@@ -170,7 +170,7 @@ def test_recomputation_frees_nothing_that_backward_has_not_left(order: Order) ->
     uses = [at for at, each in enumerate(plan.operations) if each.kind is Kind.USE]
     if not uses:
         return
-    issued = [op for op in cursor.come_to(uses[-1], leaves=False)]
+    issued = list(cursor.come_to(uses[-1], leaves=False))
     assert Kind.FREE not in {kind for kind, _ in issued}
     frees = []
     for use in uses:
@@ -193,7 +193,8 @@ def test_a_cursor_finds_uses_from_where_it_is(prefetch: int) -> None:
     list(cursor.come_to(first))
     assert cursor.find(0) == first
     between = cursor.find(1)
-    assert between is not None and between > first
+    assert between is not None
+    assert between > first
     list(cursor.come_to(between))
     assert cursor.find(0) not in (None, first)
     assert cursor.find(2) is None

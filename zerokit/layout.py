@@ -18,7 +18,7 @@ described by `Slice`s, which know nothing of it.
 Invariants, for every unit and world size: the slices of all ranks tile every parameter exactly, in rank
 order; padding is under `ALIGNMENT` elements a parameter plus `ALIGNMENT` a rank.
 
-Standard library only. All other modules take their offsets from here.
+Standard library only. All other modules take their offsets from here, intervals and cuts of `cuts` included.
 """
 
 from __future__ import annotations
@@ -26,90 +26,32 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 
-ALIGNMENT = 64
-"""Elements. 64 fp32 elements are four cache lines and no fewer than any CPU's or GPU's vector width."""
+from zerokit.cuts import ALIGNMENT, Cut, Interval, align
+
+__all__ = [
+    "ALIGNMENT",
+    "LAYOUT_BYTES",
+    "Cut",
+    "Interval",
+    "Layout",
+    "Parameter",
+    "Segment",
+    "Slice",
+    "Unit",
+    "align",
+    "build_layout",
+    "default_bucket_bytes",
+    "pooled_units",
+]
 
 LAYOUT_BYTES = 4
 """Bytes an element that `bucket_mb` is counted in, whatever the precision: it must not move a boundary."""
-
-
-def align(numel: int, alignment: int = ALIGNMENT) -> int:
-    """The smallest multiple of `alignment` that is at least `numel`."""
-    return -(-numel // alignment) * alignment
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Interval:
-    """An interval of elements, `start` to `stop` (exclusive)."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def intersection(self, other: Interval) -> Interval:
-        """The intersection; an empty interval if they do not overlap."""
-        start = max(self.start, other.start)
-        return Interval(start, max(start, min(self.stop, other.stop)))
-
-    def shifted(self, by: int) -> Interval:
-        return Interval(self.start + by, self.stop + by)
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Where a stretch of elements is divided among ranks: ascending `bounds`, one more than there are pieces."""
-
-    bounds: Sequence[int]
-
-    @classmethod
-    def equal(cls, numel: int, pieces: int, alignment: int = ALIGNMENT) -> Cut:
-        """Equal pieces, each a multiple of `alignment`, for at least `numel` elements from 0 on."""
-        size = align(-(-numel // pieces), alignment)
-        # A range is as small for thousands of ranks as for two.
-        return cls(range(0, size * pieces + 1, size) if size else (0,) * (pieces + 1))
-
-    def __len__(self) -> int:
-        """The number of pieces."""
-        return len(self.bounds) - 1
-
-    @property
-    def whole(self) -> Interval:
-        """What is divided."""
-        return Interval(self.bounds[0], self.bounds[-1])
-
-    @property
-    def piece_numel(self) -> int:
-        """Elements of each piece, for what works on equal ones only. Raises `ValueError` for a cut into others."""
-        bounds, size = self.bounds, self.bounds[1] - self.bounds[0]
-        if not isinstance(bounds, range) and any(b - a != size for a, b in pairwise(bounds)):
-            raise ValueError(f"expected a cut into equal pieces, not one at {', '.join(map(str, bounds))}")
-        return size
-
-    def piece(self, index: int) -> Interval:
-        return Interval(self.bounds[index], self.bounds[index + 1])
-
-    def owners(self, interval: Interval) -> range:
-        """The pieces that hold some of an interval, which are neighbours; none if it is empty."""
-        if not interval.numel:
-            return range(0)
-        return range(bisect_right(self.bounds, interval.start) - 1, bisect_left(self.bounds, interval.stop))
-
-    def joined(self, count: int) -> Cut:
-        """The coarser cut that joins each `count` neighbours, which divides the number of pieces."""
-        return Cut(self.bounds[::count])
-
-    def part(self, first: int, count: int) -> Cut:
-        """The cut of `count` neighbouring pieces alone, from piece `first` on."""
-        return Cut(self.bounds[first : first + count + 1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,9 @@ def test_from_pretrained_takes_the_folder(tmp_path: Path, trained: tuple[Path, A
         tmp_path, "consolidate", str(run), "-o", "out", "--like", "like", "--max-shard-size", "20kB"
     )
     assert (done.returncode, done.stdout) == (0, "out\n")
-    assert re.fullmatch(r"\d+ files, \d+\.\d kB\n", done.stderr)
+    assert re.fullmatch(
+        r"out: weights of step 3 in float32, \d+ files, \d+\.\d kB, verified and synced\n", done.stderr
+    )
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
     )

@@ -123,6 +123,20 @@ def test_uneven_evaluation(tmp_path: Path) -> None:
     assert _numbers(r"inside gathered\(\): (\S+)", printed)[0] == pytest.approx(mean, abs=2e-6)
 
 
+def test_batches(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "batches")
+    losses = [
+        _numbers(rf"step {step}, epoch {step / 16:.2f}: loss ([\d.]+)", printed)[0] for step in (16, 32, 48)
+    ]
+    assert math.log(64) > losses[0] > losses[1] > losses[2]
+    (tmp_path / "alone").mkdir()
+    alone = _run(tmp_path / "alone", "batches", world=1)
+    # The same samples, and the mean over the same tokens, on any number of ranks.
+    assert alone.splitlines()[-1].split("loss")[1][:4] == printed.splitlines()[-1].split("loss")[1][:4]
+    extra = zerokit.Checkpoint(tmp_path / "runs/batches/run").extra_plain()["user"]
+    assert extra["batches"] == {"step": 48, "epoch": 3, "sample": 0, "seed": 0, "samples": 512}
+
+
 def test_ema(tmp_path: Path) -> None:
     printed = _run(tmp_path, "ema")
     own, averaged, again = _numbers(

@@ -356,10 +356,12 @@ def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_accelerates_own_prepare_of_a_divided_model_is_refused_with_the_line_to_write() -> None:
     model = _model(nn.LayerNorm)
-    zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
+    zero = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
     as_launched()
+    prepared = _accelerator(None).prepare(model)
     with pytest.raises(UsageError, match="ZeroAccelerator"):
-        _accelerator(None).prepare(model)
+        prepared(torch.ones(2, 6))
+    assert zero.runtime.model is model, "there as long as its model is called"
 
 
 def _without_lightning() -> str:

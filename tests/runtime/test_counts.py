@@ -290,6 +290,27 @@ def _refuses(count: Any) -> None:
     assert total.isfinite()
 
 
+def _cleared() -> bool:
+    """A count goes with the gradients that are cleared one by one."""
+    model, fresh = built(), built()
+    found = []
+    for each, dropped in ((model, True), (fresh, False)):
+        optimizer = zerokit.ZeroOptimizer(each, torch.optim.AdamW, stage=2, precision="fp32", lr=0.01)
+        if dropped:
+            optimizer.backward(loss_sum(each, sequences(1))[0], count=5)
+            for parameter in each.parameters():
+                parameter.grad = None
+        total, count = loss_sum(each, sequences(0))
+        optimizer.backward(total, count=count)
+        optimizer.step()
+        found.append([weight for _, weight in optimizer.weights()])
+    return all(map(torch.equal, *found))
+
+
+def test_a_count_goes_with_its_gradients() -> None:
+    assert run_ranks(2, _cleared) == [True, True]
+
+
 def _mixed_ranks() -> None:
     model = built()
     optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=0.01)

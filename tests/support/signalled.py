@@ -147,7 +147,7 @@ def _signalled(*numbers: int, daemon: bool) -> int | None:
     process = multiprocessing.Process(target=time.sleep, args=(3600,), daemon=daemon)
     process.start()
     for number in numbers:
-        subprocess.run(["kill", f"-{number:d}", str(process.pid)], check=True)
+        subprocess.run(["sh", "-c", f"kill -{number:d} {process.pid}"], check=True)
     process.join()
     return process.exitcode
 

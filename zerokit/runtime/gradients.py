@@ -294,7 +294,7 @@ class Gradients:
         self._cleared.add((index, position))
         self.units[index].received.discard(position)
         if self._cleared >= self._shared:  # all of this rank's share
-            self.received, self.loss_scale = False, None
+            self.received, self.loss_scale, self.count = False, None, None
 
     def holds(self, index: int, position: int) -> bool:
         """Whether this rank knows of a gradient of this parameter."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerokit.errors import NonFiniteError, ScheduleError, UsageError
+from zerokit.errors import ScheduleError, UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
+from zerokit.runtime.counts import Count, require_count
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
@@ -38,12 +38,10 @@ from zerokit.runtime.states import (
 )
 from zerokit.runtime.step import (
     INTERRUPTED,
-    all_finite,
-    clip_coefficient,
-    global_norm,
     update_masters,
 )
 from zerokit.runtime.torch_internals import compiles_backward
+from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
 
@@ -121,9 +119,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
         self._modes = Modes(self.runtime)
-        self._norm: Tensor | None = None
-        self._count: Tensor | None = None
-        self._finite: Tensor | None = None  # whether the gradients are finite, 0-d, where a norm has shown it
+        self._totals = Totals(self._gradients, self._collectives, self._control)
         self.methods = ModelMethods(
             self.runtime.model, self._gathering, self.runtime.weights, self.runtime.hooks, self
         )
@@ -150,7 +146,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self,
         loss: Tensor,
         *,
-        count: float | Tensor | None = None,
+        count: Count | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
     ) -> None:
@@ -162,8 +158,8 @@ class ZeroOptimizer(ForwardingOptimizer):
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
-        _require_count(count)
-        self._finite = None
+        require_count(count)
+        self._totals.forget()
         if compiles_backward():
             raise UsageError(
                 "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
@@ -207,31 +203,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         `error_if_nonfinite`, a norm that is inf or nan raises `NonFiniteError` on every rank and leaves the gradients
         as they are, which waits for the device. `foreach` changes nothing here.
         """
-        if not norm_type > 0 or math.isnan(max_norm):
-            raise UsageError(
-                f"max_norm={max_norm}, norm_type={norm_type}: expected numbers, of a positive type or inf"
-            )
         self._gradients.require_reduced("clip_grad_norm_()", scaled=self.scaler is not None)
         self._walk.finish()
-        gradients = self._gradients
-        own = 0.0 if gradients.count is None else gradients.count
-        norm, count = global_norm(gradients.shards(), float(norm_type), self._collectives, own)
-        self._finite = norm.isfinite()
-        if error_if_nonfinite and not self._finite:
-            raise NonFiniteError(
-                f"the gradients' norm of type {norm_type:g} is {norm.item():g}, so they cannot be clipped: look at the "
-                "loss and the data, or call clip_grad_norm_() without error_if_nonfinite"
-            )
-        factor = self._unscaling() * self._share_of(count)
-        norm = norm * factor
-        coefficient = clip_coefficient(norm, max_norm)
-        if (
-            self._collectives.runs_ahead or gradients.count is None or count
-        ):  # else `step` finds that there is nothing
-            gradients.scale(torch.where(self._finite, coefficient * factor, 1.0))
-            self._count = count
-        self._norm = norm.float()
-        return self._norm
+        return self._totals.clip(max_norm, norm_type, self.scaler, error_if_nonfinite=error_if_nonfinite)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -260,55 +234,26 @@ class ZeroOptimizer(ForwardingOptimizer):
                 loss = closure()
         self.require_steppable()
         self._walk.finish()
-        unscaling = self._unscaling()  # before the scale grows
-        if self.scaler is not None and self._finite is None:
-            self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-        own = self._gradients.count
-        agreed = self._control.agree(None if self.scaler is None else self._finite)
-        overflow = agreed.overflow
-        if self.scaler is not None and not agreed.empty:
-            self.scaler = self.scaler.after_step(overflow=overflow)
-        overflow |= agreed.empty
-        factor: float | Tensor = unscaling
-        if agreed.counted:
-            known = agreed.count is not None
-            self._count = torch.tensor(agreed.count, dtype=torch.float64) if known else self._sum(own)
-            factor = unscaling * self._share_of(self._count)
-        if not overflow:
-            self._gradients.scale(factor)
+        updates, self.scaler = self._totals.settle(self.scaler)
+        if updates:
             self._gathering.take_changes()
             self._collectives.wait_for_readers()
             for hook in self._optimizer_step_pre_hooks.values():
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
-        if overflow:
-            self.skipped_steps += 1
-        else:
+        if updates:
             with profiled("update"):
                 update_masters(self.runtime.units, self._gradients, self._inner)
+        else:
+            self.skipped_steps += 1
         self._last_traffic = self._collectives.take_traffic()
-        if not overflow:
+        if updates:
             self._gathering.gather_updated()
         self.after_update()
         self.refuse("")
-        for hook in () if overflow else self._optimizer_step_post_hooks.values():
+        for hook in self._optimizer_step_post_hooks.values() if updates else ():
             hook(self, (), {})
         return loss
-
-    def _sum(self, count: float | Tensor | None) -> Tensor:
-        """The sum of all ranks' counts, 0-d, by a message of its own."""
-        total = torch.zeros((), dtype=torch.float64, device=self._collectives.device)
-        total += 0.0 if count is None else count
-        self._collectives.all_reduce(total, dist.ReduceOp.SUM)
-        return total
-
-    def _share_of(self, count: Tensor) -> Tensor:
-        """The factor that makes the mean over ranks one over all samples or tokens; 1 without any."""
-        return torch.where(count > 0, self._collectives.world / count, 1.0)
-
-    def _unscaling(self) -> float:
-        """The factor that makes the gradients those of the plain loss, on a rank that has brought none of them too."""
-        return 1.0 / (self._gradients.loss_scale or self.loss_scale)
 
     @property
     def train(self) -> Callable[[], None]:
@@ -332,7 +277,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         if self._gradients.shown:
             raise UsageError("zero_grad() inside gathered_gradients(): leave the context first")
         self._walk.forget()
-        self._finite = None
+        self._totals.forget()
 
     @contextmanager
     def gathered(self, source: int | None = None) -> Iterator[None]:
@@ -380,9 +325,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         require_rank(source, self.layout.world)
         self._gradients.require_reduced("gathered_gradients()", scaled=self.scaler is not None)
         self._walk.finish()
-        if self.scaler is not None and self._finite is None:
-            self._finite = all_finite(self._gradients.shards(), self._collectives.device)
-        self._gradients.scale(self._unscaling() * self._share_of(self._sum(self._gradients.count)))
+        self._totals.show(self.scaler)
         with self._gradients.show(source):
             yield
 
@@ -400,12 +343,12 @@ class ZeroOptimizer(ForwardingOptimizer):
     @property
     def last_norm(self) -> float | None:
         """The gradients' norm before the last clipping, for loggers; None before the first. Waits for the device."""
-        return None if self._norm is None else self._norm.item()
+        return None if self._totals.norm is None else self._totals.norm.item()
 
     @property
     def last_count(self) -> float | None:
         """The samples or tokens of the last step, of all ranks and passes; None before a first one with `count`."""
-        return None if self._count is None else self._count.item()
+        return None if self._totals.count is None else self._totals.count.item()
 
     def traffic(self) -> TrafficReport:
         """The traffic of the last finished step."""
@@ -463,16 +406,4 @@ class ZeroOptimizer(ForwardingOptimizer):
         return (
             f"ZeroOptimizer(stage={self.runtime.placement}, world={self.layout.world}, "
             f"precision={self.precision.as_dict()}, {self._inner!r})"
-        )
-
-
-def _require_count(count: object) -> None:
-    """Raise `UsageError` for what is no number of samples or tokens. A device's tensor is not read."""
-    if isinstance(count, Tensor) and count.dim() == 0 and count.device.type != "cpu":
-        return
-    number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
-    if number is not None and not (isinstance(number, int | float) and 0 <= number < math.inf):
-        raise UsageError(
-            f"backward(count={count!r}): expected a number of at least 0, or a 0-d tensor: how many samples or tokens "
-            "the loss is a sum over"
         )

@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.counts import sum_over_ranks
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.unit import UnitState, write_back
 
@@ -57,7 +58,7 @@ class StepControl:
             self._pending = reading
             # A rank alone never says that there is nothing to do: one without tokens looks whether others have some.
             if received and (isinstance(count, Tensor) or count != 0):
-                return Agreement(overflow=False, counted=counted, count=None)
+                return Agreement(count=sum_over_ranks(count, self._collectives) if counted else None)
         numbers = reading()
         if not numbers[4]:
             self._pending = None
@@ -67,7 +68,8 @@ class StepControl:
             )
         if not late:
             self._require_one_path(numbers)
-        return Agreement(overflow=bool(numbers[8]), counted=bool(numbers[5]), count=numbers[7])
+        total = torch.tensor(numbers[7], dtype=torch.float64) if numbers[5] else None
+        return Agreement(overflow=bool(numbers[8]), empty=total is not None and not total, count=total)
 
     def finish(self) -> None:
         """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""
@@ -109,18 +111,13 @@ class Agreement:
 
     Attributes:
         overflow: whether gradients of some rank are not finite.
-        counted: whether losses are sums over samples or tokens.
-        count: over how many; None where a device will know later.
+        empty: whether losses are sums over nothing.
+        count: the samples or tokens that they are sums over, 0-d; None where they are means.
     """
 
-    overflow: bool
-    counted: bool
-    count: float | None
-
-    @property
-    def empty(self) -> bool:
-        """Whether losses are sums over nothing."""
-        return self.counted and self.count == 0
+    overflow: bool = False
+    empty: bool = False
+    count: Tensor | None = None
 
 
 _CHUNK = 1 << 16

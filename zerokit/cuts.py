@@ -1,0 +1,91 @@
+"""Intervals of elements, and cuts: where a stretch of elements is divided into neighbouring intervals.
+
+    bounds  0          128         256         384      Cut.equal(numel=300, pieces=3)
+    pieces  |-- 0 -----|--- 1 -----|--- 2 -----|
+    owners                  |---------|                 of Interval(150, 270): pieces 1 and 2
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+ALIGNMENT = 64
+"""Elements. 64 fp32 elements are four cache lines and no fewer than any CPU's or GPU's vector width."""
+
+
+def align(numel: int, alignment: int = ALIGNMENT) -> int:
+    """The smallest multiple of `alignment` that is at least `numel`."""
+    return -(-numel // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Interval:
+    """An interval of elements, `start` to `stop` (exclusive)."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def intersection(self, other: Interval) -> Interval:
+        """The intersection; an empty interval if they do not overlap."""
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def shifted(self, by: int) -> Interval:
+        return Interval(self.start + by, self.stop + by)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a stretch of elements is divided among ranks: ascending `bounds`, one more than there are pieces."""
+
+    bounds: Sequence[int]
+
+    @classmethod
+    def equal(cls, numel: int, pieces: int, alignment: int = ALIGNMENT) -> Cut:
+        """Equal pieces, each a multiple of `alignment`, for at least `numel` elements from 0 on."""
+        size = align(-(-numel // pieces), alignment)
+        # A range is as small for thousands of ranks as for two.
+        return cls(range(0, size * pieces + 1, size) if size else (0,) * (pieces + 1))
+
+    def __len__(self) -> int:
+        """The number of pieces."""
+        return len(self.bounds) - 1
+
+    @property
+    def whole(self) -> Interval:
+        """What is divided."""
+        return Interval(self.bounds[0], self.bounds[-1])
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of each piece, for what works on equal ones only. Raises `ValueError` for a cut into others."""
+        bounds, size = self.bounds, self.bounds[1] - self.bounds[0]
+        if not isinstance(bounds, range) and any(b - a != size for a, b in pairwise(bounds)):
+            raise ValueError(f"expected a cut into equal pieces, not one at {', '.join(map(str, bounds))}")
+        return size
+
+    def piece(self, index: int) -> Interval:
+        return Interval(self.bounds[index], self.bounds[index + 1])
+
+    def owners(self, interval: Interval) -> range:
+        """The pieces that hold some of an interval, which are neighbours; none if it is empty."""
+        if not interval.numel:
+            return range(0)
+        return range(bisect_right(self.bounds, interval.start) - 1, bisect_left(self.bounds, interval.stop))
+
+    def joined(self, count: int) -> Cut:
+        """The coarser cut that joins each `count` neighbours, which divides the number of pieces."""
+        return Cut(self.bounds[::count])
+
+    def part(self, first: int, count: int) -> Cut:
+        """The cut of `count` neighbouring pieces alone, from piece `first` on."""
+        return Cut(self.bounds[first : first + count + 1])
