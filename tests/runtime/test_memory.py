@@ -120,7 +120,7 @@ def test_freed_memory_reads_as_nan_and_the_shard_stays(numel: int, dtype: torch.
         assert unit.kept.tensor.eq(number).all()
 
 
-def _faults_of_gathering(same: bool) -> int:
+def _faults_of_engine(same: bool) -> int:
     """Page faults of writing a unit behind the free of itself, or of another one of its size."""
     earlier, later = _units(_SHORT, 2)
     for _ in range(3):
@@ -140,7 +140,7 @@ def _faults_of_gathering(same: bool) -> int:
 @on_glibc
 @pytest.mark.parametrize("same", [True, False])
 def test_a_unit_takes_pages_that_were_freed(same: bool) -> None:
-    faults = run_alone(_faults_of_gathering, same)
+    faults = run_alone(_faults_of_engine, same)
     pages = _SHORT * 4 // resource.getpagesize()
     if same or _KERNEL >= (5, 13):  # an older kernel cannot move pages of a mapped file
         assert faults < pages // 10

@@ -127,7 +127,7 @@ def save(
     """
     runtime = optimizer.runtime
     runtime.control.finish()
-    runtime.gathering.take_changes()  # weights that were clamped, say, since the last step: masters are what is written
+    runtime.engine.take_changes()  # weights that were clamped, say, since the last step: masters are what is written
     together = Together(runtime.collectives)
     finish_saving(
         optimizer, together

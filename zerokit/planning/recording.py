@@ -145,7 +145,7 @@ class Recording:
 def _fresh_bytes(trace: ModelTrace, levels: NDArray[np.int64]) -> int:
     """By how much activations outgrow what the heap still has, where it hands freed memory back at three moments.
 
-    These are the end of forward, and when backward comes to the first and to the last unit (`runtime.gathering`).
+    These are the end of forward, and when backward comes to the first and to the last unit (`runtime.engine`).
     """
     scoped = [
         event.sample

@@ -21,7 +21,7 @@ from zerokit.layout import build_layout, default_bucket_bytes
 from zerokit.placement import Placement, without_lone_axis
 from zerokit.runtime.admission import choose_kernel, probe, require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
-from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.engine import Engine
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.memory import Heap
@@ -93,10 +93,10 @@ class Runtime:
         # What they hold, and what moves it.
         self.units = self._take_over(parts, options)
         self.gradients = Gradients(self.units, self.collectives, precision, self.layout)
-        self.gathering = Gathering(self.units, self.gradients, self.collectives, options.prefetch)
-        self.weights = WholeWeights(model, self.gathering, self.collectives, precision.master)
+        self.engine = Engine(self.units, self.gradients, self.collectives, options.prefetch)
+        self.weights = WholeWeights(model, self.engine, self.collectives, precision.master)
         statistics = keep_statistics(model, precision.compute)
-        self.walk = ModelWalk(model, parts, self.gathering, precision)
+        self.walk = ModelWalk(model, parts, self.engine, precision)
         self.hooks = [*statistics, *self.walk.hooks]
         """What was registered in the model, for its release."""
         for number, entry in enumerate(groups):
@@ -108,7 +108,7 @@ class Runtime:
             guard_readers()
             model.__dict__[WALK] = self.walk
         else:
-            weakref.finalize(self.walk, self.gathering.finish_updates).atexit = False
+            weakref.finalize(self.walk, self.engine.finish_updates).atexit = False
 
     def _take_over(self, parts: Anatomy, options: Options) -> list[UnitState]:
         """The units, one after the other, with rank 0's values of parameters; and its buffers."""
@@ -146,8 +146,8 @@ class Runtime:
 
     def settle(self) -> None:
         """Wait until all masters are current and nothing is in flight, so that they may be changed. Collective."""
-        self.gathering.take_changes()
-        self.gathering.free_all()
+        self.engine.take_changes()
+        self.engine.free_all()
 
     def publish(self, *, frozen: bool = False) -> None:
         """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective."""
@@ -157,7 +157,7 @@ class Runtime:
                 if not unit.unit.trainable:
                     unit.gather_from_owners()
                     unit.complete()
-        self.gathering.gather_updated()
+        self.engine.gather_updated()
 
 
 def _start_of_rank_0(model: nn.Module, collectives: Collectives) -> tuple[int, frozenset[str]]:

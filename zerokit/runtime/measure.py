@@ -42,7 +42,7 @@ def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
         placement=runtime.placement,
         sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
         buffers=sum(buffer.untyped_storage().nbytes() for buffer in runtime.model.buffers()),
-        reductions=runtime.gathering.order.backward.units(Kind.REDUCE),
+        reductions=runtime.engine.order.backward.units(Kind.REDUCE),
     )
 
 
@@ -54,7 +54,7 @@ def predicted_traffic(
         runtime.layout,
         placement=runtime.placement,
         sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
-        order=runtime.gathering.order,
+        order=runtime.engine.order,
         micro_batches=micro_batches,
         reductions=reductions,
     )

@@ -110,7 +110,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self.runtime = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self._collectives, self._control = self.runtime.collectives, self.runtime.control
-        self._gradients, self._gathering = self.runtime.gradients, self.runtime.gathering
+        self._gradients, self._engine = self.runtime.gradients, self.runtime.engine
         self._walk = self.runtime.walk
         super().__init__(self.runtime.inner)
         self.ema: Average | None = None
@@ -121,7 +121,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._modes = Modes(self.runtime)
         self._totals = Totals(self._gradients, self._collectives, self._control)
         self.methods = ModelMethods(
-            self.runtime.model, self._gathering, self.runtime.weights, self.runtime.hooks, self
+            self.runtime.model, self._engine, self.runtime.weights, self.runtime.hooks, self
         )
         """The model's own methods while it is managed."""
         self._collectives.take_traffic()
@@ -236,7 +236,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         self._walk.finish()
         updates, self.scaler = self._totals.settle(self.scaler)
         if updates:
-            self._gathering.take_changes()
+            self._engine.take_changes()
             self._collectives.wait_for_readers()
             for hook in self._optimizer_step_pre_hooks.values():
                 hook(self, (), {})
@@ -248,7 +248,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             self.skipped_steps += 1
         self._last_traffic = self._collectives.take_traffic()
         if updates:
-            self._gathering.gather_updated()
+            self._engine.gather_updated()
         self.after_update()
         self.refuse("")
         for hook in self._optimizer_step_post_hooks.values() if updates else ():
@@ -294,11 +294,11 @@ class ZeroOptimizer(ForwardingOptimizer):
         require_rank(source, self.layout.world)
         self._control.finish()
         if source is None:
-            with self._gathering.opened(agree=True):
+            with self._engine.opened(agree=True):
                 yield
         else:
             buffers = buffers_from(source, self.runtime.model, self._collectives)
-            with self.refusing(ONE_RANK_SAYS), self._gathering.opened(source, agree=True), buffers:
+            with self.refusing(ONE_RANK_SAYS), self._engine.opened(source, agree=True), buffers:
                 yield
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

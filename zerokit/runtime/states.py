@@ -137,7 +137,7 @@ class ForwardingOptimizer(TorchInterface):
 
 def take_state(runtime: Runtime) -> dict[str, Any]:
     """This rank's part, apart from the loss scale."""
-    runtime.gathering.take_changes()  # weights that were changed in place: masters are what is taken
+    runtime.engine.take_changes()  # weights that were changed in place: masters are what is taken
     return {
         "inner": runtime.inner.state_dict(),
         "divided": [unit.divided for unit in runtime.units],
@@ -159,7 +159,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
     runtime.collectives.note_path(
         zlib.crc32(repr(checksums(state["masters"]) if whole else "loaded").encode())
     )
-    runtime.gathering.make_current()  # what the last step has updated may still be on its way
+    runtime.engine.make_current()  # what the last step has updated may still be on its way
     for unit, divided in zip(runtime.units, state["divided"], strict=True):
         if divided and not unit.divided:
             unit.divide(runtime.inner)

@@ -1,4 +1,4 @@
-"""The reactions to PyTorch's hooks: gathering and gradients follow the forward and backward passes.
+"""The reactions to PyTorch's hooks: the engine and gradients follow the forward and backward passes.
 
 Hooks hold weak references only. Units are announced by calls of their own modules, the rest by the modules that hold
 its weights; guarded parameters notice uses past these.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError
 from zerokit.runtime.buckets import UnitGradients
-from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.engine import Engine
 from zerokit.runtime.guard import Owner
 from zerokit.runtime.hooks import (
     Hook,
@@ -74,11 +74,9 @@ class _GradientHook(Hook):
 class ModelWalk(Owner):
     """The model's position: in forward, in backward, or between; its guarded parameters ask what they may."""
 
-    def __init__(
-        self, model: nn.Module, anatomy: Anatomy, gathering: Gathering, precision: Precision
-    ) -> None:
-        self.units, self._gathering, self._gradients = gathering.units, gathering, gathering.gradients
-        self._passes = gathering.passes
+    def __init__(self, model: nn.Module, anatomy: Anatomy, engine: Engine, precision: Precision) -> None:
+        self.units, self._engine, self._gradients = engine.units, engine, engine.gradients
+        self._passes = engine.passes
         self._precision, self._device = precision, self.units[0].device.type
         self._in_forward = False
         self._under_way = False  # whether a backward pass has begun, and not ended or been abandoned
@@ -121,7 +119,7 @@ class ModelWalk(Owner):
 
     def read(self, unit: int, name: str) -> None:
         with outside_transforms():
-            self._gathering.read(unit, name, in_forward=self._in_forward, in_backward=in_backward())
+            self._engine.read(unit, name, in_forward=self._in_forward, in_backward=in_backward())
 
     def has_gradient(self, unit: int, positions: Iterable[int]) -> bool:
         return not in_backward() and any(self._gradients.holds(unit, position) for position in positions)
@@ -154,25 +152,25 @@ class ModelWalk(Owner):
         if self._under_way:
             self.abandon()
         if self._in_forward:
-            self._gathering.free_all()  # the last forward ended in an exception
+            self._engine.free_all()  # the last forward ended in an exception
         if self._registrations != registrations()[0]:
             require_known(module, self._known)
             self._registrations = registrations()[0]
-        recorded = self._gathering.recording.recorded
+        recorded = self._engine.recording.recorded
         if not recorded:
             require_unwrapped(module)
         if self._frees and not recorded and self._device == "cuda":
             require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
-        self._gathering.take_changes()
+        self._engine.take_changes()
         if torch.is_autocast_enabled(self._device):
             # Weights cast in an earlier forward would receive their gradients after everything of this one, and both
             # forwards' would be added in half precision where the weight stays: equal bits at all stages need neither.
             torch.clear_autocast_cache()
         training = torch.is_grad_enabled()
         with outside_transforms():
-            self._gathering.begin_forward(training=training)
+            self._engine.begin_forward(training=training)
         for unit in self.units:
             if not unit.guarded:
                 unit.note_requires_grad()
@@ -188,23 +186,23 @@ class ModelWalk(Owner):
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(hook)
-        gathering = self._gathering
+        engine = self._engine
         with outside_transforms():
-            announced = self._announcers.items() if gathering.records else ()
+            announced = self._announcers.items() if engine.records else ()
             lazy = {index for index, modules in announced if modules <= self._called}
-            gathering.end_forward(training=torch.is_grad_enabled(), lazy=lazy)
+            engine.end_forward(training=torch.is_grad_enabled(), lazy=lazy)
         self._in_forward = False
 
     def _before_unit(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if in_backward():
             self._begin_backward()
-            self._gathering.enter_backward(units)
-        elif not self._frees and self._gathering.recording.recorded:
+            self._engine.enter_backward(units)
+        elif not self._frees and self._engine.recording.recorded:
             for unit in units:
                 if unit.guarded:  # on its way, where its owners have updated it
-                    self._gathering.enter_aside(unit)
+                    self._engine.enter_aside(unit)
         else:
-            if not self._gathering.recording.recorded:
+            if not self._engine.recording.recorded:
                 self._called.add(module)
             if self._in_forward:
                 for unit in units:
@@ -220,12 +218,12 @@ class ModelWalk(Owner):
     def _enter(self, units: list[UnitState], module: nn.Module, args: Any, kwargs: Any) -> None:
         with outside_transforms():
             if self._in_forward:
-                self._gathering.enter(units)
+                self._engine.enter(units)
             else:
                 for unit in units:
                     if torch.is_grad_enabled():
                         self._passes.unwatched.add(unit.index)
-                    self._gathering.enter_aside(unit)
+                    self._engine.enter_aside(unit)
         if self._frees and torch.is_grad_enabled():
             self._given[module] = {
                 origin(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args)
@@ -233,17 +231,17 @@ class ModelWalk(Owner):
 
     def _is_freed(self, unit: UnitState) -> bool:
         """Whether `unit` is freed when its pass has left it."""
-        return unit.comes_and_goes and unit.index not in self._gathering.order.kept
+        return unit.comes_and_goes and unit.index not in self._engine.order.kept
 
     def _after_unit(self, units: list[UnitState], module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
             return
-        outermost = [unit for unit in units if self._gathering.leave(unit)]
+        outermost = [unit for unit in units if self._engine.leave(unit)]
         given = self._given.pop(module, ())
         if not outermost:
             return
         if not self._in_forward:
-            self._gathering.leave_aside()
+            self._engine.leave_aside()
         tensors = list(tensors_in(output))
         grad = torch.is_grad_enabled()
         unseen = grad and (not tensors or transforming())
@@ -253,7 +251,7 @@ class ModelWalk(Owner):
             # No hook shows when backward, or whoever has a view of a weight, reads this unit for the last time.
             whole = unit.whole.tensor
             if unseen or any(share_memory(tensor, whole) for tensor in tensors):
-                self._gathering.hold(unit)
+                self._engine.hold(unit)
         if unseen or not grad:
             return
         current = self._passes.current if self._in_forward else self._passes.aside
@@ -294,14 +292,14 @@ class ModelWalk(Owner):
             current.consume(self._accumulates)
         if torch.is_grad_enabled():
             self._makes_graph = True
-            self._gathering.keep_graph()
-        self._gathering.enter_backward(units, current, uses)
+            self._engine.keep_graph()
+        self._engine.enter_backward(units, current, uses)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
         if not self._under_way:
             self._begin_backward()
         if self._gradients.accept(index, position, parameter):
-            self._gathering.reductions.note_complete(index)
+            self._engine.reductions.note_complete(index)
 
     def _begin_backward(self) -> None:
         if self._under_way:
@@ -317,18 +315,18 @@ class ModelWalk(Owner):
 
     def _start_backward(self, *, accumulates: bool) -> None:
         self._accumulates, self._makes_graph = accumulates, False
-        self._gathering.begin_backward(accumulates=accumulates)
+        self._engine.begin_backward(accumulates=accumulates)
 
     def _end_backward(self) -> None:
         if self._accumulates:
-            self._gathering.end_backward()
+            self._engine.end_backward()
             if not self._makes_graph:
-                self._gathering.drop()
-            self._gathering.free_all()
+                self._engine.drop()
+            self._engine.free_all()
             self._passes.end_backward()
         elif not self._in_forward:
-            self._gathering.end_backward()
-            self._gathering.free_all()
+            self._engine.end_backward()
+            self._engine.free_all()
         self._under_way = False
 
     # ---- between passes
@@ -350,7 +348,7 @@ class ModelWalk(Owner):
             self._start_backward(accumulates=True)
             self._end_backward()
         self._passes.clear()
-        self._gathering.drop()
+        self._engine.drop()
 
     def forget(self) -> None:
         """Drop all gradients, including those of an unfinished backward pass."""
@@ -361,8 +359,8 @@ class ModelWalk(Owner):
     def abandon(self) -> None:
         """Abandon an unfinished pass; gradients of earlier passes cannot be separated from its own."""
         self._gradients.forget(mixed=self._had_gradients)
-        self._gathering.drop()
-        self._gathering.free_all()
+        self._engine.drop()
+        self._engine.free_all()
         self._passes.clear()
         for unit in self.units:  # whose parameters an exception may have left guarded in part
             unit.unguard()

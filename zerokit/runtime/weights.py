@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zerokit.formulas import TrafficReport
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.engine import Engine
 from zerokit.runtime.guard import TICKET, Guarded
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
@@ -28,9 +28,9 @@ class WholeWeights:
     """
 
     def __init__(
-        self, model: nn.Module, gathering: Gathering, collectives: Collectives, master: torch.dtype
+        self, model: nn.Module, engine: Engine, collectives: Collectives, master: torch.dtype
     ) -> None:
-        self._model, self._gathering = weakref.ref(model), gathering
+        self._model, self._engine = weakref.ref(model), engine
         self._collectives, self._master = collectives, master
         self.is_shown = False
 
@@ -44,7 +44,7 @@ class WholeWeights:
         """
         model = self._model()
         assert model is not None
-        if self.is_shown or self._gathering.is_open:
+        if self.is_shown or self._engine.is_open:
             yield
             return
         with standing_in(model, self._take(as_built=as_built, all_units=False)):
@@ -56,7 +56,7 @@ class WholeWeights:
 
     def attend(self) -> None:
         """Take part in `shown()` of ranks that want the weights, and hold one unit at a time."""
-        if not self._gathering.is_open:
+        if not self._engine.is_open:
             for _ in self._gathered(as_built=True, all_units=False):
                 pass
 
@@ -77,10 +77,10 @@ class WholeWeights:
 
     def give_back(self) -> dict[nn.Parameter, Tensor]:
         """The whole values of all parameters as they were built, which the units do not manage any more."""
-        self._gathering.free_all()
+        self._engine.free_all()
         values = self._take(as_built=True, all_units=True)
         self._collectives.wait_for_readers()
-        for unit in self._gathering.units:
+        for unit in self._engine.units:
             unit.give_back(values)
         return values
 
@@ -98,10 +98,10 @@ class WholeWeights:
     def _gathered(self, *, as_built: bool, all_units: bool) -> Iterator[tuple[UnitState, Shards]]:
         """Units whose parameters are not what is to be shown, or all, each with its whole values for now."""
         # Another rank may still be reading what this one has offered of a unit: one gather of it at a time.
-        self._gathering.make_current()
-        self._gathering.take_changes()
+        self._engine.make_current()
+        self._engine.take_changes()
         with self._collectives.counting(TrafficReport()):
-            for unit in self._gathering.units:
+            for unit in self._engine.units:
                 changes = as_built and any(
                     getattr(torch, p.dtype) != unit.dtype for p in unit.unit.parameters
                 )

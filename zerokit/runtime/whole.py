@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zerokit.errors import UsageError
-from zerokit.runtime.gathering import Gathering
+from zerokit.runtime.engine import Engine
 from zerokit.runtime.guard import refuse_moving
 from zerokit.runtime.unit import UnitState
 from zerokit.runtime.walk import WALK
@@ -40,13 +40,13 @@ class ModelMethods:
     def __init__(
         self,
         model: nn.Module,
-        gathering: Gathering,
+        engine: Engine,
         weights: WholeWeights,
         hooks: Sequence[RemovableHandle],
         managing: Managing,
     ) -> None:
         """Install them in the optimizer's `model`, in which `hooks` have been registered for it before."""
-        self._gathering, self._weights, self._managing = gathering, weights, weakref.ref(managing)
+        self._engine, self._weights, self._managing = engine, weights, weakref.ref(managing)
         self.install(model)
         self._hooks = [
             *hooks,
@@ -57,7 +57,7 @@ class ModelMethods:
 
     def install(self, model: nn.Module) -> None:
         """Install them in `model`: the optimizer's, or another module over the same parameters."""
-        gathering, weights, reference = self._gathering, self._weights, self._managing
+        engine, weights, reference = self._engine, self._weights, self._managing
         model_reference = weakref.ref(model)  # what stands in the model must not keep it alive
 
         def own() -> nn.Module:
@@ -75,9 +75,9 @@ class ModelMethods:
                 managing.zero_grad()
 
         def apply(function: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-            if _only_copies(function, gathering.units):
-                function = _of_others(function, gathering.units)
-            guarded = [unit for unit in gathering.units if unit.guarded]
+            if _only_copies(function, engine.units):
+                function = _of_others(function, engine.units)
+            guarded = [unit for unit in engine.units if unit.guarded]
             for unit in guarded:
                 unit.unguard()
             try:
@@ -90,17 +90,17 @@ class ModelMethods:
             # `keep_vars=True` asks for the parameters themselves.
             themselves = kwargs.get("keep_vars", len(args) > 2 and args[2])
             # Every hook and override of the model's modules finds whole weights, whatever it makes of them.
-            with gathering.opened() if themselves else weights.shown():
+            with engine.opened() if themselves else weights.shown():
                 state = plain("state_dict", *args, **kwargs)
             return state if themselves else _tied(state, own())
 
         def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-            before = gathering.is_open
+            before = engine.is_open
             try:
                 return plain("load_state_dict", *args, **kwargs)
             finally:
-                if gathering.is_open > before:  # an exception in a module's own loading
-                    gathering.close()
+                if engine.is_open > before:  # an exception in a module's own loading
+                    engine.close()
 
         def save_pretrained(*args: Any, **kwargs: Any) -> Any:
             """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
@@ -142,10 +142,10 @@ class ModelMethods:
                 "load_state_dict(assign=True) would put other parameters into the model, which nothing updates: "
                 "omit assign=True, so that values are copied"
             )
-        self._gathering.open()
+        self._engine.open()
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        self._gathering.close(agree=True)
+        self._engine.close(agree=True)
 
 
 _INSTALLED = ("state_dict", "load_state_dict", "zero_grad", "save_pretrained", "_apply", "__deepcopy__")

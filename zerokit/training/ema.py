@@ -84,7 +84,7 @@ class Ema:
         Raises `UsageError` inside `applied()`.
         """
         self._living().require_own_weights("update()")
-        self._runtime.gathering.take_changes()
+        self._runtime.engine.take_changes()
         averages, weights = [], []
         for _, master, state in self._runtime.masters():
             if EMA in state:
@@ -128,7 +128,7 @@ class Ema:
         if optimizer.refusal:
             raise UsageError(f"applied() refused: {optimizer.refusal}")
         runtime = self._runtime
-        if runtime.gathering.is_open:
+        if runtime.engine.is_open:
             raise UsageError("applied() inside gathered(): enter applied() first, and gathered() inside")
         if runtime.gradients.shown:
             raise UsageError("applied() inside gathered_gradients(): leave that context first")

@@ -92,7 +92,7 @@ class Masters:
             for state in states:
                 if runtime.placement.update:
                     state.gather_from_owners()
-                elif runtime.gathering.is_open and state.comes_and_goes:
+                elif runtime.engine.is_open and state.comes_and_goes:
                     state.gather()  # whole parameters are shown
                 state.complete()
             runtime.collectives.wait_for_readers()

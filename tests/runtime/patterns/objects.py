@@ -290,7 +290,7 @@ def failed_load(engine: Engine) -> None:
     with contextlib.suppress(ZeroDivisionError):
         engine.model.load_state_dict(engine.weights())
     hook.remove()
-    engine.record(not engine.plain and engine.optimizer.runtime.gathering.is_open)
+    engine.record(not engine.plain and engine.optimizer.runtime.engine.is_open)
     try:
         engine.model.load_state_dict({"first.weight": torch.zeros(3, 3)})
     except RuntimeError as error:

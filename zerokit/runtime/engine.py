@@ -33,7 +33,7 @@ from zerokit.schedule import Cursor, Kind, Operation, Order, Plan
 _NOTHING = Plan()
 
 
-class Gathering:
+class Engine:
     """Moves units along the plans of an order, `prefetch` stops ahead of the unit that computes."""
 
     def __init__(
