@@ -31,7 +31,8 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + block(x)[0]
-        return self.head(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 def sequences() -> list[torch.Tensor]:
@@ -39,7 +40,9 @@ def sequences() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(512).log_normal_(3.2, 0.7, generator=generator).clamp(3, 200).long().tolist()
     starts = torch.randint(VOCABULARY, (512,), generator=generator).tolist()
-    return [(torch.arange(length) + start) % VOCABULARY for length, start in zip(lengths, starts, strict=True)]
+    return [
+        (torch.arange(length) + start) % VOCABULARY for length, start in zip(lengths, starts, strict=True)
+    ]
 
 
 def pad(batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +63,7 @@ model = Model().to(device)
 optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=3e-3)
 data = sequences()
 batches = zerokit.Batches([len(each) for each in data], samples=32, micro_tokens=400)
-loader = DataLoader(data, batch_sampler=batches, collate_fn=pad)
+loader = DataLoader[torch.Tensor](data, batch_sampler=batches, collate_fn=pad)  # type: ignore[arg-type]
 
 for step in batches.steps(loader):
     total = torch.zeros((), device=device)
@@ -75,7 +78,9 @@ for step in batches.steps(loader):
     optimizer.zero_grad()
     dist.all_reduce(total)
     if dist.get_rank() == 0 and batches.step % 16 == 0:
-        print(f"step {batches.step}, epoch {batches.epoch:.2f}: loss {total / optimizer.last_count:.3f}")
+        print(
+            f"step {batches.step}, epoch {batches.epoch:.2f}: loss {total / (optimizer.last_count or 1):.3f}"
+        )
     if batches.step == 48:
         break
 

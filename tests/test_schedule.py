@@ -15,7 +15,7 @@ from zerokit.schedule import Cursor, Kind, Operation, Order, Plan
 
 def line(scopes: list[tuple[str, ...]], frozen: set[int] = frozenset()) -> list[Unit]:  # type: ignore[assignment]
     return [
-        Unit(index, names, (Parameter(f"p{index}", (64,), trainable=index not in frozen),), 2)
+        Unit.equal(index, names, (Parameter(f"p{index}", (64,), trainable=index not in frozen),), 2)
         for index, names in enumerate(scopes)
     ]
 

@@ -18,6 +18,7 @@ from tests.support.distributed import run_alone, run_ranks
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import train_alone
 from tests.support.training import Run, digest, train_all, train_zero, trained, whole_weights
+from zerokit.runtime.precision import DtypeName
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp_784_256_10", "lora"])
@@ -245,7 +246,7 @@ def test_plain_backward_under_fp16_is_refused(stage: int) -> None:
         torch.autograd.backward(model(torch.ones(1, 3)).sum())
 
 
-def _one_backward_a_step(stage: Any, precision: str, clip: bool) -> Tensor:
+def _one_backward_a_step(stage: Any, precision: DtypeName, clip: bool) -> Tensor:
     torch.manual_seed(0)
     model = nn.Linear(16, 16, bias=False)
     scale = zerokit.LossScale(value=4.0, interval=1)

@@ -17,6 +17,7 @@ import zerokit
 from tests.support.distributed import run_ranks
 from zerokit.errors import UsageError
 from zerokit.placement import stage_of
+from zerokit.runtime.precision import DtypeName
 
 CASES: list[dict[str, Any]] = [
     *({"stage": stage, "precision": precision} for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")),
@@ -39,7 +40,7 @@ class Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def made(stage: int, precision: str, steps: int = 2) -> tuple[Net, zerokit.ZeroOptimizer]:
+def made(stage: int, precision: DtypeName, steps: int = 2) -> tuple[Net, zerokit.ZeroOptimizer]:
     torch.manual_seed(0)
     model = Net()
     optimizer = zerokit.ZeroOptimizer(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -190,7 +190,7 @@ class Batches:
             self._planned.append((len(own), place))
             yield from (each.tolist() for each in own)
 
-    def steps(self, loader: Any) -> Iterator[Iterator[T]]:
+    def steps(self, loader: Iterable[T]) -> Iterator[Iterator[T]]:
         """The loader's batches step by step, from the current place on.
 
         The place moves when a step's last micro-batch has been taken, so a save after that continues with the next
