@@ -67,11 +67,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             half precision with fp32 masters, there is no autocast.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
         mixed_precision: "no", "bf16" or "fp16"; by default that of `accelerate launch`.
-        **options: the other arguments of `Accelerator`. Of `kwargs_handlers`, GradScalerKwargs become the loss scale,
-            DistributedDataParallelKwargs the wire (`comm_hook`) and `bucket_mb`.
+        **options: the other arguments of `Accelerator`; docs/integrations.md lists what becomes of `kwargs_handlers`.
 
-    Micro-batches add up in whole gradients, as under DDP's `no_sync`;
-    `GradientAccumulationPlugin(sync_each_batch=True)` keeps them sharded at stages 2 and 3, and reduces each.
+    Micro-batches add up in whole gradients, as under `no_sync`; `GradientAccumulationPlugin(sync_each_batch=True)`
+    keeps them sharded at stages 2 and 3, and reduces each.
 
     Raises `UsageError` for another engine (DeepSpeed, FSDP, Megatron-LM), torch.compile, `even_batches=False`, handlers
     that cannot be followed, and without a process group.

@@ -17,9 +17,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zerokit.errors import UsageError
+from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Unit
-from zerokit.runtime.torch_internals import NO_CONTEXT, leaves_of, profiling, uncompiled
+from zerokit.runtime.torch_internals import NO_CONTEXT, compiles_backward, leaves_of, profiling, uncompiled
 
 
 class Hook:
@@ -133,3 +133,24 @@ def profiled(what: str, unit: Unit | None = None) -> AbstractContextManager[obje
     if not profiling():
         return NO_CONTEXT
     return profiler.record_function(f"zerokit: {what}" if unit is None else f"zerokit: {what} {unit.name}")
+
+
+def differentiate(
+    loss: Tensor, *, retain_graph: bool | None, create_graph: bool, frees_weights: bool
+) -> None:
+    """Run `loss.backward()`, and explain what fails in it where a runtime `frees_weights` between passes."""
+    if compiles_backward():
+        raise UsageError(
+            "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
+            "torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (with their backward)"
+        )
+    try:
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph)
+    except RuntimeError as error:
+        if frees_weights and "modified by an inplace operation" in str(error):
+            raise ScheduleError(
+                f"{error} At stage 3 this is also the error for a weight that backward reads where no output or "
+                "attribute of its unit leads to it: name the module that reads it in units=, run forward and backward "
+                "inside `with optimizer.gathered():`, or train at stage 2"
+            ) from error
+        raise

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerokit.errors import ScheduleError, UsageError
+from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.counts import Count, require_count
-from zerokit.runtime.hooks import profiled
+from zerokit.runtime.hooks import differentiate, profiled
 from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
@@ -36,11 +36,7 @@ from zerokit.runtime.states import (
     load_state,
     take_state,
 )
-from zerokit.runtime.step import (
-    INTERRUPTED,
-    update_masters,
-)
-from zerokit.runtime.torch_internals import compiles_backward
+from zerokit.runtime.step import INTERRUPTED, update_masters
 from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
@@ -160,25 +156,13 @@ class ZeroOptimizer(ForwardingOptimizer):
         """
         require_count(count)
         self._totals.forget()
-        if compiles_backward():
-            raise UsageError(
-                "compiled autograd runs backward on tensors without values, which cannot be reduced: keep "
-                "torch._dynamo.config.compiled_autograd off, and compile the model or its blocks (with their backward)"
+        with LossScale.applied(None if self.scaler is None else self.scaler.value, count):
+            differentiate(
+                loss if self.scaler is None else loss * self.scaler.value,
+                retain_graph=retain_graph,
+                create_graph=create_graph,
+                frees_weights=self.runtime.placement.cuts_parameters,
             )
-        scale = None if self.scaler is None else self.scaler.value
-        try:
-            with LossScale.applied(scale, count):
-                (loss if scale is None else loss * scale).backward(
-                    retain_graph=retain_graph, create_graph=create_graph
-                )
-        except RuntimeError as error:
-            if self.runtime.placement.cuts_parameters and "modified by an inplace operation" in str(error):
-                raise ScheduleError(
-                    f"{error} At stage 3 this is also the error for a weight that backward reads where no output or "
-                    "attribute of its unit leads to it: name the module that reads it in units=, run forward and "
-                    "backward inside `with optimizer.gathered():`, or train at stage 2"
-                ) from error
-            raise
 
     def accumulate(self) -> AbstractContextManager[None]:
         """A context in which backward passes add up gradients on this rank; the first one outside reduces them all.
