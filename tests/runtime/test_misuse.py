@@ -150,7 +150,6 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model": nn.Linear(2, 2, dtype=torch.complex64)}, ("complex64", "view_as_real")),
     ({"model": _with_a_sparse_buffer()}, ("buffer adjacency", "sparse_coo", "plain attribute")),
     ({"model": _expanded()}, ("bias is expanded", "share memory", ".clone()")),
-    ({"model": _with_buffer(torch.ones(1).expand(3))}, ("scale is expanded",)),
     ({"model": _from_inference()}, ("0.weight was made inside torch.inference_mode()", "torch.no_grad()")),
     ({"model": _scripted()}, ("0 is a RecursiveScriptModule of torch.jit", "plain module")),
 ]

@@ -11,7 +11,7 @@ from zerokit.runtime.torch_internals import elements_share_memory
 
 
 def require_ordinary_tensors(model: nn.Module) -> None:
-    """Raise `UsageError` for scripted and lazy modules, expanded tensors, and what inference mode has made."""
+    """Raise `UsageError` for scripted and lazy modules, expanded parameters, and what inference mode has made."""
     if torch.is_inference_mode_enabled():
         raise UsageError(
             "ZeroOptimizer is built inside torch.inference_mode(), whose tensors cannot be trained: build it outside"
@@ -33,7 +33,7 @@ def require_ordinary_tensors(model: nn.Module) -> None:
                 f"{name} was made inside torch.inference_mode(), so it cannot be trained: build or load the model "
                 "outside, under torch.no_grad() where that is wanted"
             )
-        if elements_share_memory(tensor):
+        if isinstance(tensor, nn.Parameter) and elements_share_memory(tensor):
             raise UsageError(
                 f"{name} is expanded: several of its elements share memory, and an update would give them different "
                 "values: keep the small tensor and expand it in forward, or copy it with .clone()"

@@ -21,6 +21,10 @@ from zerokit.runtime.counts import sum_over_ranks
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.unit import UnitState, write_back
 
+_NUMBERS = 9
+"""Numbers of a step's messages. All are equally long: gloo ends a process that receives more than it asked for, so a
+rank that leaves a message out would end another one before that finds that they took different paths."""
+
 
 class StepControl:
     """The ranks' agreement before a step: whether any has gradients, of how many samples or tokens, whether all are
@@ -129,18 +133,19 @@ def global_norm(
 ) -> tuple[Tensor, Tensor]:
     """The `norm_type`-norm of all ranks' `shards` together, and the sum of their counts; both 0-d, fp64.
 
-    They travel together, by one all-reduce. Partial sums in fp32 would differ with the cut (29 different results in 30
+    They travel in one all-reduce. Partial sums in fp32 would differ with the cut (29 different results in 30
     cuts, measured).
     """
     if math.isinf(norm_type):
         largest = _largest(shards, collectives.device)
         # A maximum over ranks may drop a nan. Each rank's count has a place of its own in it.
-        both = torch.zeros(1 + collectives.world, dtype=torch.float64, device=collectives.device)
+        numbers = max(1 + collectives.world, _NUMBERS)
+        both = torch.zeros(numbers, dtype=torch.float64, device=collectives.device)
         both[0] = torch.where(largest.isnan(), math.inf, largest)
         both[1 + collectives.rank] = count
         collectives.all_reduce(both, dist.ReduceOp.MAX)
         return both[0], both[1:].sum()
-    both = torch.zeros(2, dtype=torch.float64, device=collectives.device)
+    both = torch.zeros(_NUMBERS, dtype=torch.float64, device=collectives.device)
     both[0] = _power_sum(shards, norm_type, collectives.device)
     both[1] = count
     collectives.all_reduce(both, dist.ReduceOp.SUM)
