@@ -62,6 +62,23 @@ def varying_micro_batches(engine: Engine) -> None:
     engine.update(engine.loss(), max_norm=0.1)
 
 
+@pattern.each_step(
+    "losses that are sums over unequal numbers of samples, with their `count`, clipped at times"
+)
+def counted(engine: Engine) -> None:
+    counts = [(1, 5, 0, 7)[(engine.number + rank) % 4] for rank in range(engine.world)]
+    own = counts[engine.rank]
+    loss = engine.model(engine.data(8, 8)[:own]).square().sum()
+    if engine.plain:
+        engine.backward(loss * engine.world / sum(counts))
+    else:
+        engine.optimizer.backward(loss, count=own)
+        engine.record(loss * engine.world / sum(counts))
+    if engine.number % 2:
+        engine.clip(0.1)
+    engine.finish()
+
+
 @pattern.each_step("micro-batches inside `accumulate()`, the last one after it or inside as well")
 def accumulate(engine: Engine) -> None:
     with engine.accumulate():
