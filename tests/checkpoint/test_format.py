@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import math
+import re
 import tracemalloc
 import zlib
 from collections.abc import Callable
