@@ -21,7 +21,7 @@ together with the kept ones, and no others.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -49,6 +49,15 @@ class Operation(NamedTuple):
     number: int
 
 
+class Segment(NamedTuple):
+    """What a plan has around one use, from `start` to `end`: before it, and behind it until a unit is freed or used."""
+
+    start: int
+    before: tuple[Operation, ...]
+    behind: tuple[Operation, ...]
+    end: int
+
+
 class Plan:
     """The operations of one direction of a micro-batch over `stops`, in the order in which they are issued.
 
@@ -62,19 +71,27 @@ class Plan:
         kept: frozenset[int] = frozenset(),
     ) -> None:
         self.stops, self.operations, self.kept = tuple(stops), tuple(operations), kept
-        places: dict[int, list[int]] = {}
-        uses = [at for at, operation in enumerate(self.operations) if operation.kind is Kind.USE]
-        for at in uses:
-            for unit in self.stops[self.operations[at].number]:
-                places.setdefault(unit, []).append(at)
-        self.places = places
+        self.places: dict[int, list[int]] = {}
         """The operations that use each unit, ascending."""
-        self.ends = (
-            frozenset(unit for at in (uses[0], uses[-1]) for unit in self.stops[self.operations[at].number])
-            if uses
-            else frozenset()
-        )
+        self.segments: dict[int, Segment] = {}
+        """What stands around each use."""
+        start = 0
+        for at, (kind, number) in enumerate(self.operations):
+            if kind is not Kind.USE:
+                continue
+            for unit in self.stops[number]:
+                self.places.setdefault(unit, []).append(at)
+            end = at + 1
+            while end < len(self.operations) and self.operations[end].kind in (Kind.GATHER, Kind.REDUCE):
+                end += 1
+            self.segments[at] = Segment(start, self.operations[start:at], self.operations[at + 1 : end], end)
+            start = end
+        uses = sorted(self.segments)
+        self.ends = frozenset(unit for at in (*uses[:1], *uses[-1:]) for unit in self._stop_at(at))
         """The units of the first and of the last stop."""
+
+    def _stop_at(self, use: int) -> Stop:
+        return self.stops[self.operations[use].number]
 
     def units(self, kind: Kind) -> list[int]:
         """The units of all operations of one kind, in order."""
@@ -99,20 +116,27 @@ class Cursor:
         found = bisect_left(places, self.at)
         return places[found] if found < len(places) else None
 
-    def come_to(self, use: int, *, leaves: bool = True) -> Iterator[Operation]:
+    def come_to(self, use: int, *, leaves: bool = True) -> Iterable[Operation]:
         """What is to be performed before this use; without the frees, if the pass `leaves` nothing behind it."""
         if leaves:
             self.at = use
+            segment = self.plan.segments[use]
+            if self._issued == self._freed == segment.start:
+                self._issued = self._freed = use + 1
+                return segment.before
         return self._until(use + 1, frees=leaves)
 
-    def go_ahead(self) -> Iterator[Operation]:
+    def go_ahead(self) -> Sequence[Operation]:
         """What may be performed before anything else is used or freed."""
-        operations = self.plan.operations
-        while self._issued < len(operations) and operations[self._issued].kind not in (Kind.FREE, Kind.USE):
-            self._issued += 1
-            yield operations[self._issued - 1]
+        segment = self.plan.segments.get(self._issued - 1)
+        if segment is None:
+            return ()
+        if self._freed == self._issued:
+            self._freed = segment.end
+        self._issued = segment.end
+        return segment.behind
 
-    def finish(self) -> Iterator[Operation]:
+    def finish(self) -> Iterable[Operation]:
         """All that is left."""
         return self._until(len(self.plan.operations), frees=True)
 

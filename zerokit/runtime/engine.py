@@ -355,13 +355,15 @@ class Engine:
                 if not (unit.active or unit.state is State.HELD or self._is_to_come(cursor, unit, ending)):
                     self._free(unit)
                 continue
-            self.reductions.issue(due=True)
+            if self.reductions.waiting:
+                self.reductions.issue(due=True)
             # A gather is everybody's, also where this rank still has the unit (held, or its modules at work): others
             # may have freed it.
             if unit.state is State.FREED or not (index in cursor.plan.kept or self.graph_kept):
                 self._present.add(index)  # before: what an exception leaves gathered is to be freed
                 unit.gather()
-        self.reductions.issue(due=False)
+        if self.reductions.waiting:
+            self.reductions.issue(due=False)
 
     def _is_to_come(self, cursor: Cursor, unit: UnitState, ending: bool) -> bool:
         """Whether this rank will use a unit that others are done with."""

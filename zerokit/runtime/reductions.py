@@ -44,7 +44,7 @@ class Reductions:
 
     def __init__(self, gradients: Reduced, passes: Passes) -> None:
         self._gradients, self._passes = gradients, passes
-        self._waiting: deque[int] = deque()
+        self.waiting: deque[int] = deque()
         """Units whose reduction the pass has come to, and which wait for gradients."""
         self.completed: list[int] = []
         """Units in the order in which their gradients became complete in this pass."""
@@ -61,12 +61,12 @@ class Reductions:
 
     def clear(self) -> None:
         """Forget what the pass has come to: another forward pass comes to it again."""
-        self._waiting.clear()
+        self.waiting.clear()
 
     def add(self, index: int) -> None:
         """Note that the pass has come to the reduction of a unit."""
         if self._gradients.units[index].phase < Phase.REDUCING:
-            self._waiting.append(index)
+            self.waiting.append(index)
 
     def note_output(self, current: ForwardPass, uses: int | None) -> None:
         """Note the gradient of an output, which was made in `current` after so many `uses`."""
@@ -88,11 +88,11 @@ class Reductions:
         a gradient is missing would hold back its reductions until the end of backward, while others wait for them
         before they issue the gather that this rank waits for.
         """
-        while self._waiting and self._accumulates and not self._gradients.accumulating:
-            index = self._waiting[0]
+        while self.waiting and self._accumulates and not self._gradients.accumulating:
+            index = self.waiting[0]
             if self._gradients.units[index].phase < Phase.COMPLETE and not (due and self._is_over(index)):
                 return
-            self._gradients.reduce(self._waiting.popleft())
+            self._gradients.reduce(self.waiting.popleft())
 
     def _is_over(self, index: int) -> bool:
         """Whether the backward pass under way will bring no more gradients to a unit."""
