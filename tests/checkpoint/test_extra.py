@@ -139,7 +139,7 @@ Point = namedtuple("Point", "x y")
         ({"\ud800": 1}, "not valid Unicode"),
         (torch.nn.Parameter(torch.ones(1)), "extra: a torch.nn.parameter.Parameter cannot"),
         (torch.ones(2, 2).to_sparse(), "extra: a sparse_coo tensor of float32 on cpu cannot be written"),
-        (torch.ones(2, dtype=torch.complex64), "tensor of complex64"),
+        (torch.ones(2, dtype=torch.complex128), "tensor of complex128"),
         (np.array(["a"]), "numpy's <U1 cannot be written: convert it"),
         (np.ones(2, complex), "numpy's complex128 cannot be written"),
     ],

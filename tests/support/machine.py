@@ -55,15 +55,16 @@ def live_storages(ignored: Iterable[int] = ()) -> dict[int, int]:
     gc.collect()
     known = set(ignored)
     found = {}
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), Tensor) or candidate.device.type != "cpu":
-            continue
-        for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
-            if tensor is None or tensor.layout != torch.strided:
+    with torch._C.DisableTorchFunctionSubclass():  # whose storages guarded parameters would refuse to show
+        for candidate in gc.get_objects():
+            if not issubclass(type(candidate), Tensor) or candidate.device.type != "cpu":
                 continue
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in known:
-                found[storage.data_ptr()] = storage.nbytes()
+            for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
+                if tensor is None or tensor.layout != torch.strided:
+                    continue
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in known:
+                    found[storage.data_ptr()] = storage.nbytes()
     return found
 
 

@@ -197,6 +197,10 @@ def lay_out(
     entries: dict[str, object] = {METADATA: metadata}
     ends = [0]
     for name, dtype, shape in tensors:
+        if dtype in PACKED and not shape:
+            raise CheckpointError(
+                f"{name}: {dtype} packs several numbers into a byte, and has no shape to say how many"
+            )
         start = ends[-1]
         ends.append(start + math.prod(shape) * ELEMENT_BYTES[dtype])
         counted = (*shape[:-1], shape[-1] * PACKED[dtype]) if dtype in PACKED else shape
