@@ -199,7 +199,7 @@ def lay_out(
     for name, dtype, shape in tensors:
         if dtype in PACKED and not shape:
             raise CheckpointError(
-                f"{name}: {dtype} packs several numbers into a byte, and has no shape to say how many"
+                f"{name}: {dtype} packs numbers into bytes, and no shape says how many"
             )
         start = ends[-1]
         ends.append(start + math.prod(shape) * ELEMENT_BYTES[dtype])
