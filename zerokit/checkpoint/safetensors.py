@@ -198,9 +198,7 @@ def lay_out(
     ends = [0]
     for name, dtype, shape in tensors:
         if dtype in PACKED and not shape:
-            raise CheckpointError(
-                f"{name}: {dtype} packs numbers into bytes, and no shape says how many"
-            )
+            raise CheckpointError(f"{name}: {dtype} packs numbers into bytes, and no shape says how many")
         start = ends[-1]
         ends.append(start + math.prod(shape) * ELEMENT_BYTES[dtype])
         counted = (*shape[:-1], shape[-1] * PACKED[dtype]) if dtype in PACKED else shape
