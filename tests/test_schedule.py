@@ -149,8 +149,8 @@ def test_each_pass_ends_with_what_the_next_one_expects(order: Order) -> None:
     assert backward.held == order.kept | first
 
 
-@given(orders(), st.data())
-def test_a_unit_is_reduced_behind_its_last_stop(order: Order, data: st.DataObject) -> None:
+@given(orders())
+def test_a_unit_is_reduced_behind_its_last_stop(order: Order) -> None:
     at: dict[int, int] = {}
     for place, (kind, number) in enumerate(order.backward.operations):
         if kind is Kind.USE:
@@ -166,7 +166,7 @@ def test_a_unit_is_reduced_behind_its_last_stop(order: Order, data: st.DataObjec
 def test_recomputation_frees_nothing_that_backward_has_not_left(order: Order) -> None:
     """A checkpoint over all stops comes to each of them in forward order, before backward does."""
     plan = order.backward
-    memory, cursor = Memory(order, {*order.kept, *order.last}), Cursor(plan)
+    cursor = Cursor(plan)
     uses = [at for at, each in enumerate(plan.operations) if each.kind is Kind.USE]
     if not uses:
         return
@@ -181,7 +181,6 @@ def test_recomputation_frees_nothing_that_backward_has_not_left(order: Order) ->
     assert [op for op in frees if op.kind is Kind.FREE] == [
         op for op in plan.operations if op.kind is Kind.FREE
     ]
-    del memory
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])

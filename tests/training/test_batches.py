@@ -218,6 +218,8 @@ def test_a_resume_on_other_ranks_goes_on_with_the_next_sample() -> None:
         ({"samples": 4, "pace": [1, 0], "world": 2}, "a positive number for each of 2 ranks"),
         ({"samples": 4, "micro_batches": 2, "micro_tokens": 5}, "one of them"),
         ({"tokens": 1, "world": 2}, "at least that"),
+        ({"tokens": 11}, "the dataset has 10, and a step takes no sample twice"),
+        ({"tokens": 1, "lengths": [0.0] * 10}, "the dataset has 0"),
         ({"samples": 4, "lengths": [1.0]}, "one a sample each"),
         ({"samples": 4, "micro_tokens": float("nan")}, "a positive number"),
     ],

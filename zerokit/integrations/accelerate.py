@@ -24,6 +24,7 @@ import zerokit
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.integrations.marks import is_unsharded, mark, take_back
+from zerokit.integrations.mixed_precision import choose_precision
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision
@@ -41,7 +42,6 @@ except ImportError as error:
 CHECKPOINT_NAME = "zerokit"
 """The directory of zerokit's checkpoint inside the one that `save_state` writes."""
 
-_PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
@@ -377,21 +377,6 @@ def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
     run, together = directory / CHECKPOINT_NAME, Together(zero.runtime.collectives)
     step = together.on_first(lambda: max(zerokit.list_steps(run), default=-1) + 1)
     zerokit.save(run, zero, step=step, extra=extra, keep_last=1)
-
-
-def choose_precision(precision: str | Precision | None, mixed: str, argument: str) -> Precision:
-    """`precision`, or that of accelerate's name `mixed`. Raises `UsageError` if they contradict each other."""
-    if mixed not in _PRECISIONS:
-        raise UsageError(f"{argument}={mixed!r}: expected one of {', '.join(map(repr, _PRECISIONS))}")
-    implied = Precision.of(_PRECISIONS[mixed])
-    if precision is None:
-        return implied
-    chosen = Precision.of(precision)
-    if mixed != "no" and chosen.compute != implied.compute:
-        raise UsageError(
-            f"precision computes in {chosen.compute}, but {argument} says {mixed!r}: leave one of them out"
-        )
-    return chosen
 
 
 def _same_memory(value: Tensor, parameter: Tensor) -> bool:

@@ -29,7 +29,8 @@ from zerokit.checkpoint import rng
 from zerokit.checkpoint.disk import despite_damage, read_whole
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
-from zerokit.integrations.accelerate import ZeroAccelerator, choose_precision
+from zerokit.integrations.accelerate import ZeroAccelerator
+from zerokit.integrations.mixed_precision import choose_precision
 from zerokit.integrations.pretrained import read_sharded
 from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.placement import StageArgument

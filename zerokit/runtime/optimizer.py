@@ -183,7 +183,7 @@ class ZeroOptimizer(ForwardingOptimizer):
     ) -> Tensor:
         """Scale gradients down to a global norm of at most `max_norm`, like torch's function of the same name.
 
-        Costs one all-reduce of one number. Returns the norm before clipping, a 0-d fp32 tensor. With
+        Costs one small all-reduce. Returns the norm before clipping, a 0-d fp32 tensor. With
         `error_if_nonfinite`, a norm that is inf or nan raises `NonFiniteError` on every rank and leaves the gradients
         as they are, which waits for the device. `foreach` changes nothing here.
         """

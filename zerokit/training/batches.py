@@ -93,7 +93,7 @@ class Batches:
         self._check()
         self._place = Place()
         self._planned: deque[tuple[int, Place]] = deque()
-        """Of the steps that a loader has been given and `steps` has not: micro-batches, and the place behind each."""
+        """The micro-batches of each step that a loader has fetched ahead of `steps`, and the place after the step."""
         self._line = lru_cache(maxsize=2)(self._order_of)
         self._handed_out = False
 
@@ -116,6 +116,10 @@ class Batches:
         if self._micro_batches is not None and (self._micro_tokens is not None or self._micro_batches < 1):
             raise UsageError(
                 f"micro_batches={self._micro_batches}, micro_tokens={self._micro_tokens}: give one of them, positive"
+            )
+        if self._tokens is not None and self._tokens > self._lengths.sum():
+            raise UsageError(
+                f"tokens={self._tokens:g}: the dataset has {self._lengths.sum():g}, and a step takes no sample twice"
             )
         if self._tokens is not None and self._tokens < least * self._lengths.max(initial=0):
             raise UsageError(
@@ -161,11 +165,10 @@ class Batches:
             count = 1
         else:
             count = max(math.ceil(float(lengths.sum()) / (self._world * self._micro_tokens)), 1)
+        most = len(samples) // self._world
         while True:
-            count = min(count, len(samples) // self._world)
-            speeds = [pace for pace in self._pace for _ in range(count)]
-            bins = divide(costs, speeds)
-            most = len(samples) // self._world
+            count = min(count, most)
+            bins = divide(costs, [pace for pace in self._pace for _ in range(count)])
             fits = self._micro_tokens is None or all(
                 len(each) <= 1 or lengths[each].sum() <= self._micro_tokens for each in bins
             )
