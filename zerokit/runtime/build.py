@@ -125,8 +125,10 @@ class Runtime:
                 for position, parameter in enumerate(unit.parameters)
                 if all(getattr(owner, "max_norm", None) is not None for owner in parts.owners[parameter.name])
             ]
-            units.append(UnitState(unit, parameters, collectives, dtype, self.placement, renormed))
-            units[-1].take_over(materializer.values_of(parameters), precision.master)
+            units.append(
+                UnitState(unit, parameters, collectives, dtype, precision.master, self.placement, renormed)
+            )
+            units[-1].take_over(materializer.values_of(parameters))
             del parameters
             # Small objects that stay are carved out of each large block that goes: unless its pages are returned, a
             # model built unit by unit still grows to its full size.

@@ -46,7 +46,7 @@ class Engine:
         self.recording = Recording(
             [unit.unit for unit in units], collectives, prefetch if self._cuts else None
         )
-        self.reductions = Reductions(gradients, self.passes)
+        self.reductions = Reductions(gradients, self.passes)  # of this pass
         self._forward, self._backward = Cursor(_NOTHING), Cursor(_NOTHING)
         self._next = _NOTHING  # the plan that backward begins with
         self._deviated = False  # whether this forward pass has left its plan
@@ -122,7 +122,7 @@ class Engine:
             if self._stays(unit) and (unit.in_flight is None or unit.index not in self.recording.lazy):
                 unit.ready()
         if self._cuts and not self.is_open:
-            for index in self.recording.first:
+            for index in self.order.first:
                 self._go_to(self.units[index])
 
     def enter(self, units: Sequence[UnitState]) -> None:
@@ -183,7 +183,7 @@ class Engine:
     @property
     def records(self) -> bool:
         """Whether the order is recorded at the end of this forward pass."""
-        return self._deviated or not self.recording.recorded
+        return self._deviated or not self.order.from_forward
 
     def end_forward(self, *, training: bool, lazy: Collection[int]) -> None:
         """End a use by all ranks, which may now change the parameters. A pass that `records` says which are `lazy`."""
@@ -336,7 +336,7 @@ class Engine:
     # ---- along a plan
 
     def _begin_pass(self, *, accumulates: bool = False) -> None:
-        self.reductions.begin(accumulates=accumulates)
+        self.reductions = Reductions(self.gradients, self.passes, accumulates=accumulates)
         for index in self._present:
             self.units[index].begin_pass()
 
@@ -370,7 +370,7 @@ class Engine:
         if unit.state is not State.GATHERING or ending:
             return False
         if cursor is self._forward:
-            return not self.recording.recorded  # the order is a guess
+            return not self.order.from_forward  # the order is a guess
         return self._round is not None and unit.index in self._round.watched
 
     # ---- memory
