@@ -84,6 +84,7 @@ class Runtime:
             "mesh": f"{self.collectives.mesh.outer}x{self.collectives.mesh.inner}",
             "precision": str(precision.as_dict()),
             "prefetch": str(options.prefetch),
+            "on_nonfinite": str(options.on_nonfinite),
             "optimizer": optimizer_class.__name__,
             **_describe(groups, inner_options),
         }
