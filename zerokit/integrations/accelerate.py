@@ -52,7 +52,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().__init__(optimizer, device_placement=False)
 
     def step(self, closure: Any = None) -> None:
-        """Update, if this is the last micro-batch; in fp16 a step whose gradients overflowed is skipped."""
+        """Update, if this is the last micro-batch; a step whose gradients are inf or nan is skipped."""
         skipped = self.optimizer.skipped_steps
         super().step(closure)
         self._is_overflow = self.optimizer.skipped_steps > skipped
@@ -65,7 +65,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         stage: what is sharded, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`; by default that of `mixed_precision`. Weights of "bf16" and "fp16" are
             half precision with fp32 masters, there is no autocast.
-        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
+        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale,
+            on_nonfinite, ….
         mixed_precision: "no", "bf16" or "fp16"; by default that of `accelerate launch`.
         **options: the other arguments of `Accelerator`; docs/integrations.md lists what becomes of `kwargs_handlers`.
 

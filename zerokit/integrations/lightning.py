@@ -62,7 +62,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     Args:
         stage: what is sharded across ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         precision: "fp32", "bf16", "fp16" or a `Precision`; by default that of `Trainer(precision=…)`.
-        units, bucket_mb, prefetch, mesh, init_fn, loss_scale: as for `ZeroOptimizer`.
+        units, bucket_mb, prefetch, mesh, init_fn, loss_scale, on_nonfinite: as for `ZeroOptimizer`.
         **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method,
             timeout.
 

@@ -51,7 +51,8 @@ class ZeroTrainer(Trainer):
         args: `bf16` and `fp16` choose the precision: weights of half precision with fp32 masters, no autocast.
         stage: what is sharded, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`, instead of `bf16` and `fp16`, or beside them for its other dtypes.
-        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
+        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale,
+            on_nonfinite, ….
         **options: the other arguments of `Trainer`, or of the trainer it is combined with, by name: which come after
             the model differs among trainers.
 
@@ -94,6 +95,13 @@ class ZeroTrainer(Trainer):
     def zero_optimizer(self) -> ZeroOptimizer | None:
         """The `ZeroOptimizer`, once `train` has begun: for `memory()`, `gathered()` and others."""
         return self.accelerator.zero_optimizer
+
+    def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
+        """Log as Trainer does, in training also `skipped_steps` once there are any."""
+        zero = self.zero_optimizer
+        if zero is not None and zero.skipped_steps and "loss" in logs:
+            logs = {**logs, "skipped_steps": zero.skipped_steps}
+        super().log(logs, *more, **options)
 
     # ---- preparing
 
