@@ -160,6 +160,8 @@ class Order:
         kept: units that stay gathered from their first use to the end of backward.
         reduced: units whose gradients are reduced, in an order that serves where plans gather nothing.
         prefetch: the stops whose units are gathered ahead of the one that computes; None where nothing is gathered.
+        first: units that are gathered at the beginning of a pass.
+        from_forward, from_backward: whether stops and `reduced` are what ranks have seen, and no guess.
         whole: units that are there all the time, and never gathered, where others come and go.
     """
 
@@ -167,6 +169,9 @@ class Order:
     kept: frozenset[int]
     reduced: tuple[int, ...]
     prefetch: int | None = 1
+    first: tuple[int, ...] = ()
+    from_forward: bool = False
+    from_backward: bool = False
     whole: frozenset[int] = frozenset()
 
     @classmethod
@@ -181,7 +186,8 @@ class Order:
                 scopes.setdefault(scope, []).append(unit.index)
         stops = dict.fromkeys([*((index,) for index in rest), *map(tuple, scopes.values())])
         reduced = [unit for stop in reversed(stops) for unit in reversed(stop) if units[unit].trainable]
-        return cls(tuple(stops), frozenset(rest), tuple(dict.fromkeys(reduced)), prefetch, whole)
+        reduced = tuple(dict.fromkeys(reduced))
+        return cls(tuple(stops), frozenset(rest), reduced, prefetch, tuple(rest), whole=whole)
 
     def recorded(self, trace: Sequence[Stop], kept: frozenset[int], first: Sequence[int]) -> Order:
         """The order of a pass that has made the stops `trace`, behind those of the units `first`.
@@ -202,11 +208,11 @@ class Order:
         for index in sorted({unit for stop in self.stops for unit in stop} - seen):
             before = max((at for at, stop in enumerate(stops) if index - 1 in stop), default=-1)
             stops.insert(before + 1, (index,))
-        return replace(self, stops=tuple(stops), kept=kept)
+        return replace(self, stops=tuple(stops), kept=kept, first=tuple(first), from_forward=True)
 
     def reducing(self, units: Sequence[int]) -> Order:
         """This order, with these units' gradients reduced in turn where nothing is gathered."""
-        return replace(self, reduced=tuple(units))
+        return replace(self, reduced=tuple(units), from_backward=True)
 
     @cached_property
     def units(self) -> tuple[int, ...]:

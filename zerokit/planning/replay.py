@@ -210,7 +210,7 @@ class Replay:
         for one in self.units.values():
             one.arrived, one.reduced = 0, False
         self._passes.begin(training=True)
-        self._reductions.begin(accumulates=False)
+        self._reductions = Reductions(self, self._passes)
         self._cursor = Cursor(self._order.forward)
         for index in sorted(self._order.kept - self._trace.kept_lazily):
             self._come_to(index)
@@ -298,7 +298,7 @@ class Replay:
     def _begin_backward(self) -> None:
         if not self._begun:
             self._begun = True
-            self._reductions.begin(accumulates=True)
+            self._reductions = Reductions(self, self._passes, accumulates=True)
             self._cursor = Cursor(self._order.backward)
             if not self._sharded:
                 self._perform(self._cursor.finish())

@@ -91,6 +91,7 @@ class Runtime:
             "mesh": f"{self.collectives.mesh.outer}x{self.collectives.mesh.inner}",
             "precision": str(precision.as_dict()),
             "prefetch": str(options.prefetch),
+            "on_nonfinite": str(options.on_nonfinite),
             "optimizer": optimizer_class.__name__,
             **_describe(groups, inner_options),
         }
@@ -133,8 +134,10 @@ class Runtime:
                 if all(getattr(owner, "max_norm", None) is not None for owner in parts.owners[parameter.name])
             ]
             placement = self.placement.of_unit(unit.index)
-            units.append(UnitState(unit, parameters, collectives, dtype, placement, renormed))
-            units[-1].take_over(materializer.values_of(parameters), precision.master)
+            units.append(
+                UnitState(unit, parameters, collectives, dtype, precision.master, placement, renormed)
+            )
+            units[-1].take_over(materializer.values_of(parameters))
             del parameters
             # Small objects that stay are carved out of each large block that goes: unless its pages are returned, a
             # model built unit by unit still grows to its full size.

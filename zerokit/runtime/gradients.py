@@ -66,6 +66,8 @@ class Gradients:
         """The factor of the loss that the gradients held now come from; None where this rank has had none since."""
         self.count: float | Tensor | None = None
         """How many samples or tokens the losses of gradients held now are sums over; None where they are means."""
+        self.finite: Tensor | None = None
+        """Whether the gradients held now are finite, 0-d: as a norm has shown, or before the user changed them."""
         self.accumulating = False  # gradients stay on this rank for now
         self.received = False  # a backward pass has brought some since the last `forget`
         self.mixed = False  # a failed backward pass has left sums of earlier ones mixed with its own
@@ -121,6 +123,7 @@ class Gradients:
                 "gathered_gradients(): call its zero_grad() in between, or sum the losses of several optimizers and "
                 "call backward() of one"
             )
+        self.finite = None
         count = LossScale.count
         if self.received and (self.count is None) != (count is None):
             raise UsageError(
@@ -294,12 +297,13 @@ class Gradients:
             unit.forget()
         self.pool.reclaim()
         self.transient, self.received, self.mixed = 0, False, mixed
-        self.loss_scale = self.count = None
+        self.loss_scale = self.count = self.finite = None
         self._cleared.clear()
 
     def clear(self, index: int, position: int) -> None:
         """Clear the gradient of one parameter; what ranks issue must not depend on what one of them clears."""
         self.units[index].clear(position)
+        self.finite = None
         self._cleared.add((index, position))
         self.units[index].received.discard(position)
         if self._cleared >= self._shared:  # all of this rank's share
@@ -329,12 +333,13 @@ class Gradients:
                 f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
             )
 
-    def scale(self, factor: float | Tensor) -> None:
+    def scale(self, factor: float | Tensor, finite: Tensor | None = None) -> None:
         """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead.
 
-        It takes in what is known of the loss: they are gradients of the plain mean then.
+        It takes in what is known of the loss: they are gradients of the plain mean then. `finite` is what is known of
+        them.
         """
-        self.loss_scale, self.count = 1.0, None
+        self.loss_scale, self.count, self.finite = 1.0, None, finite
         if not self._collectives.runs_ahead:
             factor = float(factor)
         if isinstance(factor, float) and factor == 1.0:

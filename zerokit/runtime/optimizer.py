@@ -27,6 +27,7 @@ from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.modes import Modes
+from zerokit.runtime.nonfinite import OnNonfinite
 from zerokit.runtime.options import Options
 from zerokit.runtime.precision import DtypeName, LossScale, Precision
 from zerokit.runtime.states import (
@@ -67,6 +68,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         timeout: of collectives. By default the process group's.
         init_fn: initialises one module in place, for models on `meta`. By default its `reset_parameters()`.
         loss_scale: dynamic loss scaling, for fp16.
+        on_nonfinite: what becomes of a step with inf or nan in some rank's gradients: "skip" leaves it out and counts
+            it, "raise" raises `NonFiniteError` on every rank before anything changes, "ignore" writes them into the
+            weights. fp16 always skips, and lowers its loss scale.
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 
     Raises:
@@ -96,15 +100,14 @@ class ZeroOptimizer(ForwardingOptimizer):
         timeout: datetime.timedelta | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
         loss_scale: LossScale | None = None,
+        on_nonfinite: OnNonfinite = "skip",
         **optimizer_options: Any,
     ) -> None:
         self.precision = Precision.of(precision)
         scale = LossScale.of(loss_scale)
         self.scaler = scale if self.precision.scaled else None
-        self.skipped_steps = 0
-        """Steps left out because fp16 gradients overflowed."""
         ranks = stage, mesh, process_group, timeout
-        options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn)
+        options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn, on_nonfinite)
         self.runtime = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self._collectives, self._control = self.runtime.collectives, self.runtime.control
@@ -117,7 +120,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
         self._modes = Modes(self.runtime)
-        self._totals = Totals(self._gradients, self._collectives, self._control)
+        self._totals = Totals(self._control, on_nonfinite, scaled=self.precision.scaled)
         self.methods = ModelMethods(
             self.runtime.model, self._engine, self.runtime.weights, self.runtime.hooks, self
         )
@@ -157,7 +160,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
         require_count(count)
-        self._totals.forget()
         with LossScale.applied(None if self.scaler is None else self.scaler.value, count):
             differentiate(
                 loss if self.scaler is None else loss * self.scaler.value,
@@ -202,8 +204,9 @@ class ZeroOptimizer(ForwardingOptimizer):
     def step(self, closure: Callable[[], float] | None = None, **options: object) -> float | None:
         """Update the parameters from the gradients of the backward passes since `zero_grad`.
 
-        In fp16 a step whose gradients overflowed on any rank is skipped on all. A parameter without gradient is
-        updated with zeros; one that requires no gradient any more keeps its value and its states.
+        A step whose gradients are inf or nan on any rank is skipped on all, unless `on_nonfinite` says otherwise. A
+        parameter without gradient is updated with zeros; one that requires no gradient any more keeps its value and its
+        states.
 
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
@@ -220,24 +223,22 @@ class ZeroOptimizer(ForwardingOptimizer):
                 loss = closure()
         self.require_steppable()
         self._walk.finish()
-        updates, self.scaler = self._totals.settle(self.scaler)
-        if updates:
+        agreed, self.scaler = self._totals.settle(self.scaler)
+        if agreed.updates:
             self._engine.take_changes()
             self._collectives.wait_for_readers()
             for hook in self._optimizer_step_pre_hooks.values():
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
-        if updates:
+        if agreed.updates:
             with profiled("update"):
-                update_masters(self.runtime.units, self._gradients, self._inner)
-        else:
-            self.skipped_steps += 1
+                update_masters(self.runtime.units, self._gradients, self._inner, agreed.left_out)
         self._last_traffic = self._collectives.take_traffic()
-        if updates:
+        if agreed.updates:
             self._engine.gather_updated()
         self.after_update()
         self.refuse("")
-        for hook in self._optimizer_step_post_hooks.values() if updates else ():
+        for hook in self._optimizer_step_post_hooks.values() if agreed.updates else ():
             hook(self, (), {})
         return loss
 
@@ -263,7 +264,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         if self._gradients.shown:
             raise UsageError("zero_grad() inside gathered_gradients(): leave the context first")
         self._walk.forget()
-        self._totals.forget()
 
     @contextmanager
     def gathered(self, source: int | None = None) -> Iterator[None]:
@@ -335,6 +335,11 @@ class ZeroOptimizer(ForwardingOptimizer):
     def last_count(self) -> float | None:
         """The samples or tokens of the last step, of all ranks and passes; None before a first one with `count`."""
         return None if self._totals.count is None else self._totals.count.item()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out for inf or nan in gradients, or for losses that are sums over nothing. A device tells late."""
+        return self._control.skips.total
 
     def traffic(self) -> TrafficReport:
         """The traffic of the last finished step."""

@@ -100,7 +100,7 @@ class Masters:
     def any(self, condition: bool) -> bool:
         """Whether it holds on some rank of the optimizer."""
         with self._counted():
-            return bool(self._runtime.collectives.sum_soon([float(condition)])()[0])
+            return bool(self._runtime.collectives.sum_soon([float(condition)]).read()[0])
 
     def exchanged(self) -> TrafficReport:
         """What `mix` and `any` have moved between the optimizer's ranks since the last call."""
