@@ -13,10 +13,12 @@ from zerokit.schedule import Order, Plan
 class Recording:
     """The `order` in force. Units without `scopes` hold the rest, which the root module may use at any time."""
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives, prefetch: int | None) -> None:
+    def __init__(
+        self, units: Sequence[Unit], collectives: Collectives, prefetch: int | None, whole: frozenset[int]
+    ) -> None:
         self._collectives = collectives
         self._rest = frozenset(unit.index for unit in units if not unit.scopes)
-        self.order = Order.of_line(units, prefetch)
+        self.order = Order.of_line(units, prefetch, whole)
 
     @property
     def lazy(self) -> frozenset[int]:

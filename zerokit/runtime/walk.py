@@ -104,7 +104,7 @@ class ModelWalk(Owner):
         for used, their in users.items():
             before = Hook(me, ModelWalk._before_unit, their) if their else TracedHook(me, ModelWalk._cast)
             self.hooks.append(used.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            if any(unit.comes_and_goes for unit in their):
+            if self._frees and their:
                 after = Hook(me, ModelWalk._after_unit, their)
                 self.hooks.append(used.register_forward_hook(after))
         for unit in self.units:
@@ -227,9 +227,9 @@ class ModelWalk(Owner):
                 origin(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args)
             }
 
-    def _is_freed(self, unit: UnitState) -> bool:
-        """Whether `unit` is freed when its pass has left it."""
-        return unit.comes_and_goes and unit.index not in self._engine.order.kept
+    def _is_left(self, unit: UnitState) -> bool:
+        """Whether a pass that comes to other units is done with this one."""
+        return unit.index not in self._engine.order.kept
 
     def _after_unit(self, units: list[UnitState], module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
@@ -253,7 +253,7 @@ class ModelWalk(Owner):
         if unseen or not grad:
             return
         current = self._passes.current if self._in_forward else self._passes.aside
-        uses = current.uses if any(map(self._is_freed, outermost)) else None
+        uses = current.uses if any(map(self._is_left, outermost)) else None
         hook = Hook(self._me, ModelWalk._on_output_gradient, outermost, current, uses)
         for tensor in tensors:
             # What is handed through (T5's position bias) receives its gradient in an earlier unit's backward.
