@@ -59,7 +59,7 @@ def test_ranks_idle_little_where_round_robin_idles_much(samples: int, most: floa
         loads = np.array([costs[batch].sum() for batch in step])
         idle.append(1 - loads.mean() / loads.max())
         # No division makes the longest rank shorter than the mean, or than the longest sample.
-        least = max(loads.mean(), max(costs[batch].max() for batch in step))
+        least = max(loads.mean(), *(costs[batch].max() for batch in step))
         beside.append(loads.max() / least - 1)
         together = np.array([at for batch in step for at in batch])
         robin = np.array([costs[together[rank::8]].sum() for rank in range(8)])
