@@ -28,6 +28,7 @@ from zerokit.integrations.mixed_precision import choose_precision
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision
+from zerokit.runtime.counts import Count
 from zerokit.runtime.whole import is_managed
 from zerokit.training import ZeroOptimizer
 
@@ -217,9 +218,14 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     # ---- the loop
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate `loss` (0-d), divided by `gradient_accumulation_steps`; `kwargs` as for `Tensor.backward`."""
-        self.prepared("backward()").backward(loss / self.gradient_accumulation_steps, **kwargs)
+    def backward(self, loss: Tensor, *, count: Count | None = None, **kwargs: Any) -> None:
+        """Differentiate `loss` (0-d), divided by `gradient_accumulation_steps`; `kwargs` as for `Tensor.backward`.
+
+        With a `count`, as in `ZeroOptimizer.backward`, `loss` is a sum over so many samples or tokens, and nothing but
+        the sum of all counts divides it.
+        """
+        divisor = self.gradient_accumulation_steps if count is None else 1
+        self.prepared("backward()").backward(loss / divisor, count=count, **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError, UsageError
-from zerokit.layout import Layout, pooled_units
+from zerokit.formulas import Pool
+from zerokit.layout import Layout
+from zerokit.placement import AnyPlacement
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.changes import checksums, differing, exchange
 from zerokit.runtime.collectives import Collectives, Work
@@ -40,11 +42,16 @@ class Gradients:
     """The gradients of all trainable units."""
 
     def __init__(
-        self, units: Sequence[UnitState], collectives: Collectives, precision: Precision, layout: Layout
+        self,
+        units: Sequence[UnitState],
+        collectives: Collectives,
+        precision: Precision,
+        layout: Layout,
+        placement: AnyPlacement,
     ) -> None:
         self._collectives = collectives
-        dtype, count = precision.reduce, units[0].placement.pooled_buckets
-        self.pool = BucketPool(pooled_units(layout), count, dtype, collectives.device)
+        dtype, pool = precision.reduce, Pool.of(layout, placement)
+        self.pool = BucketPool(pool.buckets, pool.numel, dtype, collectives.device)
         self.draws = Draws(collectives.rank)  # by which an int8 or int4 wire rounds
         self.units = {
             u.index: UnitGradients(u, dtype, make_wire(precision, self.draws, u.index), self.pool)
@@ -54,7 +61,7 @@ class Gradients:
         mean = 1.0 / collectives.world
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
-        self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
+        self._most_in_flight = pool.most or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
         self.loss_scale: float | None = None
         """The factor of the loss that the gradients held now come from; None where this rank has had none since."""
         self.count: float | Tensor | None = None
@@ -201,7 +208,9 @@ class Gradients:
         with profiled("reduce", unit.unit):
             self._reductions.append((unit, unit.reduce(self._reduce_factor)))
         if unit.cut and unit.unit.numel > self.pool.numel:
-            buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
+            buckets = [
+                one.bucket for one, _ in self._reductions if one.cut and one.unit.numel > self.pool.numel
+            ]
             self.transient = max(self.transient, sum(one.memory.nbytes for one in buckets if one is not None))
 
     def _finish_oldest(self) -> None:

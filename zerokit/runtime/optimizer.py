@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zerokit.by_module import REST
 from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
-from zerokit.placement import StageArgument
+from zerokit.placement import MixedPlacement, StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.counts import Count, require_count
@@ -53,7 +54,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         stage: what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters
             (ZeRO, arXiv:1910.02054, §5). Losses are bitwise-identical at every stage. With a mesh of two axes also a
             pair (outer, inner), such as (0, 3). ("local", 3) makes islands of the inner axis: no gradients cross the
-            outer one, over which `zerokit.LocalSteps` synchronises weights.
+            outer one, over which `zerokit.LocalSteps` synchronises weights. Modules may have stages of their own:
+            {"backbone": 3, "*": 2} by their paths, "*" for the rest, or a function of a module's path.
         mesh: the ranks as (outer, inner), for example (nodes, ranks of a node), or a `DeviceMesh`. By default one
             axis; on gloo, several nodes with equally many ranks are the outer axis.
         precision: "fp32", "bf16", "fp16" or a `Precision`.
@@ -350,10 +352,16 @@ class ZeroOptimizer(ForwardingOptimizer):
         )
 
     @property
-    def stage(self) -> int | tuple[int, int]:
-        """The stage; on a mesh of two axes, (outer, inner)."""
+    def stage(self) -> StageArgument:
+        """The stage; on a mesh of two axes, (outer, inner). Where units differ, that of each module with parameters."""
         placement = self.runtime.placement
-        return placement.stages if placement.mesh.outer > 1 else placement.stages[1]
+        if not isinstance(placement, MixedPlacement):
+            return placement.argument
+        return {
+            parameter.name.rpartition(".")[0] or REST: placement.of_unit(unit.index).argument
+            for unit in self.layout.units
+            for parameter in unit.parameters
+        }
 
     @property
     def layout(self) -> Layout:
