@@ -68,9 +68,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         timeout: of collectives. By default the process group's.
         init_fn: initialises one module in place, for models on `meta`. By default its `reset_parameters()`.
         loss_scale: dynamic loss scaling, for fp16.
-        on_nonfinite: what becomes of a step with inf or nan in some rank's gradients: "skip" leaves it out and counts
-            it, "raise" raises `NonFiniteError` on every rank before anything changes, "ignore" writes them into the
-            weights. fp16 always skips, and lowers its loss scale.
+        on_nonfinite: of a step with inf or nan in some rank's gradients: "skip" and count it, "raise" `NonFiniteError`
+            on every rank before anything changes, or "ignore". fp16 always skips, and lowers its loss scale.
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 
     Raises:
@@ -110,20 +109,18 @@ class ZeroOptimizer(ForwardingOptimizer):
         options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn, on_nonfinite)
         self.runtime = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
-        self._collectives, self._control = self.runtime.collectives, self.runtime.control
-        self._gradients, self._engine = self.runtime.gradients, self.runtime.engine
-        self._walk = self.runtime.walk
-        super().__init__(self.runtime.inner)
+        runtime = self.runtime
+        self._collectives, self._control, self._walk = runtime.collectives, runtime.control, runtime.walk
+        self._gradients, self._engine = runtime.gradients, runtime.engine
+        super().__init__(runtime.inner)
         self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
-        self._modes = Modes(self.runtime)
+        self._modes = Modes(runtime)
         self._totals = Totals(self._control, on_nonfinite, scaled=self.precision.scaled)
-        self.methods = ModelMethods(
-            self.runtime.model, self._engine, self.runtime.weights, self.runtime.hooks, self
-        )
+        self.methods = ModelMethods(runtime.model, self._engine, runtime.weights, runtime.hooks, self)
         """The model's own methods while it is managed."""
         self._collectives.take_traffic()
 
@@ -204,9 +201,8 @@ class ZeroOptimizer(ForwardingOptimizer):
     def step(self, closure: Callable[[], float] | None = None, **options: object) -> float | None:
         """Update the parameters from the gradients of the backward passes since `zero_grad`.
 
-        A step whose gradients are inf or nan on any rank is skipped on all, unless `on_nonfinite` says otherwise. A
-        parameter without gradient is updated with zeros; one that requires no gradient any more keeps its value and its
-        states.
+        With inf or nan in some rank's gradients, `on_nonfinite` says what becomes of it. A parameter without gradient
+        is updated with zeros; one that requires no gradient any more keeps its value and its states.
 
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
