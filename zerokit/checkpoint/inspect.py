@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
+from zerokit.checkpoint.bases import bases_of
 from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.run import committed, read_sound, superseded
@@ -77,11 +78,12 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run: its committed steps, ascending, and unfinished saves."""
+    """A run: its committed steps, ascending, unfinished saves, and directories of frozen parameters."""
 
     path: Path
     steps: tuple[StepSummary, ...]
     leftovers: tuple[Leftover, ...]
+    frozen: tuple[FileSummary, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,9 @@ class Summary:
     `weights_only`: parameters and buffers, without an optimizer's state. `run`: the one whose newest step this is;
     None where a step was named. `notes`: why it is not the step that `latest` names. `by_rank`: members of `extra`
     that `extra_ranks` ranks gave each for itself, "" for all of it.
+
+    `frozen`: None where frozen parameters are in `files`; else the directory beside the step that has them, or "" where
+    the checkpoint has none of them.
     """
 
     path: Path
@@ -110,6 +115,7 @@ class Summary:
     format: str = "zerokit"
     extra_ranks: int = 0
     by_rank: tuple[str, ...] = ()
+    frozen: str | None = None
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
@@ -157,6 +163,7 @@ def _summary(checkpoint: Source) -> Summary:
         checkpoint.format,
         manifest.extra_ranks,
         tuple(name or "" for name in checkpoint.by_rank),
+        manifest.frozen,
     )
 
 
@@ -175,4 +182,5 @@ def _run(run: Path) -> RunSummary:
         with explained(path, "looked at"):
             size, _ = files.measured(path)
         steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged))
-    return RunSummary(run, tuple(steps), tuple(leftovers(run)))
+    shared = tuple(FileSummary(base.name, files.measured(base)[0]) for base in bases_of(run))
+    return RunSummary(run, tuple(steps), tuple(leftovers(run)), shared)
