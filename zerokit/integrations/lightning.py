@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.checkpoint.extra import encode
+from zerokit.checkpoint.frozen import Frozen
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.plan import read_extra
 from zerokit.checkpoint.prune import foreign_to_step
@@ -30,7 +31,7 @@ from zerokit.errors import CheckpointError, UsageError
 from zerokit.integrations.lightning_loading import of_lightning, read_sharded
 from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
 from zerokit.integrations.pretrained import whole_weights
-from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
+from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over, require_frozen
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, release
 from zerokit.runtime.whole import is_managed
@@ -62,6 +63,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     Args:
         stage: what is sharded across ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         precision: "fp32", "bf16", "fp16" or a `Precision`; by default that of `Trainer(precision=…)`.
+        frozen: "never" leaves frozen parameters, such as the base under adapters, out of checkpoints: `fit` then
+            continues with a module that was built with the same ones, and refuses others.
         units, bucket_mb, prefetch, mesh, init_fn, loss_scale: as for `ZeroOptimizer`.
         **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method,
             timeout.
@@ -77,6 +80,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         stage: StageArgument = 3,
         *,
         precision: str | Precision | None = None,
+        frozen: Frozen = "always",
         **options: Any,
     ) -> None:
         if unknown := options.keys() - ZERO_OPTIONS - _OPTIONS:
@@ -87,6 +91,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self._chosen = None if precision is None else Precision.of(precision)
         given = {name: options.pop(name) for name in ZERO_OPTIONS & options.keys()}
         self._settings: dict[str, Any] = {"stage": require_stage(stage), **given}
+        self._frozen = require_frozen(frozen)
         self.zero_optimizer: ZeroOptimizer | None = None
         """The optimizer that trains; None before `fit` has set it up."""
         super().__init__(**options)
@@ -256,6 +261,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                 step=int(checkpoint["global_step"]),
                 extra=extra if zero.runtime.collectives.rank == 0 else None,  # as Lightning's own strategies
                 weights_only="optimizer_states" not in checkpoint,  # Lightning's mark of save_weights_only
+                frozen=self._frozen,
             )
             together.on_first(commit)
 
