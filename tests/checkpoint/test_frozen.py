@@ -409,21 +409,23 @@ def test_a_changed_base_is_written_anew(name: str, tmp_path: Path) -> None:
     assert bits(model) == first
 
 
+def _again(model: nn.Module, *, trained: bool) -> tuple[Lora, zerokit.ZeroOptimizer]:
+    """Another model with these weights, of which the base's bias is trained or not."""
+    other = Lora()
+    other.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    other.base.bias.requires_grad_(trained)
+    return other, zerokit.ZeroOptimizer(other, torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
+
+
 @on_ranks(2)
 def test_what_was_unfrozen_and_trained_is_another_base(tmp_path: Path) -> None:
     model, zero = made()
     zerokit.save(tmp_path, zero, step=1, frozen="once")
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    second = Lora()
-    second.load_state_dict(state)
-    second.base.bias.requires_grad_(True)
-    zero = zerokit.ZeroOptimizer(second, torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
+    second, zero = _again(model, trained=True)
     train(second, zero)
     zerokit.save(tmp_path, zero, step=2, frozen="once", keep_last=1)
     trained = bits(second)
-    third = Lora()
-    third.load_state_dict({name: value.clone() for name, value in second.state_dict().items()})
-    zero = zerokit.ZeroOptimizer(third, torch.optim.AdamW, stage=2, precision="fp32", lr=0.1)
+    _, zero = _again(second, trained=False)
     zerokit.save(tmp_path, zero, step=3, frozen="once", keep_last=2)
     dist.barrier()
     assert len(bases(tmp_path)) == 2
