@@ -379,6 +379,8 @@ def _overflow(directory: Path) -> None:
     assert made.zero_optimizer is not None
     assert made.zero_optimizer.skipped_steps == 3
     assert rates == [rates[0]] * 3, "the schedule waits for steps that were taken"
+    counts = [entry.get("skipped_steps") for entry in made.state.log_history if "loss" in entry]
+    assert counts == [1, 2, 3]
 
 
 def _generate(directory: Path) -> None:

@@ -224,7 +224,15 @@ def _largest(shards: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":
         return torch.stack(torch._foreach_norm(filled, math.inf)).max().double()
-    return torch.stack([extreme for shard in filled for extreme in torch.aminmax(shard)]).abs().max().double()
+    extremes = [extreme for shard in _joined(filled) for extreme in torch.aminmax(shard)]
+    return torch.stack(extremes).abs().max().double()
+
+
+def _joined(shards: Sequence[Tensor]) -> list[Tensor]:
+    """The same elements in fewer tensors, small ones together: each operation has its price on the host."""
+    small = [shard for shard in shards if shard.numel() <= _CHUNK // 8]
+    large = [shard for shard in shards if shard.numel() > _CHUNK // 8]
+    return [*large, torch.cat(small)] if small else large
 
 
 def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -235,10 +243,7 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
         # Accumulates in fp64 without a copy in fp64, which `vector_norm(dtype=...)` makes.
         norms = torch._foreach_norm(filled, norm_type, dtype=torch.float64) if filled else ()
         return torch.stack([total, *norms]).pow(norm_type).sum()
-    # Small ones together: each operation has its price on the host.
-    small = [shard for shard in filled if shard.numel() <= _CHUNK // 8]
-    large = [shard for shard in filled if shard.numel() > _CHUNK // 8]
-    for shard in (*large, torch.cat(small)) if small else large:
+    for shard in _joined(filled):
         for chunk in shard.split(_CHUNK):
             wide = chunk.double()
             total += torch.dot(wide, wide) if norm_type == 2.0 else (wide.abs() ** norm_type).sum()
