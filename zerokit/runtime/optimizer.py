@@ -36,7 +36,7 @@ from zerokit.runtime.states import (
     load_state,
     take_state,
 )
-from zerokit.runtime.step import INTERRUPTED, update_masters
+from zerokit.runtime.step import INTERRUPTED, unless_updated, update_masters
 from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
@@ -206,8 +206,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
 
-        After an exception amid the update, steps and saves are refused until a load succeeds; after any other
-        `zero_grad()` and a new pass continue.
+        After an exception that ends the torch optimizer's update halfway, steps and saves are refused until a load
+        succeeds. After any other, `zero_grad()` and a new pass continue.
         """
         if options:
             refuse_step_options(options)
@@ -226,7 +226,7 @@ class ZeroOptimizer(ForwardingOptimizer):
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
         if updates:
-            with profiled("update"):
+            with profiled("update"), unless_updated(self._inner, self._note_no_update):
                 update_masters(self.runtime.units, self._gradients, self._inner)
         else:
             self.skipped_steps += 1
@@ -238,6 +238,10 @@ class ZeroOptimizer(ForwardingOptimizer):
         for hook in self._optimizer_step_post_hooks.values() if updates else ():
             hook(self, (), {})
         return loss
+
+    def _note_no_update(self) -> None:
+        self._collectives.note_path(-1)  # ranks that have made the step differ from now on
+        self.refuse("")
 
     @property
     def train(self) -> Callable[[], None]:
