@@ -65,7 +65,8 @@ class FileSummary:
 class StepSummary:
     """A step of a run, its size in bytes. `weights_only` is None if the step is `damaged`.
 
-    `superseded`: another training has begun before it, so that `load` passes over it.
+    `superseded`: another training has begun before it, so that `load` passes over it. `skipped_steps`: how many the
+    training had left out.
     """
 
     name: str
@@ -73,6 +74,7 @@ class StepSummary:
     weights_only: bool | None
     superseded: bool
     damaged: str
+    skipped_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class Summary:
 
     `weights_only`: parameters and buffers, without an optimizer's state. `run`: the one whose newest step this is;
     None where a step was named. `notes`: why it is not the step that `latest` names. `by_rank`: members of `extra`
-    that `extra_ranks` ranks gave each for itself, "" for all of it.
+    that `extra_ranks` ranks gave each for itself, "" for all of it. `skipped_steps`: how many the training had left
+    out until this save, and `skipped_in_a_row` how many of them came right before it.
     """
 
     path: Path
@@ -110,6 +113,8 @@ class Summary:
     format: str = "zerokit"
     extra_ranks: int = 0
     by_rank: tuple[str, ...] = ()
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
@@ -157,15 +162,18 @@ def _summary(checkpoint: Source) -> Summary:
         checkpoint.format,
         manifest.extra_ranks,
         tuple(name or "" for name in checkpoint.by_rank),
+        manifest.skips.total,
+        manifest.skips.in_a_row,
     )
 
 
 def _run(run: Path) -> RunSummary:
     steps = []
     for path in committed(run):
-        weights_only, damaged = None, ""
+        weights_only, damaged, skipped = None, "", 0
         try:
-            weights_only = read_sound(path)[0].weights_only
+            manifest, _ = read_sound(path)
+            weights_only, skipped = manifest.weights_only, manifest.skips.total
         except CheckpointError as error:
             if not is_there(path):
                 continue  # a save beside this has removed it
@@ -174,5 +182,5 @@ def _run(run: Path) -> RunSummary:
             damaged = str(error)
         with explained(path, "looked at"):
             size, _ = files.measured(path)
-        steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged))
+        steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged, skipped))
     return RunSummary(run, tuple(steps), tuple(leftovers(run)))

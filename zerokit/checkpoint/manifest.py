@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import Any
@@ -19,6 +19,7 @@ from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, file_name, sli
 from zerokit.checkpoint.strict import bounded, compact, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Interval, Layout, Parameter, Unit
+from zerokit.skips import NONE_SKIPPED, Skips
 
 NAME = "manifest.json"
 COMMON_NAME = "common.safetensors"
@@ -27,11 +28,11 @@ BUFFER_PREFIX = "buffers/"
 """Names of buffers in `common` begin so."""
 
 FORMAT = "zerokit.checkpoint"
-VERSION = (1, 2)
+VERSION = (1, 3)
 """A reader refuses another major version; a higher minor one only adds members that it may ignore.
 
 Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
-1.1 added weights alone, 1.2 values of `extra` by rank."""
+1.1 added weights alone, 1.2 values of `extra` by rank, 1.3 how many steps were skipped."""
 
 WEIGHTS = "weights"
 """The member "content" where there are parameters and buffers only (1.1); a whole state has none."""
@@ -79,7 +80,7 @@ class Manifest:
 
     `checksums` has one sequence a stream: the CRC-32 of each slice, parameters in line order, slices in rank order.
     `weights_only`: there are parameters and buffers, and no state of an optimizer. `extra_ranks`: how many ranks have
-    values of their own in `extra`; 0 where all values are everyone's.
+    values of their own in `extra`; 0 where all values are everyone's. `skips`: steps that the training had left out.
     """
 
     step: int
@@ -92,6 +93,7 @@ class Manifest:
     extra: File
     weights_only: bool = False
     extra_ranks: int = 0
+    skips: Skips = NONE_SKIPPED
 
     @property
     def world(self) -> int:
@@ -104,11 +106,13 @@ class Manifest:
     def _plain(self) -> dict[str, object]:
         layout = self.layout
         ranks = {"ranks": self.extra_ranks} if self.extra_ranks else {}
+        skips = {"skipped": asdict(self.skips)} if self.skips.total else {}
         return {
             "format": FORMAT,
-            "version": [1, 2 if ranks else 1 if self.weights_only else 0],
+            "version": [1, 3 if skips else 2 if ranks else 1 if self.weights_only else 0],
             **({"content": WEIGHTS} if self.weights_only else {}),
             "step": self.step,
+            **skips,
             "world": layout.world,
             "alignment": ALIGNMENT,
             "bucket_bytes": layout.bucket_bytes,
@@ -246,6 +250,8 @@ def _manifest(plain: Any) -> Manifest:
     weights_only = "content" in top
     if weights_only:
         _check_weights_only(top, streams, scalars)
+    skipped = member(top, "skipped", dict) if "skipped" in top else asdict(NONE_SKIPPED)
+    total = bounded(skipped, "total", 0, MAX_STEP)
     return Manifest(
         bounded(top, "step", 0, MAX_STEP),
         layout,
@@ -257,6 +263,7 @@ def _manifest(plain: Any) -> Manifest:
         _file(extra := member(top, "extra", dict), EXTRA_NAME),
         weights_only,
         bounded(extra, "ranks", 1, MAX_WORLD) if "ranks" in extra else 0,
+        Skips(total, bounded(skipped, "in_a_row", 0, total)),
     )
 
 

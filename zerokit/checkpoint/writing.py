@@ -116,6 +116,7 @@ def contents_of(
         File(EXTRA_NAME, len(extra), 0, crc32(extra)),
         arguments.weights_only,
         max(map(len, ranks_in(rest.members["user"]).values()), default=0),
+        rest.skips,
     )
     content = manifest.to_bytes()
     for name, text in ((NAME, content), (EXTRA_NAME, extra)):

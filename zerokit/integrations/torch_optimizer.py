@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.training import ZeroOptimizer
 
-ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale"})
+ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale", "on_nonfinite"})
 """Arguments of `ZeroOptimizer` that are the same in every library."""
 
 

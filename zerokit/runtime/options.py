@@ -17,6 +17,7 @@ from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.placement import Mesh
 from zerokit.runtime.guard import TICKET
 from zerokit.runtime.model import InitRule, UnitRule, require_own_memory, require_unwrapped
+from zerokit.runtime.nonfinite import require_choice
 from zerokit.runtime.ordinary import require_ordinary_tensors
 from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.torch_internals import default_group
@@ -39,8 +40,10 @@ class Options:
     bucket_mb: float | None
     prefetch: int
     init_fn: InitRule
+    on_nonfinite: object
 
     def __post_init__(self) -> None:
+        require_choice(self.on_nonfinite)
         size: object = self.bucket_mb
         if size is not None and not (isinstance(size, int | float) and 0 < size < math.inf):
             raise UsageError(f"bucket_mb={size!r}: expected a positive number of MiB")

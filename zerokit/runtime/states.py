@@ -6,6 +6,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import astuple
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import checksums
 from zerokit.runtime.guard import SCALES_ITSELF
 from zerokit.runtime.interface import TorchInterface
+from zerokit.skips import Skips
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
@@ -161,6 +163,7 @@ def take_state(runtime: Runtime) -> dict[str, Any]:
         divided=[unit.divided for unit in runtime.units],
         masters=[master.tensor.detach() for _, master, _ in runtime.masters()],
         draws=runtime.gradients.draws.state(),
+        skips=astuple(runtime.control.skips),
         place=_origin(runtime),
     )
 
@@ -192,6 +195,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
             master.tensor.detach().copy_(values)
         runtime.publish()
     runtime.gradients.draws.begin(*state.get("draws", (None,)))
+    runtime.control.resume(Skips(*state.get("skips", ())))
 
 
 def _origin(runtime: Runtime) -> tuple[str, str, int, str]:
