@@ -38,7 +38,7 @@ from zerokit.runtime.states import (
     load_state,
     take_state,
 )
-from zerokit.runtime.step import INTERRUPTED, update_masters
+from zerokit.runtime.step import INTERRUPTED, unless_updated, update_masters
 from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
@@ -211,8 +211,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
 
-        After an exception amid the update, steps and saves are refused until a load succeeds; after any other
-        `zero_grad()` and a new pass continue.
+        After an exception that ends the torch optimizer's update halfway, steps and saves are refused until a load
+        succeeds. After any other, `zero_grad()` and a new pass continue.
         """
         if options:
             refuse_step_options(options)
@@ -231,7 +231,7 @@ class ZeroOptimizer(ForwardingOptimizer):
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
         if agreed.updates:
-            with profiled("update"):
+            with profiled("update"), unless_updated(self._inner, self._note_no_update):
                 update_masters(self.runtime.units, self._gradients, self._inner, agreed.left_out)
         self._last_traffic = self._collectives.take_traffic()
         if agreed.updates:
@@ -241,6 +241,10 @@ class ZeroOptimizer(ForwardingOptimizer):
         for hook in self._optimizer_step_post_hooks.values() if agreed.updates else ():
             hook(self, (), {})
         return loss
+
+    def _note_no_update(self) -> None:
+        self._collectives.note_path(-1)  # ranks that have made the step differ from now on
+        self.refuse("")
 
     @property
     def train(self) -> Callable[[], None]:
