@@ -33,6 +33,7 @@ from zerokit.integrations.pretrained import whole_weights
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, release
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.runtime.whole import is_managed
 from zerokit.training import ZeroOptimizer
 
@@ -76,7 +77,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self,
         stage: StageArgument = 3,
         *,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         **options: Any,
     ) -> None:
         if unknown := options.keys() - ZERO_OPTIONS - _OPTIONS:

@@ -36,6 +36,7 @@ from zerokit.integrations.torch_optimizer import Recipe
 from zerokit.placement import StageArgument
 from zerokit.runtime import Precision
 from zerokit.runtime.admission import probe
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.training import ZeroOptimizer
 
 read_sharded()
@@ -72,7 +73,7 @@ class ZeroTrainer(Trainer):
         args: TrainingArguments | None = None,
         *,
         stage: StageArgument = 3,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         zero_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
