@@ -189,7 +189,10 @@ def test_what_is_refused() -> None:
         return zerokit.ZeroOptimizer(Backbone(), torch.optim.AdamW, stage=stage, **options)
 
     for stage, words in (
-        ({"backbon": 3, "*": 2}, "stage: 'backbon' is no module of the model, but 'backbone', 'backbone.5', 'backbone.4' is"),
+        (
+            {"backbon": 3, "*": 2},
+            "stage: 'backbon' is no module of the model, but 'backbone', 'backbone.5', 'backbone.4' is",
+        ),
         ({"backbone": 3}, "stage: no key covers head.0.weight: add '*' for the rest"),
         ({"backbone": 4, "*": 2}, "stage 4 is unknown"),
         ({"backbone": (0, 3), "*": 2}, "names two axes, but the mesh has one"),
