@@ -186,8 +186,8 @@ class Order:
                 scopes.setdefault(scope, []).append(unit.index)
         stops = dict.fromkeys([*((index,) for index in rest), *map(tuple, scopes.values())])
         reduced = [unit for stop in reversed(stops) for unit in reversed(stop) if units[unit].trainable]
-        order = tuple(dict.fromkeys(reduced))
-        return cls(tuple(stops), frozenset(rest), order, prefetch, tuple(rest), whole=whole)
+        reduced_once = tuple(dict.fromkeys(reduced))
+        return cls(tuple(stops), frozenset(rest), reduced_once, prefetch, tuple(rest), whole=whole)
 
     def recorded(self, trace: Sequence[Stop], kept: frozenset[int], first: Sequence[int]) -> Order:
         """The order of a pass that has made the stops `trace`, behind those of the units `first`.

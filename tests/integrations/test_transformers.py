@@ -53,7 +53,7 @@ def _accuracy(predictions: EvalPrediction) -> dict[str, float]:
 BESIDE_DDP: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
     ((1, 2, 3), 1, {"lr_scheduler_type": "cosine"}),
     ((2, 3), 3, {}),
-    ((1, 3), 3, {"average_tokens_across_devices": False, "max_grad_norm": 0.0, "optim": "sgd"}),
+    ((1, 3), 3, {"max_grad_norm": 0.0, "optim": "sgd"}),
 ]
 """By turns: the stages, micro-batches, and other arguments."""
 
