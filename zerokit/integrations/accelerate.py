@@ -28,8 +28,8 @@ from zerokit.integrations.marks import is_unsharded, mark, take_back
 from zerokit.integrations.mixed_precision import choose_precision
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over, require_frozen
 from zerokit.placement import StageArgument, require_stage
-from zerokit.runtime import Precision
 from zerokit.runtime.counts import Count
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.runtime.whole import is_managed
 from zerokit.training import ZeroOptimizer
 
@@ -85,7 +85,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self,
         *,
         stage: StageArgument = 2,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         zero_options: Mapping[str, Any] | None = None,
         frozen: Frozen = "always",
         mixed_precision: str | None = None,

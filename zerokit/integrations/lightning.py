@@ -42,6 +42,7 @@ from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, release
 from zerokit.runtime.counts import Count
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.runtime.whole import is_managed
 from zerokit.training import ZeroOptimizer
 
@@ -90,7 +91,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self,
         stage: StageArgument = 3,
         *,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         count_key: str | None = None,
         frozen: Frozen = "always",
         **options: Any,

@@ -37,6 +37,7 @@ from zerokit.integrations.torch_optimizer import Recipe, require_frozen
 from zerokit.placement import StageArgument
 from zerokit.runtime import Precision
 from zerokit.runtime.admission import probe
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.training import ZeroOptimizer
 
 read_sharded()
@@ -76,7 +77,7 @@ class ZeroTrainer(Trainer):
         args: TrainingArguments | None = None,
         *,
         stage: StageArgument = 3,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         zero_options: Mapping[str, Any] | None = None,
         frozen: Frozen = "always",
         **options: Any,

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerokit.by_module import REST
 from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
-from zerokit.placement import MixedPlacement, StageArgument
+from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.counts import Count, require_count
@@ -29,7 +28,7 @@ from zerokit.runtime.model import UnitRule
 from zerokit.runtime.modes import Modes
 from zerokit.runtime.nonfinite import OnNonfinite
 from zerokit.runtime.options import Options
-from zerokit.runtime.precision import DtypeName, LossScale, Precision
+from zerokit.runtime.precision import LossScale, Precision, PrecisionArgument
 from zerokit.runtime.states import (
     Average,
     BetweenIslands,
@@ -58,7 +57,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             {"backbone": 3, "*": 2} by their paths, "*" for the rest, or a function of a module's path.
         mesh: the ranks as (outer, inner), for example (nodes, ranks of a node), or a `DeviceMesh`. By default one
             axis; on gloo, several nodes with equally many ranks are the outer axis.
-        precision: "fp32", "bf16", "fp16" or a `Precision`.
+        precision: "fp32", "bf16", "fp16" or a `Precision`; {"router": "fp32", "*": "bf16"} by paths of modules.
         params: the parameters to train, in groups as any torch optimizer takes them. By default all of them.
         units: the modules that are communicated together: a class, several, or a function of a module. By default
             the children of every `ModuleList` and `Sequential`.
@@ -91,7 +90,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         *,
         stage: StageArgument = 2,
         mesh: tuple[int, int] | DeviceMesh | None = None,
-        precision: DtypeName | Precision = "bf16",
+        precision: PrecisionArgument = "bf16",
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,
         bucket_mb: float | None = None,
@@ -358,14 +357,7 @@ class ZeroOptimizer(ForwardingOptimizer):
     @property
     def stage(self) -> StageArgument:
         """The stage; on a mesh of two axes, (outer, inner). Where units differ, that of each module with parameters."""
-        placement = self.runtime.placement
-        if not isinstance(placement, MixedPlacement):
-            return placement.argument
-        return {
-            parameter.name.rpartition(".")[0] or REST: placement.of_unit(unit.index).argument
-            for unit in self.layout.units
-            for parameter in unit.parameters
-        }
+        return self.runtime.placement.argument(self.layout)
 
     @property
     def layout(self) -> Layout:
