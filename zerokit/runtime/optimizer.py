@@ -107,22 +107,19 @@ class ZeroOptimizer(ForwardingOptimizer):
         self.scaler = scale if self.precision.scaled else None
         ranks = stage, mesh, process_group, timeout
         options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn, on_nonfinite)
-        self.runtime = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
+        self.runtime = made = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
-        self._collectives, self._control = self.runtime.collectives, self.runtime.control
-        self._gradients, self._engine = self.runtime.gradients, self.runtime.engine
-        self._walk = self.runtime.walk
-        super().__init__(self.runtime.inner)
+        self._collectives, self._control = made.collectives, made.control
+        self._gradients, self._engine, self._walk = made.gradients, made.engine, made.walk
+        super().__init__(made.inner)
         self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
-        self._modes = Modes(self.runtime)
+        self._modes = Modes(made)
         self._totals = Totals(self._control, on_nonfinite, scaled=self.precision.scaled)
-        self.methods = ModelMethods(
-            self.runtime.model, self._engine, self.runtime.weights, self.runtime.hooks, self
-        )
+        self.methods = ModelMethods(made.model, self._engine, made.weights, made.hooks, self)
         """The model's own methods while it is managed."""
         self._collectives.take_traffic()
 
