@@ -6,7 +6,7 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
 from zerokit.layout import Layout, Unit, is_pooled
@@ -127,6 +127,12 @@ class ElementBytes:
     states: int
     scalars: int = 0
     wire: int | BlockFormat | None = None
+    differing: Mapping[int, ElementBytes] = field(default_factory=dict)
+    """Those of units that compute in another dtype than the rest, by index."""
+
+    def of_unit(self, index: int) -> ElementBytes:
+        """The bytes per element of a unit."""
+        return self.differing.get(index, self)
 
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
@@ -170,18 +176,18 @@ def list_held(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: Elem
     """The bytes that rank `rank` holds of each unit, by line of `MemoryReport`."""
     position = placement.mesh.position(rank)
     for unit in layout.units:
-        own = placement.of_unit(unit.index)
+        own, bytes_of = placement.of_unit(unit.index), sizes.of_unit(unit.index)
         kept = own.parameters(unit, position)
         if not unit.trainable:
-            size = stored_bytes(unit, sizes.compute)
+            size = stored_bytes(unit, bytes_of.compute)
             yield Held("frozen", unit.index, unit.payload_within(kept), kept.numel, size)
             continue
-        yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, sizes.compute)
+        yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, bytes_of.compute)
         summed = own.gradients(unit, position)
         yield Held("gradients", unit.index, unit.payload_within(summed), summed.numel, sizes.reduce)
         for _, stretch in unit.groups_within(own.updated(unit, position)):
             payload = unit.payload_within(stretch)
-            yield Held("optimizer", unit.index, payload, stretch.numel, sizes.master + sizes.states)
+            yield Held("optimizer", unit.index, payload, stretch.numel, bytes_of.master + bytes_of.states)
             yield Held("scalars", unit.index, sizes.scalars, sizes.scalars, 1)
 
 
@@ -310,7 +316,7 @@ def predict_traffic(
             across = wire if narrows else sizes.reduce
             hop("reduce_scatter", [axis], trainable, reductions, across)
         hop("all_gather", own.sums, trainable, reductions, sizes.reduce)
-        hop("all_gather", own.update, trainable, 1, sizes.compute)
+        hop("all_gather", own.update, trainable, 1, None)
         here = {unit.index for unit in units}
         used = [layout.units[index] for index in gathered if index in here]
         hop("all_gather", own.use, used, micro_batches, None)
@@ -320,4 +326,6 @@ def predict_traffic(
 def _moved_bytes(unit: Unit, size: int | BlockFormat | None, sizes: ElementBytes) -> int:
     if isinstance(size, BlockFormat):
         return size.unit_nbytes(unit)
-    return unit.payload_numel * (stored_bytes(unit, sizes.compute) if size is None else size)
+    return unit.payload_numel * (
+        stored_bytes(unit, sizes.of_unit(unit.index).compute) if size is None else size
+    )

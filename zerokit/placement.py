@@ -36,9 +36,9 @@ from functools import cached_property
 from itertools import groupby
 from typing import Literal, TypeAlias
 
-from zerokit.by_module import is_by_module
+from zerokit.by_module import REST, is_by_module
 from zerokit.errors import UsageError
-from zerokit.layout import Cut, Interval, Unit
+from zerokit.layout import Cut, Interval, Layout, Unit
 
 _WHOLE, _CUT = "R", "S"
 _STATES = {"parameters": "RRRS", "gradients": "RPSS", "optimizer": "RSSS"}
@@ -162,8 +162,7 @@ class Placement:
         """The placement of a unit: this one is that of all."""
         return self
 
-    @property
-    def argument(self) -> StageOfAll:
+    def argument(self, layout: Layout) -> StageOfAll:
         """The stage as arguments have it: on a mesh of two axes, (outer, inner)."""
         stages: tuple[StageNumber, StageNumber] = tuple(map(stage_of, self.stages))  # type: ignore[assignment]
         return stages if self.mesh.outer > 1 else stages[Axis.INNER]
@@ -248,6 +247,14 @@ class MixedPlacement:
     def cuts_parameters(self) -> bool:
         """Whether some unit's are cut."""
         return any(placement.cuts_parameters for placement in self.units)
+
+    def argument(self, layout: Layout) -> StageArgument:
+        """The stage as arguments have it, of each module with parameters."""
+        return {
+            parameter.name.rpartition(".")[0] or REST: self.units[unit.index].argument(layout)
+            for unit in layout.units
+            for parameter in unit.parameters
+        }
 
     def __str__(self) -> str:
         runs = [(str(placement), len(list(run))) for placement, run in groupby(self.units)]

@@ -198,6 +198,34 @@ def test_a_state_goes_on_at_any_world_size(tmp_path: Path) -> None:
     run_ranks(3, _load, tmp_path, 1)
 
 
+@on_ranks(2)
+def test_a_frozen_base_stays_out_of_states(tmp_path: Path) -> None:
+    as_launched()
+
+    def made(seed: float) -> tuple[Any, Any]:
+        accelerator, model = _accelerator(3, frozen="never"), _model()
+        nn.init.constant_(model[0].requires_grad_(False).get_parameter("weight"), seed)
+        prepared = accelerator.prepare(
+            model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        )
+        return accelerator, prepared
+
+    accelerator, (model, optimizer) = made(0.5)
+    accelerator.backward(model(torch.ones(3, 6)).sum())
+    optimizer.step()
+    accelerator.save_state(str(tmp_path))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    assert zerokit.inspect(tmp_path / "zerokit").frozen == ""
+    accelerator, (model, _) = made(0.5)
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    accelerator, _ = made(0.25)
+    with pytest.raises(CheckpointError, match=r"not those of the training that saved it: 0\.weight\. Build"):
+        accelerator.load_state(str(tmp_path))
+    with pytest.raises(UsageError, match="frozen='once': expected 'always' or 'never'"):
+        _accelerator(3, frozen="once")
+
+
 def _newest(directory: Path) -> None:
     as_launched()
     config = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True)

@@ -290,6 +290,32 @@ def test_a_checkpoint_is_resumed_by_other_world_sizes_with_equal_losses(tmp_path
 
 
 @on_ranks(2)
+def test_a_frozen_base_stays_out_of_checkpoints(tmp_path: Path) -> None:
+    pl, ZeroStrategy = _lightning()
+    path = str(tmp_path / "last.ckpt")
+
+    def head(self: Any) -> Any:
+        return torch.optim.AdamW([*self.head.parameters(), self.scale], lr=1e-2)
+
+    def made(base: float) -> Any:
+        module = _module(pl, configure_optimizers=head)
+        module.blocks.requires_grad_(False)
+        nn.init.constant_(module.blocks[1][0].bias, base)
+        return module
+
+    straight, trainer = _fit(pl, ZeroStrategy(stage=3, frozen="never"), made(0.5), max_epochs=1)
+    trainer.save_checkpoint(path)
+    assert zerokit.inspect(path).frozen == ""
+    again, _ = _fit(pl, ZeroStrategy(stage=3), made(0.5), max_epochs=2)
+    resumed, _ = _fit(pl, ZeroStrategy(stage=2), made(0.5), ckpt_path=path, max_epochs=2)
+    assert straight.losses + resumed.losses == pytest.approx(again.losses, rel=1e-5)
+    with pytest.raises(zerokit.CheckpointError, match=r"that saved it: blocks\.1\.0\.bias. Build the model"):
+        _fit(pl, ZeroStrategy(stage=3), made(0.25), ckpt_path=path, max_epochs=2)
+    with pytest.raises(zerokit.UsageError, match="frozen='once': expected 'always' or 'never'"):
+        ZeroStrategy(frozen="once")
+
+
+@on_ranks(2)
 def test_weights_only_checkpoints_hold_weights_and_are_loaded_as_such(tmp_path: Path) -> None:
     """Weights that a callback and a call have saved: tested, gone on from, and no state to resume."""
     directory = tmp_path / "run"

@@ -68,8 +68,8 @@ def _load_each(folder: str, base: Run, mesh: Any) -> None:
         assert bits[1:] == bits[:1] * (len(bits) - 1), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_checkpoints_move_between_mixes_and_ranks(tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp32", {"blocks.1": "fp32", "*": "bf16"}], ids=["fp32", "by module"])
+def test_checkpoints_move_between_mixes_and_ranks(tmp_path: Path, precision: Any) -> None:
     """What any mix saved goes on at any other, on 3 ranks and on two axes; tools read it."""
     base = Run(precision=precision, clip=0.5, bucket_mb=SMALL)
     run_ranks(2, _save_each, str(tmp_path), base)
@@ -189,7 +189,10 @@ def test_what_is_refused() -> None:
         return zerokit.ZeroOptimizer(Backbone(), torch.optim.AdamW, stage=stage, **options)
 
     for stage, words in (
-        ({"backbon": 3, "*": 2}, "stage: 'backbon' is no module of the model, but 'backbone' is"),
+        (
+            {"backbon": 3, "*": 2},
+            "stage: 'backbon' is no module of the model, but 'backbone', 'backbone.5', 'backbone.4' is",
+        ),
         ({"backbone": 3}, "stage: no key covers head.0.weight: add '*' for the rest"),
         ({"backbone": 4, "*": 2}, "stage 4 is unknown"),
         ({"backbone": (0, 3), "*": 2}, "names two axes, but the mesh has one"),

@@ -35,7 +35,7 @@ from zerokit.runtime.options import (
     require_plain,
     warn_of_widening,
 )
-from zerokit.runtime.precision import FLOATING, keep_statistics
+from zerokit.runtime.precision import FLOATING, cast_outputs, compute_dtypes, keep_statistics
 from zerokit.runtime.readers import guard_readers
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.torch_internals import uncompiled_module
@@ -76,11 +76,12 @@ class Runtime:
         default = default_bucket_bytes(parts.segments)
         bucket_bytes = default if options.bucket_mb is None else int(options.bucket_mb * 2**20)
         stages = settings_of("stage", options.stage, model, parts)
+        self._dtypes = settings_of("precision", precision.by_module, model, parts)
         self.layout = build_layout(
             parts.segments,
             world=group.size(),
             bucket_bytes=bucket_bytes,
-            settings={name: repr(stage) for name, stage in stages.items()},
+            settings={name: (repr(stage), self._dtypes[name]) for name, stage in stages.items()},
         )
 
         # With which ranks, who must all have come for the same.
@@ -103,9 +104,12 @@ class Runtime:
         self.gradients = Gradients(self.units, self.collectives, precision, self.layout, self.placement)
         self.engine = Engine(self.units, self.gradients, self.collectives, options.prefetch)
         self.weights = WholeWeights(model, self.engine, self.collectives, precision.master)
-        statistics = keep_statistics(model, precision.compute)
+        casts = [
+            *keep_statistics(compute_dtypes(model, precision)),
+            *cast_outputs(model, precision, device.type),
+        ]
         self.walk = ModelWalk(model, parts, self.engine, precision)
-        self.hooks = [*statistics, *self.walk.hooks]
+        self.hooks = [*casts, *self.walk.hooks]
         """What was registered in the model, for its release."""
         for number, entry in enumerate(groups):
             entry["params"] = [m.tensor for unit in self.units for m in unit.masters if m.group == number]
@@ -127,7 +131,8 @@ class Runtime:
         units = []
         for unit in self.layout.units:
             parameters = [parts.named[parameter.name] for parameter in unit.parameters]
-            dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
+            built = parameters[0].dtype
+            dtype = self._dtypes[unit.parameters[0].name] if built in FLOATING else built
             renormed = [
                 position
                 for position, parameter in enumerate(unit.parameters)

@@ -23,7 +23,8 @@ from zerokit.runtime.torch_internals import applied_to, called_by_ddp
 InitRule = Callable[[nn.Module], None] | None
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called."""
 
 
 @dataclass(slots=True)
@@ -164,7 +165,7 @@ def _unit_modules(model: nn.Module, rule: UnitRule | None) -> dict[str, nn.Modul
 
     def matches(module: nn.Module) -> bool:
         if rule is None:
-            return module in listed and not isinstance(module, _CONTAINERS)
+            return module in listed and not isinstance(module, CONTAINERS)
         return isinstance(module, rule) if isinstance(rule, type | tuple) else rule(module)
 
     if not (rule is None or isinstance(rule, type | tuple) or callable(rule)):

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zerokit.by_module import REST
 from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
-from zerokit.placement import MixedPlacement, StageArgument
+from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.counts import Count, require_count
@@ -29,7 +28,7 @@ from zerokit.runtime.model import UnitRule
 from zerokit.runtime.modes import Modes
 from zerokit.runtime.nonfinite import OnNonfinite
 from zerokit.runtime.options import Options
-from zerokit.runtime.precision import DtypeName, LossScale, Precision
+from zerokit.runtime.precision import LossScale, Precision, PrecisionArgument
 from zerokit.runtime.states import (
     Average,
     BetweenIslands,
@@ -38,7 +37,7 @@ from zerokit.runtime.states import (
     load_state,
     take_state,
 )
-from zerokit.runtime.step import INTERRUPTED, update_masters
+from zerokit.runtime.step import INTERRUPTED, unless_updated, update_masters
 from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
@@ -58,7 +57,7 @@ class ZeroOptimizer(ForwardingOptimizer):
             {"backbone": 3, "*": 2} by their paths, "*" for the rest, or a function of a module's path.
         mesh: the ranks as (outer, inner), for example (nodes, ranks of a node), or a `DeviceMesh`. By default one
             axis; on gloo, several nodes with equally many ranks are the outer axis.
-        precision: "fp32", "bf16", "fp16" or a `Precision`.
+        precision: "fp32", "bf16", "fp16" or a `Precision`; {"router": "fp32", "*": "bf16"} by paths of modules.
         params: the parameters to train, in groups as any torch optimizer takes them. By default all of them.
         units: the modules that are communicated together: a class, several, or a function of a module. By default
             the children of every `ModuleList` and `Sequential`.
@@ -90,7 +89,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         *,
         stage: StageArgument = 2,
         mesh: tuple[int, int] | DeviceMesh | None = None,
-        precision: DtypeName | Precision = "bf16",
+        precision: PrecisionArgument = "bf16",
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,
         bucket_mb: float | None = None,
@@ -107,20 +106,19 @@ class ZeroOptimizer(ForwardingOptimizer):
         self.scaler = scale if self.precision.scaled else None
         ranks = stage, mesh, process_group, timeout
         options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn, on_nonfinite)
-        self.runtime = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
+        self.runtime = made = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
-        runtime = self.runtime
-        self._collectives, self._control, self._walk = runtime.collectives, runtime.control, runtime.walk
-        self._gradients, self._engine = runtime.gradients, runtime.engine
-        super().__init__(runtime.inner)
+        self._collectives, self._control = made.collectives, made.control
+        self._gradients, self._engine, self._walk = made.gradients, made.engine, made.walk
+        super().__init__(made.inner)
         self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
-        self._modes = Modes(runtime)
+        self._modes = Modes(made)
         self._totals = Totals(self._control, on_nonfinite, scaled=self.precision.scaled)
-        self.methods = ModelMethods(runtime.model, self._engine, runtime.weights, runtime.hooks, self)
+        self.methods = ModelMethods(made.model, self._engine, made.weights, made.hooks, self)
         """The model's own methods while it is managed."""
         self._collectives.take_traffic()
 
@@ -207,8 +205,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
 
-        After an exception amid the update, steps and saves are refused until a load succeeds; after any other
-        `zero_grad()` and a new pass continue.
+        After an exception that ends the torch optimizer's update halfway, steps and saves are refused until a load
+        succeeds. After any other, `zero_grad()` and a new pass continue.
         """
         if options:
             refuse_step_options(options)
@@ -227,7 +225,7 @@ class ZeroOptimizer(ForwardingOptimizer):
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
         if agreed.updates:
-            with profiled("update"):
+            with profiled("update"), unless_updated(self._inner, self._note_no_update):
                 update_masters(self.runtime.units, self._gradients, self._inner, agreed.left_out)
         self._last_traffic = self._collectives.take_traffic()
         if agreed.updates:
@@ -237,6 +235,10 @@ class ZeroOptimizer(ForwardingOptimizer):
         for hook in self._optimizer_step_post_hooks.values() if agreed.updates else ():
             hook(self, (), {})
         return loss
+
+    def _note_no_update(self) -> None:
+        self._collectives.note_path(-1)  # ranks that have made the step differ from now on
+        self.refuse("")
 
     @property
     def train(self) -> Callable[[], None]:
@@ -350,14 +352,7 @@ class ZeroOptimizer(ForwardingOptimizer):
     @property
     def stage(self) -> StageArgument:
         """The stage; on a mesh of two axes, (outer, inner). Where units differ, that of each module with parameters."""
-        placement = self.runtime.placement
-        if not isinstance(placement, MixedPlacement):
-            return placement.argument
-        return {
-            parameter.name.rpartition(".")[0] or REST: placement.of_unit(unit.index).argument
-            for unit in self.layout.units
-            for parameter in unit.parameters
-        }
+        return self.runtime.placement.argument(self.layout)
 
     @property
     def layout(self) -> Layout:

@@ -38,7 +38,7 @@ from zerokit.runtime.hooks import (
 )
 from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known, require_unwrapped
 from zerokit.runtime.passes import BackwardPass, ForwardPass
-from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
+from zerokit.runtime.precision import Precision, cast_inputs, casting
 from zerokit.runtime.torch_internals import (
     at_end_of_backward,
     excluded_from_graphs,
@@ -84,9 +84,7 @@ class ModelWalk(Owner):
         self._attributes: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}
         """Where modules and those inside have left tensors with a graph, such as a loss of their own."""
         self._known, self._registrations = parameter_ids(model), registrations()[0]
-        # In fp32 nothing is cast: inputs of another dtype are refused by PyTorch as they are without zerokit.
-        casts = precision.cast_inputs and precision.compute != torch.float32
-        self._casting = modules_that_cast(model) if casts else set()
+        self._casting = casting(model, precision)
         self._me = me = weakref.ref(self)
         owner: weakref.ref[Owner] = weakref.ref(self)
         self._announcers = announcers(model, anatomy, [unit.unit for unit in self.units])
@@ -97,7 +95,9 @@ class ModelWalk(Owner):
         ]
         self._frees = any(unit.comes_and_goes for unit in self.units)
         self._called: set[nn.Module] = set()  # modules that have been called until an order was recorded
-        users: dict[nn.Module, list[UnitState]] = {module: [] for module in self._casting - {model}}
+        users: dict[nn.Module, list[UnitState]] = {
+            module: [] for module in self._casting if module is not model
+        }
         for unit in self.units:
             for used in self._announcers[unit.index] - {model}:
                 users.setdefault(used, []).append(unit)
@@ -276,9 +276,8 @@ class ModelWalk(Owner):
         return [tensor for tensor in left if not announced(tensor)]
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if module not in self._casting:
-            return None
-        return cast_inputs(args, kwargs, self._precision.compute, self._device)
+        dtype = self._casting.get(module)
+        return None if dtype is None else cast_inputs(args, kwargs, dtype, self._device)
 
     # ---- backward
 

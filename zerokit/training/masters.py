@@ -113,7 +113,7 @@ class Masters:
         for unit in units:
             placement = self._runtime.placement.of_unit(unit.index)
             if not placement.use:
-                size = self._runtime.precision.compute.itemsize if placement.update else 4
+                size = self._runtime.units[unit.index].dtype.itemsize if placement.update else 4
                 elements = (self.layout.world - 1) * unit.payload_numel
                 moved += Operation(1, elements, elements * size)
         return {"all_gather": moved} if moved.calls else {}
