@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import zerokit
 from tests.support.distributed import run_ranks_expecting_errors
@@ -103,6 +103,33 @@ def test_one_ranks_inf_changes_no_bit_of_weights_and_states(given: tuple[str, in
             assert loop.bits() == clean.bits()
         assert loop.bits() != before
         assert clean.optimizer.skipped_steps == 0
+
+
+@on_ranks(2, itertools.product(PRECISIONS, STAGES))
+def test_a_lone_element_is_found_whichever_it_is(given: tuple[str, int]) -> None:
+    """The first and the last of a weight, in one rank's gradients of one micro-batch of two."""
+    name, stage = given
+    scale = {"loss_scale": zerokit.LossScale(2.0**10)} if name == "fp16" else {}
+    loop = Loop(Run(stage=stage, precision=PRECISIONS[name]), **scale)
+    loop.step()
+    before = loop.bits()
+    parameters = list(loop.model.parameters())
+    with quietly():
+        for parameter, at, bad in ((parameters[0], 0, math.inf), (parameters[-1], -1, math.nan)):
+
+            def spoil(gradient: Tensor, at: int = at, bad: float = bad) -> Tensor:
+                changed = gradient.clone()
+                changed.view(-1)[at] = bad
+                return changed
+
+            hook = parameter.register_hook(spoil) if dist.get_rank() == 1 else None
+            loop.differentiate()
+            if hook is not None:
+                hook.remove()
+            loop.differentiate()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    assert (loop.optimizer.skipped_steps, loop.bits()) == (2, before)
 
 
 @on_ranks(4, [((1, 3), "bf16"), ((0, 2), "fp32"), ((2, 2), "int8 wire"), ((3, 3), "bf16")])

@@ -69,6 +69,23 @@ def test_ranks_idle_little_where_round_robin_idles_much(samples: int, most: floa
     assert np.mean(dealt) > 0.2
 
 
+@pytest.mark.parametrize("pace", [[1.0] * 4, [1.0, 2.0, 1.0, 2.0]])
+def test_micro_batches_of_a_time_take_all_ranks_as_long(pace: list[float]) -> None:
+    """At stage 3 ranks wait for each other in every micro-batch, and one long sample makes a bin of its own."""
+    _, costs = lognormal(2_000)
+    options: dict[str, Any] = {"samples": 64, "micro_batches": 6, "pace": pace, "world": 4}
+    ranks = [Batches(costs, rank=rank, **options) for rank in range(4)]
+    loops = [batches.steps(batches) for batches in ranks]
+    waited, whole = [], []
+    for _ in range(20):
+        loads = np.array([[costs[batch].sum() for batch in next(loop)] for loop in loops])
+        times = loads / np.array(pace)[:, None]
+        waited.append(times.max(axis=0).sum() / (loads.sum() / sum(pace)))
+        whole.append(times.sum(axis=1).max() / (loads.sum() / sum(pace)))
+    assert np.mean(waited) < 1.015
+    assert np.mean(whole) < 1.01
+
+
 # ---- steps
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
+from zerokit.checkpoint.bases import bases_of
 from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.run import committed, read_sound, superseded
@@ -79,11 +80,12 @@ class StepSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run: its committed steps, ascending, and unfinished saves."""
+    """A run: its committed steps, ascending, unfinished saves, and directories of frozen parameters."""
 
     path: Path
     steps: tuple[StepSummary, ...]
     leftovers: tuple[Leftover, ...]
+    frozen: tuple[FileSummary, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,9 @@ class Summary:
     None where a step was named. `notes`: why it is not the step that `latest` names. `by_rank`: members of `extra`
     that `extra_ranks` ranks gave each for itself, "" for all of it. `skipped_steps`: how many the training had left
     out until this save, and `skipped_in_a_row` how many of them came right before it.
+
+    `frozen`: None where frozen parameters are in `files`; else the directory beside the step that has them, or "" where
+    the checkpoint has none of them.
     """
 
     path: Path
@@ -115,6 +120,7 @@ class Summary:
     by_rank: tuple[str, ...] = ()
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    frozen: str | None = None
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
@@ -164,6 +170,7 @@ def _summary(checkpoint: Source) -> Summary:
         tuple(name or "" for name in checkpoint.by_rank),
         manifest.skips.total,
         manifest.skips.in_a_row,
+        manifest.frozen,
     )
 
 
@@ -183,4 +190,5 @@ def _run(run: Path) -> RunSummary:
         with explained(path, "looked at"):
             size, _ = files.measured(path)
         steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged, skipped))
-    return RunSummary(run, tuple(steps), tuple(leftovers(run)))
+    shared = tuple(FileSummary(base.name, files.measured(base)[0]) for base in bases_of(run))
+    return RunSummary(run, tuple(steps), tuple(leftovers(run)), shared)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint import run as runs
+from zerokit.checkpoint.bases import unreferenced
 from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_directory, is_kind, is_there
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
@@ -164,18 +165,29 @@ def prune(
         else:
             with explained(step, "looked at"):
                 removed.append(Doomed(step, files.measured(step)[0]))
+    if retention.wanted:
+        for base in unreferenced(run, {doomed.path for doomed in removed}):
+            if belongs_to_this_user(base) and not foreign_to_step(base):
+                with explained(base, "looked at"):
+                    removed.append(Doomed(base, files.measured(base)[0]))
     for doomed in () if dry_run else removed:
         doomed.remove()
     return Pruning(run, dry_run, tuple(removed), tuple(kept))
 
 
 def prune_after_save(run: Path, retention: Retention) -> None:
-    """Remove the steps of a run that `retention` does not keep.
+    """Remove the steps of a run that `retention` does not keep, then frozen parameters that no step needs any more.
 
     Steps of other users, or with foreign files, stay. So do superseded ones that the training has not reached yet: a
     user may still resume from them. Raises as `prune` does.
     """
-    for step in _superfluous(run, retention, later=False):
+    if retention.wanted:
+        _remove_own(_superfluous(run, retention, later=False))
+    _remove_own(unreferenced(run))
+
+
+def _remove_own(steps: Iterable[Path]) -> None:
+    for step in steps:
         if belongs_to_this_user(step) and not foreign_to_step(step):
             _remove_step(step)
 

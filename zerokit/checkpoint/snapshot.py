@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.by_rank import Digests, Member, encode_by_rank, members_of
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode, encode, mapping
-from zerokit.checkpoint.manifest import BUFFER_PREFIX, Scalars
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, FROZEN, Scalars
 from zerokit.checkpoint.state import (
     Description,
     Encoded,
@@ -51,6 +51,18 @@ class Arguments:
     weights_only: bool
     keep_last: object
     keep_every: object
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Where a step's frozen parameters are: in the directory `base` beside it, to be written if `new`, or nowhere ("").
+
+    `checksums`: the CRC-32 of each that has elements, by name.
+    """
+
+    base: str
+    new: bool
+    checksums: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,7 @@ class Part:
     layout: Layout
     seed: int
     origin: rng.Origin | None
+    apart: Apart | None
 
 
 def take(
@@ -107,8 +120,12 @@ def take(
     outer: Mapping[str, Mapping[int, Tensor]],
     *,
     copied: bool,
+    apart: Apart | None = None,
 ) -> Part:
     """This rank's part; its slices are the live tensors, or copies in the optimizer's `host_copy`.
+
+    Slices of frozen parameters that are `apart` are taken only if they are new there, and are copied into memory of
+    their own.
 
     `outer` are the streams of `zerokit.LocalSteps`, if there is one.
 
@@ -121,6 +138,9 @@ def take(
     held = list(own_slices(runtime, rank, weights_only=arguments.weights_only))
     held += outer_slices(runtime.layout, rank, outer)
     description = describe(runtime, held, weights_only=arguments.weights_only)
+    frozen = [] if apart is None else [one for one in held if one.kind == FROZEN]
+    if frozen:
+        held = [one for one in held if one.kind != FROZEN]
     rest, options = Rest(skips=runtime.control.skips), {}
     extra = _copied(extra)
     if rank == 0:
@@ -142,13 +162,16 @@ def take(
         if copied
         else {(one.kind, one.part.parameter.name): one.tensor for one in held}
     )
+    for one in frozen if apart is not None and apart.new else ():
+        # Once in a training: the buffer that all saves use has no room for it.
+        slices[one.kind, one.part.parameter.name] = snapshot(one.tensor) if copied else one.tensor
     generators = {} if arguments.weights_only else rng.capture(runtime.collectives.device)
     digests = None
     if extra is not None and runtime.collectives.world > 1:
         digests = {name: _digest(value) for name, value in members_of(extra).items()}
     card = Card(arguments, description, generators, options, runtime.collectives.rank, digests)
     seed = torch.initial_seed() % 2**64
-    return Part(card, slices, rest, extra, optimizer.layout, seed, rng.ORIGINS.get(optimizer))
+    return Part(card, slices, rest, extra, optimizer.layout, seed, rng.ORIGINS.get(optimizer), apart)
 
 
 def _copied(extra: Any) -> Any:

@@ -116,6 +116,11 @@ def _print_tree(summary: Summary) -> None:
         where = "common.safetensors" if summary.format == "zerokit" else "buffers and the optimizer's scalars"
         tensors = [(tensor.name, f"{tensor.dtype} {list(tensor.shape)}") for tensor in summary.common]
         _add_list(_add(root, "stored whole", where), tensors)
+    if summary.frozen is not None:
+        where = (
+            f"in {summary.frozen} beside this step" if summary.frozen else "in no file: the model has them"
+        )
+        _add(root, "frozen parameters", where)
     _add_list(_add(root, "files"), [(file.name, decimal_size(file.bytes)) for file in summary.files])
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -134,6 +139,8 @@ def _add_run(tree: Tree, run: RunSummary) -> None:
             f"damaged: {step.damaged}" if step.damaged else "",
         )
         _add(steps, step.name, ", ".join(filter(None, said)))
+    for base in run.frozen:
+        _add(steps, base.name, f"{decimal_size(base.bytes)}, frozen parameters of steps")
     if run.leftovers:
         begun = _add(tree, "not finished", "zerokit prune removes those of dead writers")
         for left in run.leftovers:
@@ -216,9 +223,10 @@ def _show_report(report: Report) -> None:
             f"{path}: headers and sizes are right; the format has no checksums, so bytes cannot be verified"
         )
     elif report.intact:
+        own = ", without its frozen parameters, which are the model's own" if report.without_frozen else ""
         click.echo(
             f"{path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
-            f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read"
+            f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read{own}"
         )
     else:
         click.echo(f"{path}: damaged: {counted(len(report.findings), 'finding')}")

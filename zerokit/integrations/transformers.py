@@ -27,12 +27,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_
 import zerokit
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.disk import despite_damage, read_whole
+from zerokit.checkpoint.frozen import Frozen
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.accelerate import ZeroAccelerator
 from zerokit.integrations.mixed_precision import choose_precision
 from zerokit.integrations.pretrained import read_sharded
-from zerokit.integrations.torch_optimizer import Recipe
+from zerokit.integrations.torch_optimizer import Recipe, require_frozen
 from zerokit.placement import StageArgument
 from zerokit.runtime import Precision
 from zerokit.runtime.admission import probe
@@ -54,6 +55,8 @@ class ZeroTrainer(Trainer):
         precision: as in `ZeroOptimizer`, instead of `bf16` and `fp16`, or beside them for its other dtypes.
         zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale,
             on_nonfinite, ….
+        frozen: "never" leaves frozen parameters, such as the base under adapters, out of checkpoints: training then
+            goes on with a model that was built with the same ones, and others are refused.
         **options: the other arguments of `Trainer`, or of the trainer it is combined with, by name: which come after
             the model differs among trainers.
 
@@ -76,6 +79,7 @@ class ZeroTrainer(Trainer):
         stage: StageArgument = 3,
         precision: PrecisionArgument | None = None,
         zero_options: Mapping[str, Any] | None = None,
+        frozen: Frozen = "always",
         **options: Any,
     ) -> None:
         args = args or TrainingArguments("tmp_trainer")
@@ -88,6 +92,7 @@ class ZeroTrainer(Trainer):
         }
         _require_evaluation_in(self._zero_arguments["precision"], args)
         self._writes_checkpoint = False
+        self._frozen = require_frozen(frozen)
         self._generators: dict[str, bytes] = {}
         super().__init__(model, args=args, **options)
         self._require_elementwise()
@@ -204,7 +209,9 @@ class ZeroTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self._schedule().state_dict(), "global_batch": self._global_batch()}
-        zerokit.save(output_dir, self._prepared(), step=self.state.global_step, extra=extra)
+        zerokit.save(
+            output_dir, self._prepared(), step=self.state.global_step, extra=extra, frozen=self._frozen
+        )
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: `zerokit.save` has written all ranks' generators."""

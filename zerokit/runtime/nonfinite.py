@@ -28,9 +28,9 @@ def require_choice(given: object) -> None:
 def warn_of_waiting(inner: Optimizer) -> None:
     """Say that this optimizer makes the host wait for the device."""
     warnings.warn(
-        f"{type(inner).__name__} has no fused kernel that leaves out a step on the device, so the host waits for the "
-        "device once a step to know whether gradients are finite: choose Adam, AdamW, Adagrad or SGD without "
-        "dampening, all fused, or on_nonfinite='ignore'",
+        f"this {type(inner).__name__} cannot leave out a step on the device, as fused Adam, AdamW, Adagrad and SGD "
+        "without dampening do, so the host waits for the device once a step to know whether gradients are finite: "
+        "choose one of these, or on_nonfinite='ignore'",
         ZerokitWarning,
         stacklevel=4,
     )

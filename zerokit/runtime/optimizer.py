@@ -37,7 +37,7 @@ from zerokit.runtime.states import (
     load_state,
     take_state,
 )
-from zerokit.runtime.step import INTERRUPTED, update_masters
+from zerokit.runtime.step import INTERRUPTED, unless_updated, update_masters
 from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
@@ -107,22 +107,19 @@ class ZeroOptimizer(ForwardingOptimizer):
         self.scaler = scale if self.precision.scaled else None
         ranks = stage, mesh, process_group, timeout
         options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn, on_nonfinite)
-        self.runtime = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
+        self.runtime = made = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
-        self._collectives, self._control = self.runtime.collectives, self.runtime.control
-        self._gradients, self._engine = self.runtime.gradients, self.runtime.engine
-        self._walk = self.runtime.walk
-        super().__init__(self.runtime.inner)
+        self._collectives, self._control = made.collectives, made.control
+        self._gradients, self._engine, self._walk = made.gradients, made.engine, made.walk
+        super().__init__(made.inner)
         self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
-        self._modes = Modes(self.runtime)
+        self._modes = Modes(made)
         self._totals = Totals(self._control, on_nonfinite, scaled=self.precision.scaled)
-        self.methods = ModelMethods(
-            self.runtime.model, self._engine, self.runtime.weights, self.runtime.hooks, self
-        )
+        self.methods = ModelMethods(made.model, self._engine, made.weights, made.hooks, self)
         """The model's own methods while it is managed."""
         self._collectives.take_traffic()
 
@@ -210,8 +207,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
 
-        After an exception amid the update, steps and saves are refused until a load succeeds; after any other
-        `zero_grad()` and a new pass continue.
+        After an exception that ends the torch optimizer's update halfway, steps and saves are refused until a load
+        succeeds. After any other, `zero_grad()` and a new pass continue.
         """
         if options:
             refuse_step_options(options)
@@ -230,7 +227,7 @@ class ZeroOptimizer(ForwardingOptimizer):
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
         if agreed.updates:
-            with profiled("update"):
+            with profiled("update"), unless_updated(self._inner, self._note_no_update):
                 update_masters(self.runtime.units, self._gradients, self._inner, agreed.left_out)
         self._last_traffic = self._collectives.take_traffic()
         if agreed.updates:
@@ -240,6 +237,10 @@ class ZeroOptimizer(ForwardingOptimizer):
         for hook in self._optimizer_step_post_hooks.values() if agreed.updates else ():
             hook(self, (), {})
         return loss
+
+    def _note_no_update(self) -> None:
+        self._collectives.note_path(-1)  # ranks that have made the step differ from now on
+        self.refuse("")
 
     @property
     def train(self) -> Callable[[], None]:

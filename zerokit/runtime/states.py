@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
@@ -137,17 +138,34 @@ class ForwardingOptimizer(TorchInterface):
         )
 
 
+class RankState(dict[str, Any]):
+    """One rank's part of a state. It has no members of torch's optimizers, and says so to whoever looks for them."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        if name not in ("state", "param_groups"):
+            raise KeyError(name)
+        raise UsageError(
+            f"optimizer.state_dict() has no {name!r}: it is this rank's part of flat tensors, so torch's "
+            "get_optimizer_state_dict() cannot read it. Use zerokit.save(), and `zerokit convert RUN --format dcp` for "
+            "a state of torch's by names; options are in optimizer.param_groups"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a plain mapping, which `torch.load(…, weights_only=True)` reads."""
+        return OrderedDict, (), None, None, iter(self.items())
+
+
 def take_state(runtime: Runtime) -> dict[str, Any]:
     """This rank's part, apart from the loss scale."""
     runtime.engine.take_changes()  # weights that were changed in place: masters are what is taken
-    return {
-        "inner": runtime.inner.state_dict(),
-        "divided": [unit.divided for unit in runtime.units],
-        "masters": [master.tensor.detach() for _, master, _ in runtime.masters()],
-        "draws": runtime.gradients.draws.state(),
-        "skips": astuple(runtime.control.skips),
-        "place": _origin(runtime),
-    }
+    return RankState(
+        inner=runtime.inner.state_dict(),
+        divided=[unit.divided for unit in runtime.units],
+        masters=[master.tensor.detach() for _, master, _ in runtime.masters()],
+        draws=runtime.gradients.draws.state(),
+        skips=astuple(runtime.control.skips),
+        place=_origin(runtime),
+    )
 
 
 def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:

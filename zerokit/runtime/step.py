@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -224,7 +226,15 @@ def _largest(shards: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":
         return torch.stack(torch._foreach_norm(filled, math.inf)).max().double()
-    return torch.stack([extreme for shard in filled for extreme in torch.aminmax(shard)]).abs().max().double()
+    extremes = [extreme for shard in _joined(filled) for extreme in torch.aminmax(shard)]
+    return torch.stack(extremes).abs().max().double()
+
+
+def _joined(shards: Sequence[Tensor]) -> list[Tensor]:
+    """The same elements in fewer tensors, small ones together: each operation has its price on the host."""
+    small = [shard for shard in shards if shard.numel() <= _CHUNK // 8]
+    large = [shard for shard in shards if shard.numel() > _CHUNK // 8]
+    return [*large, torch.cat(small)] if small else large
 
 
 def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -235,10 +245,7 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
         # Accumulates in fp64 without a copy in fp64, which `vector_norm(dtype=...)` makes.
         norms = torch._foreach_norm(filled, norm_type, dtype=torch.float64) if filled else ()
         return torch.stack([total, *norms]).pow(norm_type).sum()
-    # Small ones together: each operation has its price on the host.
-    small = [shard for shard in filled if shard.numel() <= _CHUNK // 8]
-    large = [shard for shard in filled if shard.numel() > _CHUNK // 8]
-    for shard in (*large, torch.cat(small)) if small else large:
+    for shard in _joined(filled):
         for chunk in shard.split(_CHUNK):
             wide = chunk.double()
             total += torch.dot(wide, wide) if norm_type == 2.0 else (wide.abs() ** norm_type).sum()
@@ -246,7 +253,7 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
 
 
 INTERRUPTED = (
-    "an exception ended the last step amid its update, so the state is incomplete: load a checkpoint, or build the "
+    "an exception ended the last update halfway, so the state is incomplete: load a checkpoint, or build the "
     "model anew"
 )
 """Why steps are refused after that; a load of weights alone does not make up for it."""
@@ -278,13 +285,46 @@ def update_masters(
             tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
     if isinstance(inner, SGD):
         _level_momentum(inner, all_begin=left_out is not None)
-    with leaving_out(inner, left_out):
-        inner.step()
-    write_back(units)
-    for unit in trainable:
-        for master in unit.masters:
-            master.tensor.grad = None
-        unit.guard_masters()
+    try:
+        with leaving_out(inner, left_out):
+            inner.step()
+        write_back(units)
+    finally:
+        for unit in trainable:
+            for master in unit.masters:
+                master.tensor.grad = None
+            unit.guard_masters()
+
+
+@contextmanager
+def unless_updated(inner: Optimizer, refused: Callable[[], None]) -> Iterator[None]:
+    """Call `refused` where the body raises before anything of `inner` has changed.
+
+    Schedule-free optimizers refuse a step in the mode of evaluations.
+    """
+    before = _values(inner)
+    try:
+        yield
+    except BaseException:
+        if all(_same(*pair) for pair in zip_longest(before, _values(inner))):
+            refused()
+        raise
+
+
+_Value = tuple[object, int]
+"""An option, a parameter or a state, with how often it was written if it is a tensor."""
+
+
+def _values(inner: Optimizer) -> list[_Value]:
+    """Everything that a step may change."""
+    tensors = [tensor for group in inner.param_groups for tensor in group["params"]]
+    values = [*tensors, *(value for tensor in tensors for value in inner.state.get(tensor, {}).values())]
+    values += [value for group in inner.param_groups for name, value in group.items() if name != "params"]
+    return [(value, value._version if isinstance(value, Tensor) else 0) for value in values]
+
+
+def _same(one: _Value | None, other: _Value | None) -> bool:
+    return one is not None and other is not None and one[0] is other[0] and one[1] == other[1]
 
 
 def _level_momentum(inner: SGD, *, all_begin: bool) -> None:
