@@ -320,6 +320,10 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "too many streams": (doubled("streams", 1000), "000 streams are listed, 1024 are allowed"),
     "both": (put("scalars", 0, "kind", value="exp_avg"), "'exp_avg' of parameter 0 is in a stream and in"),
     "a file outside": (put("files", 0, "name", value=OUTSIDE), f"a file is called '{OUTSIDE}', expected"),
+    "more in a row than at all": (
+        put("skipped", value={"total": 1, "in_a_row": 2}),
+        "'in_a_row' is 2, expected 0 to 1",
+    ),
     "a negative size": (put("files", 0, "bytes", value=-1), "'bytes' is -1, expected 4096 to"),
     "common elsewhere": (
         put("common", "name", value="/etc/passwd"),

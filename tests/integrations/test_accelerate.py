@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,7 +37,13 @@ import zerokit
 from tests.integrations.launched import as_launched
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.on_ranks import on_ranks
-from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
+from zerokit.errors import (
+    CheckpointError,
+    NonFiniteError,
+    UnsupportedOptimizer,
+    UsageError,
+    ZerokitWarning,
+)
 from zerokit.integrations.accelerate import ZeroAccelerator
 from zerokit.placement import stage_of
 
@@ -314,6 +321,17 @@ def _overflow() -> None:
     assert accelerator.optimizer_step_was_skipped
     assert schedule.get_last_lr()[1] == pytest.approx(1e-2 / 7)
     assert accelerator.zero_optimizer.precision == zerokit.Precision.of("fp16")
+    # In other precisions as well, where that is not to be an error.
+    for choice in ("skip", "raise"):
+        accelerator = _accelerator(3, zero_options={"on_nonfinite": choice})
+        model, optimizer, loader, schedule = _prepare(accelerator, _warmup, torch.optim.AdamW, nn.LayerNorm)
+        accelerator.backward(model(x).mean() * math.nan)
+        with pytest.raises(NonFiniteError) if choice == "raise" else pytest.warns(ZerokitWarning):
+            optimizer.step()
+        if choice == "skip":
+            schedule.step()
+            assert accelerator.optimizer_step_was_skipped
+            assert schedule.get_last_lr()[1] == pytest.approx(1e-2 / 7)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # as `accelerate launch --mixed_precision bf16` says it
     accelerator = _accelerator(3)
     prepared = _prepare(accelerator, _warmup, torch.optim.AdamW, nn.LayerNorm)

@@ -193,7 +193,9 @@ def _half_precision() -> None:
         assert zero.precision.compute == (torch.float32 if flag == "32-true" else torch.bfloat16)
         assert zero.precision.master == (torch.bfloat16 if flag == "bf16-true" else torch.float32)
         losses[flag] = module.losses
-    module, trainer = _fit(pl, ZeroStrategy(stage=2, precision="fp16"), gradient_clip_val=0.4)
+    module, trainer = _fit(
+        pl, ZeroStrategy(stage=2, precision="fp16", on_nonfinite="raise"), gradient_clip_val=0.4
+    )
     assert trainer.strategy.zero_optimizer.loss_scale > 1
     losses["fp16"] = module.losses
     for flag, found in losses.items():

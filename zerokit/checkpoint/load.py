@@ -179,6 +179,7 @@ def _load(
     if plan.shared is not None:
         shared = plan.shared
         together.each(lambda: _apply(optimizer, match, shared, extra))
+        runtime.control.resume(checkpoint.manifest.skips)
         runtime.gradients.draws.begin(extra["step"])
     together.each(lambda: _apply_buffers(checkpoint, plan.buffers))
     runtime.publish(frozen=True)

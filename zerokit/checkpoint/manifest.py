@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -21,6 +21,7 @@ from zerokit.checkpoint.safetensors import Stream, file_name, slice_checksums, s
 from zerokit.checkpoint.strict import bounded, compact, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Interval, Layout
+from zerokit.skips import NONE_SKIPPED, Skips
 
 NAME = "manifest.json"
 COMMON_NAME = "common.safetensors"
@@ -33,7 +34,8 @@ MAJORS = (1, 2)
 """Major versions that are read; a higher minor one only adds members that a reader may ignore.
 
 Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
-1.1 added weights alone, 1.2 values of `extra` by rank, 2.0 frozen parameters that are not in the ranks' files."""
+1.1 added weights alone, 1.2 values of `extra` by rank, 1.3 how many steps were skipped, 2.0 frozen parameters that are
+not in the ranks' files."""
 
 BASE = re.compile(r"frozen-[0-9a-f]{16}")
 """Names of directories beside steps that have frozen parameters."""
@@ -84,7 +86,7 @@ class Manifest:
 
     `checksums` has one sequence a stream: the CRC-32 of each slice, parameters in line order, slices in rank order.
     `weights_only`: there are parameters and buffers, and no state of an optimizer. `extra_ranks`: how many ranks have
-    values of their own in `extra`; 0 where all values are everyone's.
+    values of their own in `extra`; 0 where all values are everyone's. `skips`: steps that the training had left out.
 
     `frozen`: None where frozen parameters are in the ranks' files, as all others. Otherwise the directory beside the
     step that has them, or "" where the checkpoint has none of them; `param` streams then have one checksum a parameter,
@@ -101,6 +103,7 @@ class Manifest:
     extra: File
     weights_only: bool = False
     extra_ranks: int = 0
+    skips: Skips = NONE_SKIPPED
     frozen: str | None = None
 
     @property
@@ -114,12 +117,14 @@ class Manifest:
     def _plain(self) -> dict[str, object]:
         layout = self.layout
         ranks = {"ranks": self.extra_ranks} if self.extra_ranks else {}
+        skips = {"skipped": asdict(self.skips)} if self.skips.total else {}
         return {
             "format": FORMAT,
             "version": self._version(),
             **({"content": WEIGHTS} if self.weights_only else {}),
             **({} if self.frozen is None else {"frozen": {"base": self.frozen} if self.frozen else {}}),
             "step": self.step,
+            **skips,
             "world": layout.world,
             "alignment": ALIGNMENT,
             "bucket_bytes": layout.bucket_bytes,
@@ -153,7 +158,7 @@ class Manifest:
     def _version(self) -> list[int]:
         if self.frozen is not None:
             return [2, 0]
-        return [1, 2 if self.extra_ranks else 1 if self.weights_only else 0]
+        return [1, 3 if self.skips.total else 2 if self.extra_ranks else 1 if self.weights_only else 0]
 
     def apart(self, stream: int) -> bool:
         """Whether a stream is not in the ranks' files."""
@@ -301,6 +306,8 @@ def _manifest(plain: Any) -> Manifest:
     weights_only = "content" in top
     if weights_only:
         _check_weights_only(top, streams, scalars)
+    skipped = member(top, "skipped", dict) if "skipped" in top else asdict(NONE_SKIPPED)
+    total = bounded(skipped, "total", 0, MAX_STEP)
     return Manifest(
         bounded(top, "step", 0, MAX_STEP),
         layout,
@@ -312,6 +319,7 @@ def _manifest(plain: Any) -> Manifest:
         _file(extra := member(top, "extra", dict), EXTRA_NAME),
         weights_only,
         bounded(extra, "ranks", 1, MAX_WORLD) if "ranks" in extra else 0,
+        Skips(total, bounded(skipped, "in_a_row", 0, total)),
         frozen,
     )
 

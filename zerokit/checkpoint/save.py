@@ -115,8 +115,9 @@ def save(
         blocking: False returns as soon as this rank's state is copied into a buffer in host memory, which the
             optimizer keeps (a line of `memory()`), and writes it beside the training. One such save at a time: the
             next one waits for it. `wait()` for the last one before the process group is destroyed.
-        keep_last: once this step is committed, remove all but this many of the newest intact steps. Later ones, of
-            another training, stay until this one has passed them. A step that cannot be removed is a warning.
+        keep_last: once this step is committed, remove all but this many of the newest intact steps, and the last one
+            before skipped steps (`optimizer.skipped_steps`). Later ones, of another training, stay until this one has
+            passed them. A step that cannot be removed is a warning.
         keep_every: keep steps whose number is a multiple of it, too.
         keep: keep steps for which it returns True, too; it is called on rank 0, before anything is written. Without
             `keep_last`, the newest step stays beside those that these two keep.

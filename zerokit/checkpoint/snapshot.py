@@ -32,6 +32,7 @@ from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.model import plain_name
+from zerokit.skips import NONE_SKIPPED, Skips
 
 Slices = dict[tuple[str, str], Tensor]
 """By stream and parameter's name, flat."""
@@ -80,10 +81,11 @@ class Card:
 
 @dataclass(slots=True)
 class Rest:
-    """The data that is not sharded: members of `extra.json`, and tensors of `common`."""
+    """The data that is not sharded: members of `extra.json`, tensors of `common`, and the count of skipped steps."""
 
     members: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    skips: Skips = NONE_SKIPPED
 
     def add(self, key: str, value: Any, path: str) -> None:
         self.members[key], tensors = encode(value, path)
@@ -139,7 +141,7 @@ def take(
     frozen = [] if apart is None else [one for one in held if one.kind == FROZEN]
     if frozen:
         held = [one for one in held if one.kind != FROZEN]
-    rest, options = Rest(), {}
+    rest, options = Rest(skips=runtime.control.skips), {}
     extra = _copied(extra)
     if rank == 0:
         _warn_of_extra_state(runtime.model)

@@ -127,6 +127,7 @@ def contents_of(
         File(EXTRA_NAME, len(extra), 0, crc32(extra)),
         arguments.weights_only,
         max(map(len, ranks_in(rest.members["user"]).values()), default=0),
+        rest.skips,
     )
     if apart is not None:
         line = layout.parameters

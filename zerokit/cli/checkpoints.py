@@ -98,6 +98,9 @@ def _print_tree(summary: Summary) -> None:
     form = "" if summary.format == "zerokit" else f"{_FORMATS[summary.format]}, "
     whole = f"{counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}"
     root = _add(None, str(summary.path), f"{form}step {summary.step}, {whole}")
+    if summary.skipped_steps:
+        row = f", the last {summary.skipped_in_a_row:,} in a row" if summary.skipped_in_a_row else ""
+        _add(root, "skipped steps", f"{summary.skipped_steps:,} until this save{row}")
     if summary.run is not None:
         _add_run(root, summary.run)
     streams = _add(root, "streams", f"of {counted(summary.units, 'unit')}")
@@ -131,6 +134,7 @@ def _add_run(tree: Tree, run: RunSummary) -> None:
         said = (
             decimal_size(step.bytes),
             "weights only" if step.weights_only else "",
+            f"{counted(step.skipped_steps, 'step')} skipped" if step.skipped_steps else "",
             "superseded: load skips it" if step.superseded else "",
             f"damaged: {step.damaged}" if step.damaged else "",
         )

@@ -28,7 +28,8 @@ from zerokit.integrations.marks import is_unsharded, mark, take_back
 from zerokit.integrations.mixed_precision import choose_precision
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over, require_frozen
 from zerokit.placement import StageArgument, require_stage
-from zerokit.runtime import Precision
+from zerokit.runtime.counts import Count
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.runtime.whole import is_managed
 from zerokit.training import ZeroOptimizer
 
@@ -53,7 +54,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().__init__(optimizer, device_placement=False)
 
     def step(self, closure: Any = None) -> None:
-        """Update, if this is the last micro-batch; in fp16 a step whose gradients overflowed is skipped."""
+        """Update, if this is the last micro-batch; a step whose gradients are inf or nan is skipped."""
         skipped = self.optimizer.skipped_steps
         super().step(closure)
         self._is_overflow = self.optimizer.skipped_steps > skipped
@@ -66,7 +67,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         stage: what is sharded, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`; by default that of `mixed_precision`. Weights of "bf16" and "fp16" are
             half precision with fp32 masters, there is no autocast.
-        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
+        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale,
+            on_nonfinite, ….
         frozen: "never" leaves frozen parameters, such as the base under adapters, out of what `save_state` writes:
             `load_state` then takes a model that was built with the same ones, and refuses others.
         mixed_precision: "no", "bf16" or "fp16"; by default that of `accelerate launch`.
@@ -83,7 +85,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self,
         *,
         stage: StageArgument = 2,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         zero_options: Mapping[str, Any] | None = None,
         frozen: Frozen = "always",
         mixed_precision: str | None = None,
@@ -221,9 +223,14 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     # ---- the loop
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Differentiate `loss` (0-d), divided by `gradient_accumulation_steps`; `kwargs` as for `Tensor.backward`."""
-        self.prepared("backward()").backward(loss / self.gradient_accumulation_steps, **kwargs)
+    def backward(self, loss: Tensor, *, count: Count | None = None, **kwargs: Any) -> None:
+        """Differentiate `loss` (0-d), divided by `gradient_accumulation_steps`; `kwargs` as for `Tensor.backward`.
+
+        With a `count`, as in `ZeroOptimizer.backward`, `loss` is a sum over so many samples or tokens, and nothing but
+        the sum of all counts divides it.
+        """
+        divisor = self.gradient_accumulation_steps if count is None else 1
+        self.prepared("backward()").backward(loss / divisor, count=count, **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

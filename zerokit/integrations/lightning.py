@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.checkpoint.extra import encode
@@ -29,11 +29,20 @@ from zerokit.checkpoint.staging import Staging
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.integrations.lightning_loading import of_lightning, read_sharded
-from zerokit.integrations.lightning_precision import PRECISIONS, ZeroPrecision, flag_of, lightning_package
+from zerokit.integrations.lightning_precision import (
+    PRECISIONS,
+    ZeroPrecision,
+    count_in,
+    flag_of,
+    lightning_package,
+)
+from zerokit.integrations.lightning_refusals import only_optimizer, refuse_conflicts
 from zerokit.integrations.pretrained import whole_weights
 from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over, require_frozen
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, release
+from zerokit.runtime.counts import Count
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.runtime.whole import is_managed
 from zerokit.training import ZeroOptimizer
 
@@ -63,9 +72,12 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     Args:
         stage: what is sharded across ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters.
         precision: "fp32", "bf16", "fp16" or a `Precision`; by default that of `Trainer(precision=…)`.
+        count_key: where `training_step` returns {"loss": a sum, count_key: of how many samples or tokens}. The update
+            is that of their mean, as in `ZeroOptimizer.backward`. With manual optimization write
+            `self.manual_backward(loss_sum, count=n)`.
         frozen: "never" leaves frozen parameters, such as the base under adapters, out of checkpoints: `fit` then
             continues with a module that was built with the same ones, and refuses others.
-        units, bucket_mb, prefetch, mesh, init_fn, loss_scale: as for `ZeroOptimizer`.
+        units, bucket_mb, prefetch, mesh, init_fn, loss_scale, on_nonfinite: as for `ZeroOptimizer`.
         **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method,
             timeout.
 
@@ -79,15 +91,18 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self,
         stage: StageArgument = 3,
         *,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
+        count_key: str | None = None,
         frozen: Frozen = "always",
         **options: Any,
     ) -> None:
         if unknown := options.keys() - ZERO_OPTIONS - _OPTIONS:
             raise UsageError(
-                f"ZeroStrategy has no option {', '.join(sorted(unknown))}: expected stage, precision, "
+                f"ZeroStrategy has no option {', '.join(sorted(unknown))}: expected stage, precision, count_key, "
                 f"{', '.join(sorted(ZERO_OPTIONS | _OPTIONS))}"
             )
+        self._count_key = count_key
+        self._count: Count | None = None  # of the training step whose backward pass comes
         self._chosen = None if precision is None else Precision.of(precision)
         given = {name: options.pop(name) for name in ZERO_OPTIONS & options.keys()}
         self._settings: dict[str, Any] = {"stage": require_stage(stage), **given}
@@ -133,7 +148,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         if not any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             self.model_to_device()
         if fitting:
-            _refuse_conflicts(module, trainer)
+            refuse_conflicts(module, trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -141,7 +156,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         """Turn what `configure_optimizers` returns into a `ZeroOptimizer` over the module."""
         super().setup_optimizers(trainer)
         module = self.lightning_module
-        given = _only_optimizer(self.optimizers)
+        given = only_optimizer(self.optimizers)
         # Manual optimization differentiates inside the step, which then cannot be one forward pass.
         root = _Root(module) if module.automatic_optimization else module
         precision = self._chosen or Precision.of(PRECISIONS[self.precision_plugin.precision])
@@ -171,6 +186,23 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                 for name, value in vars(ZeroOptimizer).items():
                     if callable(value) and not name.startswith("__") and name != "step":
                         wrapper.__dict__[name] = getattr(zero, name)
+
+    # ---- the loop
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own, whose count is kept for the backward pass."""
+        output = super().training_step(*args, **kwargs)
+        if self._count_key is not None and self.lightning_module.automatic_optimization:
+            self._count = count_in(output, self._count_key)
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Differentiate the loss; Lightning has divided it by `accumulate_grad_batches`, which a sum must not be."""
+        if self._count is not None:
+            kwargs["count"], self._count = self._count, None
+            closure_loss = closure_loss * self.lightning_module.trainer.accumulate_grad_batches
+        loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        return loss
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -340,25 +372,6 @@ _SHARED = (
 )
 
 
-def _only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
-    if len(optimizers) != 1:
-        raise UsageError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, but a module takes one: return one "
-            "with a parameter group for each part, which may have its own options"
-        )
-    (given,) = optimizers
-    if type(given).__name__ == "_MockOptimizer":
-        raise UsageError(
-            "configure_optimizers returned None: return an optimizer, torch.optim.AdamW(self.parameters())"
-        )
-    if isinstance(given, ZeroOptimizer):
-        raise UsageError(
-            "configure_optimizers returned a ZeroOptimizer: return the torch optimizer, such as "
-            "torch.optim.AdamW(self.parameters()), ZeroStrategy makes a ZeroOptimizer of it"
-        )
-    return given
-
-
 def _require_whole(path: Path) -> None:
     if Checkpoint(path).weights_only:
         raise CheckpointError(
@@ -366,25 +379,3 @@ def _require_whole(path: Path) -> None:
             f'leave ckpt_path out, and write zerokit.load("{path}", trainer.strategy.zero_optimizer, '
             "weights_only=True) in on_fit_start, or give a whole checkpoint"
         )
-
-
-def _refuse_conflicts(module: Any, trainer: Any) -> None:
-    if getattr(module, "_compiler_ctx", None) is not None:
-        raise UsageError(
-            "the whole module is compiled, and its training_step with it: compile the repeated blocks instead, for "
-            "example `for block in self.blocks: block.compile()` in __init__, and pass the plain module to fit()"
-        )
-    for callback in trainer.callbacks:
-        names = {cls.__name__ for cls in type(callback).__mro__}
-        if names & {"StochasticWeightAveraging", "WeightAveraging"}:
-            raise UsageError(
-                f"{type(callback).__name__} keeps a second model on every rank: average shards instead, with a "
-                "callback that makes zerokit.Ema(trainer.strategy.zero_optimizer, decay) in on_fit_start and calls its "
-                "update() in on_train_batch_end"
-            )
-        if "BaseFinetuning" in names:
-            raise UsageError(
-                f"{type(callback).__name__} adds parameter groups while the module trains, but its layout is fixed: "
-                "pass all parameters in configure_optimizers, and freeze and release them by requires_grad_() in "
-                "on_train_epoch_start"
-            )

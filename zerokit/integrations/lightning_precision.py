@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.runtime import Precision
+from zerokit.runtime.counts import Count
 from zerokit.training import ZeroOptimizer
 
 
@@ -54,7 +55,10 @@ class ZeroPrecision(_Plugin):  # type: ignore[misc]
         self.optimizer: ZeroOptimizer | None = None
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Differentiate the loss, scaled in fp16. Without one, a `backward` of the module's own is called."""
+        """Differentiate the loss, scaled in fp16, or a sum with its `count`.
+
+        Where the module has a `backward` of its own, that one is called, but not in fp16 or with a count.
+        """
         assert self.optimizer is not None
         own = type(model).backward.__module__ != f"{lightning_package()}.core.module"
         if own and self.optimizer.scaler is not None:
@@ -62,7 +66,12 @@ class ZeroPrecision(_Plugin):  # type: ignore[misc]
                 f"{type(model).__name__}.backward() would differentiate the loss without its fp16 scale: remove it, or "
                 'train with precision="bf16-mixed"'
             )
-        if own or args or set(kwargs) - {"retain_graph", "create_graph"}:
+        if own and "count" in kwargs:
+            raise UsageError(
+                f"{type(model).__name__}.backward() would differentiate a sum without its count: remove it, or return "
+                "a mean"
+            )
+        if own or args or set(kwargs) - {"count", "retain_graph", "create_graph"}:
             model.backward(tensor, *args, **kwargs)
         else:
             self.optimizer.backward(tensor, **kwargs)
@@ -93,3 +102,18 @@ def flag_of(plugin: Any, *, chosen: bool) -> str:
             f"Trainer(precision={flag!r}) and ZeroStrategy(precision=…) both choose: leave one of them out"
         )
     return flag
+
+
+def count_in(output: Any, key: str) -> Count:
+    """The entry `key` of what a `training_step` has returned. Raises `UsageError` where there is none."""
+    if isinstance(output, Mapping) and output.get(key) is not None:
+        return cast(Count, output[key])
+    found = (
+        f"a dictionary of {', '.join(map(repr, output))}"
+        if isinstance(output, Mapping)
+        else str(type(output))
+    )
+    raise UsageError(
+        f"ZeroStrategy(count_key={key!r}), but training_step returned {found}: return "
+        f"{{'loss': a sum, {key!r}: of how many samples or tokens}}"
+    )

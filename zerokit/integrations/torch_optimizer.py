@@ -15,7 +15,7 @@ from zerokit.checkpoint.frozen import Frozen
 from zerokit.errors import UsageError
 from zerokit.training import ZeroOptimizer
 
-ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale"})
+ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale", "on_nonfinite"})
 """Arguments of `ZeroOptimizer` that are the same in every library."""
 
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_checkpoints
@@ -37,6 +37,7 @@ from zerokit.integrations.torch_optimizer import Recipe, require_frozen
 from zerokit.placement import StageArgument
 from zerokit.runtime import Precision
 from zerokit.runtime.admission import probe
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.training import ZeroOptimizer
 
 read_sharded()
@@ -52,7 +53,8 @@ class ZeroTrainer(Trainer):
         args: `bf16` and `fp16` choose the precision: weights of half precision with fp32 masters, no autocast.
         stage: what is sharded, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`, instead of `bf16` and `fp16`, or beside them for its other dtypes.
-        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
+        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale,
+            on_nonfinite, ….
         frozen: "never" leaves frozen parameters, such as the base under adapters, out of checkpoints: training then
             goes on with a model that was built with the same ones, and others are refused.
         **options: the other arguments of `Trainer`, or of the trainer it is combined with, by name: which come after
@@ -75,7 +77,7 @@ class ZeroTrainer(Trainer):
         args: TrainingArguments | None = None,
         *,
         stage: StageArgument = 3,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         zero_options: Mapping[str, Any] | None = None,
         frozen: Frozen = "always",
         **options: Any,
@@ -99,6 +101,13 @@ class ZeroTrainer(Trainer):
     def zero_optimizer(self) -> ZeroOptimizer | None:
         """The `ZeroOptimizer`, once `train` has begun: for `memory()`, `gathered()` and others."""
         return self.accelerator.zero_optimizer
+
+    def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
+        """Log as Trainer does, in training also `skipped_steps` once there are any."""
+        zero = self.zero_optimizer
+        if zero is not None and zero.skipped_steps and "loss" in logs:
+            logs = {**logs, "skipped_steps": zero.skipped_steps}
+        super().log(logs, *more, **options)
 
     # ---- preparing
 
@@ -135,6 +144,22 @@ class ZeroTrainer(Trainer):
             probe(optimizer_class, dict(options), self._zero_arguments["precision"].master)
         except UnsupportedOptimizer as error:
             raise UnsupportedOptimizer(f"optim={self.args.optim!r}: {error}: {advice}") from error
+
+    # ---- the loop
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """The micro-batches of a step, and the tokens by which its losses are divided.
+
+        With `average_tokens_across_devices` these are those of all ranks, and losses are multiplied by the number of
+        ranks. Without it Trainer divides by each rank's own, which weighs the tokens of a rank with few of them more;
+        here it is the mean over ranks, which gives the same as with it.
+        """
+        samples, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if count is not None and not self.args.average_tokens_across_devices:
+            count = self.accelerator.reduce(torch.as_tensor(count, device=device).float(), "mean")
+        return samples, count
 
     # ---- writing
 

@@ -186,24 +186,30 @@ def _kind(cell: Cell) -> tuple[object, ...]:
 
 
 def _difference(best: PlannedCell, other: PlannedCell) -> str:
-    """What the other cell spends more of, a sample of a rank."""
+    """What the other cell loses most time with, per sample of a rank."""
     assert best.time is not None
     assert other.time is not None
     mine, its = (one.cell.micro_batch * one.cell.accumulate for one in (best, other))
     costs = {
-        "computing": (best.time.compute_s, other.time.compute_s),
-        "waiting for communication": (best.time.exposed_total_s, other.time.exposed_total_s),
-        "computing more slowly beside communication": (best.time.slowed_s, other.time.slowed_s),
-        "updating": (best.time.optimizer_s, other.time.optimizer_s),
+        "computes {} ms longer per sample": (best.time.compute_s, other.time.compute_s),
+        "waits {} ms longer per sample for communication": (
+            best.time.exposed_total_s,
+            other.time.exposed_total_s,
+        ),
+        "loses {} ms more per sample because communication slows the computation": (
+            best.time.slowed_s,
+            other.time.slowed_s,
+        ),
+        "updates for {} ms longer per sample": (best.time.optimizer_s, other.time.optimizer_s),
     }
-    more = {name: there / its - here / mine for name, (here, there) in costs.items()}
-    name = max(more, key=lambda one: more[one])
-    if more[name] <= 0 or other.units_per_s == best.units_per_s:
+    more = {sentence: there / its - here / mine for sentence, (here, there) in costs.items()}
+    sentence = max(more, key=lambda one: more[one])
+    if more[sentence] <= 0 or other.units_per_s == best.units_per_s:
         more_bytes = other.memory.needed - best.memory.needed
         if abs(more_bytes) < 2**20:
             return "needs as much memory"
         return f"needs {abs(more_bytes) / 2**20:,.0f} MiB {'more' if more_bytes > 0 else 'less'}"
-    return f"spends {more[name] * 1e3:,.3g} ms more a sample {name}"
+    return sentence.format(f"{more[sentence] * 1e3:,.3g}")
 
 
 def best_of_each(cells: Iterable[PlannedCell]) -> list[PlannedCell]:

@@ -74,7 +74,7 @@ def trace_model(
         stack.enter_context(FakeTensorMode())
         parameters = _become_fake(model, precision)
         named = {name: parameters[parameter] for name, parameter in anatomy.named.items()}
-        keep_statistics(model, precision.compute)
+        keep_statistics(dict.fromkeys(model.modules(), precision.compute))
         inputs = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in wanted]
         recorder = Recorder([*parameters.values(), *model.buffers()], general=samples is None)
         for tensor in inputs:

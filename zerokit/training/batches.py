@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from zerokit.errors import UsageError
-from zerokit.training.partition import Bin, Costs, divide
+from zerokit.training.partition import Bin, Costs, share_out
 
 T = TypeVar("T")
 
@@ -47,7 +47,8 @@ class Batches:
 
     The samples of step t depend on `seed` and t alone, and each comes once an epoch; a step may end one epoch and begin
     the next. Within a step samples are divided among ranks and micro-batches by their costs, longest first. All ranks
-    run equally many micro-batches, as stage 3 needs them to. A load on other ranks continues with the next sample.
+    run equally many micro-batches, as stage 3 needs them to, and those that they run at a time cost about the same. A
+    load on other ranks continues with the next sample.
 
     Args:
         costs: of each sample, as long as the dataset: its tokens, or better an estimate of its time, such as
@@ -166,19 +167,15 @@ class Batches:
         else:
             count = max(math.ceil(float(lengths.sum()) / (self._world * self._micro_tokens)), 1)
         most = len(samples) // self._world
+        limit = math.inf if self._micro_tokens is None else self._micro_tokens
         while True:
             count = min(count, most)
-            bins = divide(costs, [pace for pace in self._pace for _ in range(count)])
-            fits = self._micro_tokens is None or all(
-                len(each) <= 1 or lengths[each].sum() <= self._micro_tokens for each in bins
-            )
-            if self._micro_batches is not None or fits or count == most:
-                break
+            parts = share_out(costs, lengths, self._pace, count, limit)
+            bins = [each for part in parts for each in part]
+            fits = all(len(each) == 1 or lengths[each].sum() <= limit for each in bins)
+            if fits or count == most or self._micro_batches is not None:
+                return [[samples[each] for each in part] for part in parts]
             count += 1
-        _fill_empty(bins, costs)
-        return [
-            [samples[each] for each in bins[rank * count : (rank + 1) * count]] for rank in range(self._world)
-        ]
 
     # ---- for a loader
 
@@ -257,12 +254,3 @@ def _amounts(name: str, values: ArrayLike) -> Costs:
     if array.ndim != 1 or not len(array) or not np.isfinite(array).all() or (array < 0).any():
         raise UsageError(f"{name}: expected a number of at least 0 for each sample, not {str(values)[:60]}")
     return array
-
-
-def _fill_empty(bins: list[Bin], costs: Costs) -> None:
-    """Give each empty bin the cheapest sample of the bin with the most, so that every rank has a batch."""
-    for at, each in enumerate(bins):
-        if not len(each):
-            giver = max(range(len(bins)), key=lambda one: len(bins[one]))
-            cheapest = int(costs[bins[giver]].argmin())
-            bins[at], bins[giver] = bins[giver][cheapest : cheapest + 1], np.delete(bins[giver], cheapest)

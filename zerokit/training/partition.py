@@ -7,6 +7,7 @@ samples leave the bin that takes longest, or change places with smaller ones of 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +35,76 @@ def divide(costs: Costs, speeds: Sequence[float]) -> list[Bin]:
     _refine(costs, owners, pace)
     by_owner = np.argsort(owners, kind="stable")
     return np.split(by_owner, np.searchsorted(owners[by_owner], np.arange(1, len(pace))))
+
+
+def share_out(
+    costs: Costs, lengths: Costs, speeds: Sequence[float], count: int, most: float = math.inf
+) -> list[list[Bin]]:
+    """Micro-batches of ranks with these `speeds`, `count` on each, so that those of a time take all ranks as long.
+
+    At stage 3 ranks wait for each other in every micro-batch. A sample that costs more than an even part of what is
+    left makes a micro-batch of its own, beside which the other ranks get as much; the rest is divided evenly. There are
+    as many samples as micro-batches, at least, and no micro-batch is empty. One of several samples beside such a long
+    one has at most `most` of `lengths`; others have what an even division gives them.
+    """
+    pace = np.asarray(speeds, dtype=np.float64)
+    ranks = range(len(pace))
+    left = np.argsort(-costs, kind="stable")
+    parts: list[list[Bin]] = [[] for _ in ranks]
+    spent = np.zeros(len(pace))
+
+    def give(rank: int, samples: Bin) -> None:
+        parts[rank].append(np.sort(samples))
+        spent[rank] += costs[samples].sum()
+
+    while count > 1 and costs[left[0]] / pace.max() > (1 + _CLOSE) * costs[left].sum() / pace.sum() / count:
+        count -= 1
+        first = min(ranks, key=lambda rank: (-pace[rank], spent[rank]))
+        time = costs[left[0]] / pace[first]
+        give(first, left[:1])
+        left = left[1:]
+        others = [rank for rank in ranks if rank != first]
+        for number, rank in enumerate(others, 1):
+            spare = len(left) - count * len(pace) - (len(others) - number)
+            taken = _filling(costs[left], lengths[left], time * pace[rank], most, spare)
+            give(rank, left[taken])
+            left = np.delete(left, taken)
+    bins = [left[each] for each in divide(costs[left], [speed for speed in speeds for _ in range(count)])]
+    _fill_empty(bins, costs)
+    loads = [costs[each].sum() for each in bins]
+    for speed in dict.fromkeys(speeds):
+        alike = [rank for rank in ranks if speeds[rank] == speed]
+        shared = [at for rank in alike for at in range(rank * count, (rank + 1) * count)]
+        shared.sort(key=lambda at: -loads[at])
+        for first in range(0, len(shared), len(alike)):
+            waiting = sorted(alike, key=lambda rank: spent[rank])
+            for rank, at in zip(waiting, shared[first : first + len(alike)], strict=True):
+                give(rank, bins[at])
+    return parts
+
+
+def _filling(costs: Costs, lengths: Costs, room: float, most: float, spare: int) -> list[int]:
+    """Positions of at most `spare` samples, of descending costs, that cost nearly `room` together; one at least."""
+    taken: list[int] = []
+    at, shortest, ascending = 0, lengths.min(), -costs
+    while len(taken) < spare and (shortest <= most or not taken):
+        at = max(at, int(np.searchsorted(ascending, -room)))  # the first that fits
+        if at == len(costs):
+            break
+        if lengths[at] <= most or not taken:
+            taken.append(at)
+            room, most = room - costs[at], most - lengths[at]
+        at += 1
+    return taken or [len(costs) - 1]
+
+
+def _fill_empty(bins: list[Bin], costs: Costs) -> None:
+    """Give each empty bin the cheapest sample of the bin with the most, so that every rank has a batch."""
+    for at, each in enumerate(bins):
+        if not len(each):
+            giver = max(range(len(bins)), key=lambda one: len(bins[one]))
+            cheapest = int(costs[bins[giver]].argmin())
+            bins[at], bins[giver] = bins[giver][cheapest : cheapest + 1], np.delete(bins[giver], cheapest)
 
 
 def _deal(costs: Costs, order: Bin, pace: Costs) -> Bin:
