@@ -29,7 +29,8 @@ from zerokit.runtime.changes import checksums, differing, exchange
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.guard import drop_gradients, hooked
 from zerokit.runtime.hooks import profiled
-from zerokit.runtime.precision import LossScale, Precision
+from zerokit.runtime.loss import Loss
+from zerokit.runtime.precision import Precision
 from zerokit.runtime.torch_internals import take_gradient, will_reach, without_torch_function
 from zerokit.runtime.unit import UnitState
 from zerokit.runtime.wires import Draws, make_wire
@@ -62,10 +63,8 @@ class Gradients:
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
         self._most_in_flight = pool.most or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
-        self.loss_scale: float | None = None
-        """The factor of the loss that the gradients held now come from; None where this rank has had none since."""
-        self.count: float | Tensor | None = None
-        """How many samples or tokens the losses of gradients held now are sums over; None where they are means."""
+        self.loss: Loss | None = None
+        """What the gradients held now come from; None where no backward pass of this rank has brought any."""
         self.finite: Tensor | None = None
         """Whether the gradients held now are finite, 0-d: as a norm has shown, or before the user changed them."""
         self.accumulating = False  # gradients stay on this rank for now
@@ -110,29 +109,13 @@ class Gradients:
         Raises `UsageError` where it is to be `scaled` and is not, or where gradients held now are of a loss with
         another scale, or means where these are sums.
         """
-        scale = LossScale.current
-        if scaled and scale is None:
+        given = Loss.current or Loss()
+        if scaled and given.scale is None:
             raise UsageError(
                 "fp16 gradients underflow without loss scaling: call optimizer.backward(loss), not loss.backward()"
             )
-        held = self.loss_scale
-        if self.received and held is not None and held != (scale or 1.0):
-            raise UsageError(
-                f"this backward brings gradients of a loss scaled by {scale or 1.0:g} to an optimizer that holds "
-                f"others scaled by {held:g}, which is 1 after step(), clip_grad_norm_() and "
-                "gathered_gradients(): call its zero_grad() in between, or sum the losses of several optimizers and "
-                "call backward() of one"
-            )
         self.finite = None
-        count = LossScale.count
-        if self.received and (self.count is None) != (count is None):
-            raise UsageError(
-                "backward() with a count= and without one in a step, or before zero_grad(): the one adds up sums, the "
-                "other means; give a count in all passes of a step, or in none"
-            )
-        if count is not None:
-            self.count = count if self.count is None else self.count + count
-        self.loss_scale = scale or 1.0
+        self.loss = given if self.loss is None else given.added_to(self.loss)
 
     def accept(self, index: int, position: int, parameter: nn.Parameter) -> bool:
         """Take `parameter.grad`, which has just become ready. Returns whether its unit can be reduced now."""
@@ -297,7 +280,7 @@ class Gradients:
             unit.forget()
         self.pool.reclaim()
         self.transient, self.received, self.mixed = 0, False, mixed
-        self.loss_scale = self.count = self.finite = None
+        self.loss = self.finite = None
         self._cleared.clear()
 
     def clear(self, index: int, position: int) -> None:
@@ -307,7 +290,12 @@ class Gradients:
         self._cleared.add((index, position))
         self.units[index].received.discard(position)
         if self._cleared >= self._shared:  # all of this rank's share
-            self.received, self.loss_scale, self.count = False, None, None
+            self.received, self.loss = False, None
+
+    @property
+    def count(self) -> float | Tensor | None:
+        """How many samples or tokens the losses are sums over; None where they are means."""
+        return None if self.loss is None else self.loss.count
 
     def holds(self, index: int, position: int) -> bool:
         """Whether this rank knows of a gradient of this parameter."""
@@ -319,9 +307,10 @@ class Gradients:
 
     def require_reduced(self, call: str, *, scaled: bool) -> None:
         """Raise `UsageError` where `call` would not find sums over ranks; `scaled` if this optimizer scales losses."""
-        if not scaled and self.loss_scale not in (None, 1.0) and self.received:
+        factor = 1.0 if self.loss is None else self.loss.factor
+        if not scaled and self.received and factor != 1.0:
             raise UsageError(
-                f"{call}: another optimizer's backward() has brought gradients of a loss scaled by {self.loss_scale:g} "
+                f"{call}: another optimizer's backward() has brought gradients of a loss scaled by {factor:g} "
                 "for fp16: call zero_grad() before this optimizer's own backward(), or give both precision='fp16'"
             )
         if self.shown:
@@ -339,7 +328,7 @@ class Gradients:
         It takes in what is known of the loss: they are gradients of the plain mean then. `finite` is what is known of
         them.
         """
-        self.loss_scale, self.count, self.finite = 1.0, None, finite
+        self.loss, self.finite = Loss(), finite
         if not self._collectives.runs_ahead:
             factor = float(factor)
         if isinstance(factor, float) and factor == 1.0:

@@ -23,6 +23,7 @@ from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.counts import Count, require_count
 from zerokit.runtime.hooks import differentiate, profiled
 from zerokit.runtime.interface import refuse_step_options
+from zerokit.runtime.loss import Loss, differentiating
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.modes import Modes
@@ -155,7 +156,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
         require_count(count)
-        with LossScale.applied(None if self.scaler is None else self.scaler.value, count):
+        with differentiating(Loss(None if self.scaler is None else self.scaler.value, count)):
             differentiate(
                 loss if self.scaler is None else loss * self.scaler.value,
                 retain_graph=retain_graph,

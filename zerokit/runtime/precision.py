@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -190,10 +189,6 @@ class LossScale:
     interval: int = 2000
     floor: float = 1.0
     good_steps: int = 0
-    current: ClassVar[float | None] = None
-    """The factor of the loss that some optimizer's `backward` differentiates now; None for plain `loss.backward()`."""
-    count: ClassVar[float | Tensor | None] = None
-    """How many samples or tokens that loss is a sum over; None for a mean."""
 
     def __post_init__(self) -> None:
         if not (self.growth > 1 > self.backoff > 0 and self.interval > 0 and 0 < self.floor <= self.value):
@@ -210,17 +205,6 @@ class LossScale:
                 f"loss_scale={given!r}: expected a zerokit.LossScale, which is dynamic; {_STAYS}"
             )
         return given or cls()
-
-    @classmethod
-    @contextmanager
-    def applied(cls, scale: float | None, count: float | Tensor | None = None) -> Iterator[None]:
-        """A context in which losses, maybe sums over `count`, are differentiated times `scale`, or plainly."""
-        before = cls.current, cls.count
-        cls.current, cls.count = scale, count
-        try:
-            yield
-        finally:
-            cls.current, cls.count = before
 
     def restored(self, value: float, good_steps: int) -> LossScale:
         """This one with a scale, the floor at least, and a number of steps without overflow that were saved."""

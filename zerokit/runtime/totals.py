@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zerokit.errors import NonFiniteError, UsageError
 from zerokit.runtime.counts import share_of, sum_over_ranks
+from zerokit.runtime.loss import Loss
 from zerokit.runtime.nonfinite import OnNonfinite, refuse_step, warn_of_waiting
 from zerokit.runtime.precision import LossScale
 from zerokit.runtime.step import Agreement, StepControl, all_finite, clip_coefficient, global_norm
@@ -96,4 +97,5 @@ class Totals:
 
     def _unscaling(self, scaler: LossScale | None) -> float:
         """The factor that makes the gradients those of the plain loss, on a rank that has brought none of them too."""
-        return 1.0 / (self._gradients.loss_scale or (1.0 if scaler is None else scaler.value))
+        loss = self._gradients.loss or Loss(None if scaler is None else scaler.value)
+        return 1.0 / loss.factor
