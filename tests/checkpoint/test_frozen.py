@@ -344,7 +344,7 @@ def test_never_is_refused_where_its_weights_are_wanted(folder: Path) -> None:
         lambda: zerokit.Checkpoint(run).read("param", "table"),
     ):
         with pytest.raises(
-            zerokit.CheckpointError, match="in no checkpoint, as it was saved with frozen='never'"
+            zerokit.CheckpointError, match="in no file, because it was saved with frozen='never'"
         ):
             use()
     assert not (folder / "model").exists()

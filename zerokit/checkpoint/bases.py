@@ -58,8 +58,8 @@ def base_of(step: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     """
     if not manifest.frozen:
         raise CheckpointError(
-            f"{step}: its frozen parameters are in no checkpoint, as it was saved with frozen='never': load() takes "
-            "them from the model as it was built, and nothing else can be made of this step without them"
+            f"{step}: its frozen parameters are in no file, because it was saved with frozen='never': load it into a "
+            "model that was built with the same ones, and save that with frozen='once' or 'always'"
         )
     path = step.resolve().parent / manifest.frozen
     if not is_directory(path):
