@@ -39,6 +39,7 @@ from torch._C._distributed_c10d import FileStore  # noqa: E402
 
 import zerokit  # noqa: E402
 from zerokit import files  # noqa: E402
+from zerokit.checkpoint.bases import unreferenced  # noqa: E402
 from zerokit.checkpoint.run import island_runs, list_steps  # noqa: E402
 from zerokit.checkpoint.staging import leftovers  # noqa: E402
 from zerokit.placement import stage_of  # noqa: E402
@@ -48,7 +49,7 @@ TIMEOUT_S = 10.0
 """Time-out of collectives; a closed connection is noticed at once."""
 PATIENCE_S = 60.0
 """Ranks that say nothing for so long hang."""
-KINDS = ("saves", "background", "islands", "elastic", "sweeps", "push", "conversions")
+KINDS = ("saves", "background", "frozen", "islands", "elastic", "sweeps", "push", "conversions")
 KEPT = 2
 SAVES = 4
 """At most so many are begun before the kill."""
@@ -97,6 +98,8 @@ class Round:
     exchanges: bool
     background: bool
     """Every save is beside the training."""
+    frozen: bool
+    """A frozen base, which changes now and then, is saved once for all steps that have the same."""
     islands: bool
     """Every rank is an island of local steps, with a run of its own."""
     last: bool
@@ -119,6 +122,9 @@ def train(optimizer: zerokit.ZeroOptimizer, step: int) -> None:
     optimizer.backward(model(torch.full((1, 8), float(step % 4))).sum())
     optimizer.step()
     optimizer.zero_grad()
+    if isinstance(base := getattr(model, "base", None), torch.nn.Parameter):
+        with optimizer.gathered(), torch.no_grad():
+            base.fill_(step // 4 if step else -1)
 
 
 def digest(optimizer: zerokit.ZeroOptimizer) -> str:
@@ -131,12 +137,14 @@ def litter(run: Path) -> list[str]:
     """What is in the run and is no step, but for what living processes are about."""
     found = []
     for one in island_runs(run) or [run]:
+        unnamed = {base.name for base in unreferenced(one)}
         unfinished = [left for left in leftovers(one) if not left.gone and left.writer != Process.current()]
         living = {"latest", *(left.path.name for left in unfinished)}
         found += [
             path.name
             for path in one.iterdir()
-            if not path.name.startswith("step-") and path.name not in living
+            if (not path.name.startswith(("step-", "frozen-")) and path.name not in living)
+            or path.name in unnamed
         ]
     return found
 
@@ -159,6 +167,8 @@ def rank_main(this: Round, rank: int, run: Path, store: Path, pipe: int) -> None
     model = torch.nn.Linear(8, 24)
     torch.nn.init.zeros_(model.weight)
     torch.nn.init.zeros_(model.bias)
+    if this.frozen:
+        model.base = torch.nn.Parameter(torch.zeros(200, 300), requires_grad=False)
     optimizer = zerokit.ZeroOptimizer(
         model,
         torch.optim.SGD,
@@ -194,6 +204,7 @@ def rank_main(this: Round, rank: int, run: Path, store: Path, pipe: int) -> None
                     "extra": {"step": step},
                     "overwrite": overwrite,
                     "keep_last": KEPT,
+                    "frozen": "once" if this.frozen else "always",
                 }
                 if blocking:
                     zerokit.save(run, optimizer, **options)
@@ -364,6 +375,7 @@ def play_all(report: Report, run: Path, stores: Path, *, quiet: bool, kind: str)
             draw.randint(0, 3),
             exchanges=draw.random() < 0.7,
             background=kind == "background",
+            frozen=kind == "frozen",
             islands=islands,
             last=number == report.rounds,
         )

@@ -73,7 +73,7 @@ def orders(draw: st.DrawFn) -> Order:
         scopes.append(() if index in rest else scopes[-1] if shared else (next(names),))
     frozen = draw(st.sets(st.integers(0, count - 1)))
     prefetch = draw(st.integers(0, 3))
-    order = Order.of_line(line(scopes, frozen), prefetch)
+    order = Order.of_line(line(scopes, frozen), prefetch, draw(st.frozensets(st.integers(0, count - 1))))
     if draw(st.booleans()):
         stop = st.sets(st.integers(0, count - 1), min_size=1, max_size=3).map(
             lambda units: tuple(sorted(units))
@@ -88,13 +88,14 @@ class Memory:
     """What a rank holds while it performs operations; every gather and free must be of use."""
 
     def __init__(self, order: Order, held: set[int]) -> None:
-        self.order, self.held, self.issued = order, held, list[Operation]()
+        self.order, self.held, self.issued = order, held - order.whole, list[Operation]()
 
     def perform(self, operations: Any) -> None:
         for operation in operations:
             self.issued.append(operation)
             if operation.kind is Kind.GATHER:
                 assert operation.number not in self.held, "gathered twice"
+                assert operation.number not in self.order.whole
                 self.held.add(operation.number)
             elif operation.kind is Kind.FREE:
                 self.held.remove(operation.number)
@@ -104,9 +105,9 @@ class Memory:
         use = next(at for at, each in enumerate(plan.operations) if each == (Kind.USE, number))
         stop = plan.stops[number]
         self.perform(cursor.come_to(use))
-        assert self.held.issuperset(stop)
+        assert (self.held | self.order.whole).issuperset(stop)
         self.perform(cursor.go_ahead())
-        assert self.held.issuperset(stop)
+        assert (self.held | self.order.whole).issuperset(stop)
         moving = [stop for stop in plan.stops if not self.order.kept.issuperset(stop)]
         widest = max((len(set(stop) - self.order.kept) for stop in moving), default=0)
         assert self.order.prefetch is not None
@@ -141,12 +142,12 @@ def test_each_pass_ends_with_what_the_next_one_expects(order: Order) -> None:
     everything = {unit for stop in order.stops for unit in stop}
     assert everything == set(order.units)
     forward = pass_through(order, order.forward, set(), [])
-    assert forward.held == {*order.kept, *order.last}
+    assert forward.held == {*order.kept, *order.last} - order.whole
     reduced = Counter(order.backward.units(Kind.REDUCE))
     assert reduced == Counter(order.reduced) == Counter(order.backward_afresh.units(Kind.REDUCE))
     backward = pass_through(order, order.backward, forward.held, [])
     first = next((moving for stop in order.stops if (moving := set(stop) - order.kept)), set())
-    assert backward.held == order.kept | first
+    assert backward.held == (order.kept | first) - order.whole
 
 
 @given(orders())

@@ -31,7 +31,7 @@ class ScheduleError(ZerokitError, RuntimeError):
 
 
 class NonFiniteError(ZerokitError, RuntimeError):
-    """The gradients' norm is inf or nan, and the caller asked for an error then."""
+    """Gradients are inf or nan, and the caller asked for an error then."""
 
 
 class LossScaleError(ZerokitError, FloatingPointError):

@@ -6,11 +6,11 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
-from zerokit.layout import Layout, Unit, pooled_units
-from zerokit.placement import Axis, Mesh, Placement
+from zerokit.layout import Layout, Unit, is_pooled
+from zerokit.placement import AnyPlacement, Axis, Mesh, Placement
 from zerokit.schedule import Kind, Order
 
 
@@ -127,6 +127,12 @@ class ElementBytes:
     states: int
     scalars: int = 0
     wire: int | BlockFormat | None = None
+    differing: Mapping[int, ElementBytes] = field(default_factory=dict)
+    """Those of units that compute in another dtype than the rest, by index."""
+
+    def of_unit(self, index: int) -> ElementBytes:
+        """The bytes per element of a unit."""
+        return self.differing.get(index, self)
 
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
@@ -166,29 +172,63 @@ class Held:
     element_bytes: int
 
 
-def list_held(layout: Layout, *, rank: int, placement: Placement, sizes: ElementBytes) -> Iterator[Held]:
+def list_held(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: ElementBytes) -> Iterator[Held]:
     """The bytes that rank `rank` holds of each unit, by line of `MemoryReport`."""
     position = placement.mesh.position(rank)
     for unit in layout.units:
-        kept = placement.parameters(unit, position)
+        own, bytes_of = placement.of_unit(unit.index), sizes.of_unit(unit.index)
+        kept = own.parameters(unit, position)
         if not unit.trainable:
-            size = stored_bytes(unit, sizes.compute)
+            size = stored_bytes(unit, bytes_of.compute)
             yield Held("frozen", unit.index, unit.payload_within(kept), kept.numel, size)
             continue
-        yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, sizes.compute)
-        summed = placement.gradients(unit, position)
+        yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, bytes_of.compute)
+        summed = own.gradients(unit, position)
         yield Held("gradients", unit.index, unit.payload_within(summed), summed.numel, sizes.reduce)
-        for _, stretch in unit.groups_within(placement.updated(unit, position)):
+        for _, stretch in unit.groups_within(own.updated(unit, position)):
             payload = unit.payload_within(stretch)
-            yield Held("optimizer", unit.index, payload, stretch.numel, sizes.master + sizes.states)
+            yield Held("optimizer", unit.index, payload, stretch.numel, bytes_of.master + bytes_of.states)
             yield Held("scalars", unit.index, sizes.scalars, sizes.scalars, 1)
+
+
+def whole_units(layout: Layout, placement: AnyPlacement) -> frozenset[int]:
+    """The units whose parameters are never cut."""
+    return frozenset(u.index for u in layout.units if not placement.of_unit(u.index).cuts_parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The gradient buckets that small units share: of `fitting` elements each, padding included.
+
+    `most` reductions are in flight at once; 0 where every unit keeps whole gradients, and nothing limits them.
+    """
+
+    most: int
+    fitting: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, placement: AnyPlacement) -> Pool:
+        """The pool of the units whose gradients are cut."""
+        cut = [u for u in layout.units if u.trainable and placement.of_unit(u.index).cuts_gradients]
+        most = max((placement.of_unit(unit.index).pooled_buckets for unit in cut), default=0)
+        return cls(most, tuple(unit.numel for unit in cut if is_pooled(unit, layout.bucket_bytes)))
+
+    @property
+    def buckets(self) -> int:
+        """How many there are."""
+        return min(self.most, len(self.fitting))
+
+    @property
+    def numel(self) -> int:
+        """Elements of each."""
+        return max(self.fitting, default=0)
 
 
 def predict_memory(
     layout: Layout,
     *,
     rank: int,
-    placement: Placement,
+    placement: AnyPlacement,
     sizes: ElementBytes,
     buffers: int = 0,
     reductions: Sequence[int] | None = None,
@@ -197,7 +237,7 @@ def predict_memory(
 
     Args:
         layout: the model's; its world size is N.
-        placement: the mesh, and a stage for each axis.
+        placement: the mesh, and a stage for each axis, of all units or of each.
         sizes: bytes an element.
         buffers: bytes of the model's buffers, which every rank holds whole.
         reductions: units in the order in which their gradients are reduced; by default reversed line order.
@@ -206,14 +246,18 @@ def predict_memory(
     for one in list_held(layout, rank=rank, placement=placement, sizes=sizes):
         lines[one.line] += one.payload * one.element_bytes
         lines["padding"] += (one.numel - one.payload) * one.element_bytes
-    pooled = pooled_units(layout)
-    largest = max(pooled, default=0)
-    lines["buckets"] = min(placement.pooled_buckets, len(pooled)) * largest * sizes.reduce
+    pool = Pool.of(layout, placement)
+    lines["buckets"] = pool.buckets * pool.numel * sizes.reduce
     if reductions is None:
         reductions = [unit.index for unit in reversed(layout.units) if unit.trainable]
     # As many reductions are in flight as there would be buckets for them, and these units have buckets of their own.
-    own = [numel if (numel := layout.units[index].numel) > largest else 0 for index in reductions]
-    together = (sum(own[at : at + placement.pooled_buckets]) for at in range(len(own)))
+    own = [
+        numel
+        if (numel := layout.units[index].numel) > pool.numel and placement.of_unit(index).cuts_gradients
+        else 0
+        for index in reductions
+    ]
+    together = (sum(own[at : at + pool.most]) for at in range(len(own)))
     lines["transient"] = max(together, default=0) * sizes.reduce
     lines["buffers"] = buffers
     return MemoryReport(**lines)
@@ -227,7 +271,7 @@ def operation_name(operation: str, axis: Axis, mesh: Mesh) -> str:
 def predict_traffic(
     layout: Layout,
     *,
-    placement: Placement,
+    placement: AnyPlacement,
     sizes: ElementBytes,
     order: Order | None = None,
     micro_batches: int = 1,
@@ -240,7 +284,6 @@ def predict_traffic(
     the number of forward and backward passes, `reductions` of those that reduce gradients.
     """
     mesh = placement.mesh
-    trainable = [unit for unit in layout.units if unit.trainable]
     wire = sizes.reduce if sizes.wire is None else sizes.wire
     report = TrafficReport()
 
@@ -252,7 +295,7 @@ def predict_traffic(
         size: int | BlockFormat | None,
     ) -> None:
         """The traffic of units over axes, in elements of this size, of their own size, or in blocks."""
-        for axis in axes:
+        for axis in axes if units else ():
             copies = mesh.copies(axis) * times
             elements = copies * sum(unit.payload_numel for unit in units)
             nbytes = copies * sum(_moved_bytes(unit, size, sizes) for unit in units)
@@ -260,22 +303,29 @@ def predict_traffic(
                 operation_name(operation, axis, mesh), Operation(times * len(units), elements, nbytes)
             )
 
-    for axis in mesh.axes:
-        # Blocks cross the outermost axis only, behind exact sums.
-        narrows = mesh.size(axis) > 1 and (axis is mesh.axes[0] or not isinstance(wire, BlockFormat))
-        across = wire if narrows else sizes.reduce
-        hop("reduce_scatter", [axis], trainable, reductions, across)
-    hop("all_gather", placement.sums, trainable, reductions, sizes.reduce)
-    hop("all_gather", placement.update, trainable, 1, sizes.compute)
-    if placement.use:
-        order = order or Order.of_line(layout.units)
-        gathered = [*order.forward.units(Kind.GATHER), *order.backward.units(Kind.GATHER)]
-        used = [layout.units[index] for index in gathered]
-        hop("all_gather", placement.use, used, micro_batches, None)
+    order = order or Order.of_line(layout.units, whole=whole_units(layout, placement))
+    gathered = [*order.forward.units(Kind.GATHER), *order.backward.units(Kind.GATHER)]
+    alike: dict[Placement, list[Unit]] = {}
+    for unit in layout.units:
+        alike.setdefault(placement.of_unit(unit.index), []).append(unit)
+    for own, units in alike.items():
+        trainable = [unit for unit in units if unit.trainable]
+        for axis in mesh.axes:
+            # Blocks cross the outermost axis only, behind exact sums.
+            narrows = mesh.size(axis) > 1 and (axis is mesh.axes[0] or not isinstance(wire, BlockFormat))
+            across = wire if narrows else sizes.reduce
+            hop("reduce_scatter", [axis], trainable, reductions, across)
+        hop("all_gather", own.sums, trainable, reductions, sizes.reduce)
+        hop("all_gather", own.update, trainable, 1, None)
+        here = {unit.index for unit in units}
+        used = [layout.units[index] for index in gathered if index in here]
+        hop("all_gather", own.use, used, micro_batches, None)
     return report
 
 
 def _moved_bytes(unit: Unit, size: int | BlockFormat | None, sizes: ElementBytes) -> int:
     if isinstance(size, BlockFormat):
         return size.unit_nbytes(unit)
-    return unit.payload_numel * (stored_bytes(unit, sizes.compute) if size is None else size)
+    return unit.payload_numel * (
+        stored_bytes(unit, sizes.of_unit(unit.index).compute) if size is None else size
+    )

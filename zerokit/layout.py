@@ -27,7 +27,7 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, islice
@@ -47,7 +47,7 @@ __all__ = [
     "align",
     "build_layout",
     "default_bucket_bytes",
-    "pooled_units",
+    "is_pooled",
 ]
 
 LAYOUT_BYTES = 4
@@ -321,21 +321,28 @@ def default_bucket_bytes(segments: Iterable[Segment]) -> int:
     return mib * 2**20
 
 
-def build_layout(segments: Iterable[Segment], *, world: int, bucket_bytes: int) -> Layout:
+def build_layout(
+    segments: Iterable[Segment],
+    *,
+    world: int,
+    bucket_bytes: int,
+    settings: Mapping[str, Hashable] | None = None,
+) -> Layout:
     """Join segments to units and cut each for `world` ranks.
 
-    Frozen parameters form units of their own, one dtype a unit. Neighbouring segments of the same kind
-    (modules, or the rest) join while their elements, counted at `LAYOUT_BYTES`, stay within `bucket_bytes`;
-    a segment is never split, however large. The result depends on neither stage nor precision.
+    Frozen parameters form units of their own, one dtype a unit, and so do parameters of each of the `settings`, by
+    name. Neighbouring segments of the same kind (modules, or the rest) join while their elements, counted at
+    `LAYOUT_BYTES`, stay within `bucket_bytes`; a segment is never split otherwise, however large. The result depends on
+    neither stage nor precision, where these are the same for all.
 
     Raises `ValueError` for a world size below 1 or a parameter named twice.
     """
     _check_world(world)
     joined: list[list[Segment]] = []
-    open_units: dict[str, list[Segment]] = {}
-    numel: dict[str, int] = {}
+    open_units: dict[Hashable, list[Segment]] = {}
+    numel: dict[Hashable, int] = {}
     for segment in segments:
-        for kind, members in _kinds(segment.parameters).items():
+        for kind, members in _kinds(segment.parameters, settings or {}).items():
             unit, size = open_units.get(kind), sum(parameter.numel for parameter in members)
             numel[kind] = numel.get(kind, 0) + size
             alike = unit is not None and (unit[-1].scope is None) == (segment.scope is None)
@@ -357,11 +364,14 @@ def _check_world(world: int) -> None:
         raise ValueError(f"a layout needs a world size of at least 1, not {world}")
 
 
-def _kinds(parameters: Sequence[Parameter]) -> dict[str, tuple[Parameter, ...]]:
-    """Parameters that may share a storage: all trainable ones; frozen ones by dtype."""
-    kinds: dict[str, list[Parameter]] = {}
+def _kinds(
+    parameters: Sequence[Parameter], settings: Mapping[str, Hashable]
+) -> dict[Hashable, tuple[Parameter, ...]]:
+    """Parameters that may share a storage: all trainable ones, frozen ones by dtype; those of other settings apart."""
+    kinds: dict[Hashable, list[Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault("" if parameter.trainable else parameter.dtype, []).append(parameter)
+        kind = "" if parameter.trainable else parameter.dtype
+        kinds.setdefault((kind, settings.get(parameter.name)), []).append(parameter)
     return {kind: tuple(members) for kind, members in kinds.items()}
 
 
@@ -372,13 +382,9 @@ def _make_unit(index: int, pieces: Sequence[Segment], world: int) -> Unit:
     return Unit.equal(index, tuple(scopes), tuple(parameters), world)
 
 
-def pooled_units(layout: Layout) -> list[int]:
-    """Elements of the trainable units that are small enough for shared buckets, padding included.
+def is_pooled(unit: Unit, bucket_bytes: int) -> bool:
+    """Whether a trainable unit is small enough for shared buckets.
 
     Larger ones, which a single module made so, get memory of their own while their gradients are in flight.
     """
-    return [
-        unit.numel
-        for unit in layout.units
-        if unit.trainable and unit.payload_numel * LAYOUT_BYTES <= layout.bucket_bytes
-    ]
+    return unit.payload_numel * LAYOUT_BYTES <= bucket_bytes

@@ -29,13 +29,16 @@ is the rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import groupby
 from typing import Literal, TypeAlias
 
+from zerokit.by_module import REST, is_by_module
 from zerokit.errors import UsageError
-from zerokit.layout import Cut, Interval, Unit
+from zerokit.layout import Cut, Interval, Layout, Unit
 
 _WHOLE, _CUT = "R", "S"
 _STATES = {"parameters": "RRRS", "gradients": "RPSS", "optimizer": "RSSS"}
@@ -55,11 +58,10 @@ BOTH = (Axis.OUTER, Axis.INNER)
 _NAMES = "0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters"
 
 StageNumber: TypeAlias = Literal[0, 1, 2, 3]
-StageArgument: TypeAlias = (
-    StageNumber | tuple[StageNumber, StageNumber] | tuple[Literal["local"], StageNumber]
-)
-"""What arguments called `stage` take: a number, or one for each axis, (outer, inner). An outer axis that is "local"
-synchronises no gradients; `zerokit.LocalSteps` does its part."""
+StageOfAll: TypeAlias = StageNumber | tuple[StageNumber, StageNumber] | tuple[Literal["local"], StageNumber]
+StageArgument: TypeAlias = StageOfAll | Mapping[str, StageOfAll] | Callable[[str], StageOfAll]
+"""What arguments called `stage` take: a number, or one for each axis, (outer, inner), for all modules or by module
+(`zerokit.by_module`). An outer axis that is "local" synchronises no gradients; `zerokit.LocalSteps` does its part."""
 
 
 def stage_of(number: object) -> StageNumber:
@@ -70,9 +72,12 @@ def stage_of(number: object) -> StageNumber:
 
 
 def require_stage(stage: StageArgument) -> StageArgument:
-    """`stage`, one or a pair. Raises `UsageError` for anything else."""
-    for each in stage if isinstance(stage, tuple) else (stage,):
-        stage_of(each)
+    """`stage`, one or a pair, or these by module. Raises `UsageError` for anything else."""
+    if not is_by_module(stage):
+        for each in stage if isinstance(stage, tuple) else (stage,):
+            stage_of(each)
+    for one in stage.values() if isinstance(stage, Mapping) else ():
+        require_stage(one)
     return stage
 
 
@@ -153,6 +158,15 @@ class Placement:
             )
         return cls(mesh, (outer, inner))
 
+    def of_unit(self, index: int) -> Placement:
+        """The placement of a unit: this one is that of all."""
+        return self
+
+    def argument(self, layout: Layout) -> StageOfAll:
+        """The stage as arguments have it: on a mesh of two axes, (outer, inner)."""
+        stages: tuple[StageNumber, StageNumber] = tuple(map(stage_of, self.stages))  # type: ignore[assignment]
+        return stages if self.mesh.outer > 1 else stages[Axis.INNER]
+
     def _axes(self, kind: str, held: str) -> tuple[Axis, ...]:
         return tuple(axis for axis in self.mesh.axes if _STATES[kind][self.stages[axis]] == held)
 
@@ -216,6 +230,46 @@ class Placement:
     def __str__(self) -> str:
         outer, inner = self.stages
         return str(inner) if self.mesh.outer == 1 else f"{outer}/{inner}"
+
+
+@dataclass(frozen=True)
+class MixedPlacement:
+    """The placements of units whose stages differ, by index; `placed` makes it."""
+
+    mesh: Mesh
+    units: tuple[Placement, ...]
+
+    def of_unit(self, index: int) -> Placement:
+        """The placement of a unit."""
+        return self.units[index]
+
+    @cached_property
+    def cuts_parameters(self) -> bool:
+        """Whether some unit's are cut."""
+        return any(placement.cuts_parameters for placement in self.units)
+
+    def argument(self, layout: Layout) -> StageArgument:
+        """The stage as arguments have it, of each module with parameters."""
+        return {
+            parameter.name.rpartition(".")[0] or REST: self.units[unit.index].argument(layout)
+            for unit in layout.units
+            for parameter in unit.parameters
+        }
+
+    def __str__(self) -> str:
+        runs = [(str(placement), len(list(run))) for placement, run in groupby(self.units)]
+        return " + ".join(f"{stage} ({count} units)" for stage, count in runs)
+
+
+AnyPlacement: TypeAlias = Placement | MixedPlacement
+"""Of all units: one placement, or one each."""
+
+
+def placed(stages: Sequence[object], mesh: Mesh) -> AnyPlacement:
+    """The placement of units that have these stages. Raises `UsageError` for invalid stages."""
+    of_stage = {repr(stage): Placement.of(stage, mesh) for stage in stages}
+    units = tuple(of_stage[repr(stage)] for stage in stages)
+    return units[0] if len(set(units)) == 1 else MixedPlacement(mesh, units)
 
 
 def without_lone_axis(stage: object, mesh: Mesh) -> tuple[object, Mesh]:

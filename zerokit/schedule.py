@@ -160,15 +160,24 @@ class Order:
         kept: units that stay gathered from their first use to the end of backward.
         reduced: units whose gradients are reduced, in an order that serves where plans gather nothing.
         prefetch: the stops whose units are gathered ahead of the one that computes; None where nothing is gathered.
+        first: units that are gathered at the beginning of a pass.
+        from_forward, from_backward: whether stops and `reduced` are what ranks have seen, and no guess.
+        whole: units that are there all the time, and never gathered, where others come and go.
     """
 
     stops: tuple[Stop, ...]
     kept: frozenset[int]
     reduced: tuple[int, ...]
     prefetch: int | None = 1
+    first: tuple[int, ...] = ()
+    from_forward: bool = False
+    from_backward: bool = False
+    whole: frozenset[int] = frozenset()
 
     @classmethod
-    def of_line(cls, units: Sequence[Unit], prefetch: int | None = 1) -> Order:
+    def of_line(
+        cls, units: Sequence[Unit], prefetch: int | None = 1, whole: frozenset[int] = frozenset()
+    ) -> Order:
         """The order of the line, until a better one is known. Units without `scopes` come first and are kept."""
         rest = [unit.index for unit in units if not unit.scopes]
         scopes: dict[str, list[int]] = {}
@@ -177,7 +186,8 @@ class Order:
                 scopes.setdefault(scope, []).append(unit.index)
         stops = dict.fromkeys([*((index,) for index in rest), *map(tuple, scopes.values())])
         reduced = [unit for stop in reversed(stops) for unit in reversed(stop) if units[unit].trainable]
-        return cls(tuple(stops), frozenset(rest), tuple(dict.fromkeys(reduced)), prefetch)
+        reduced_once = tuple(dict.fromkeys(reduced))
+        return cls(tuple(stops), frozenset(rest), reduced_once, prefetch, tuple(rest), whole=whole)
 
     def recorded(self, trace: Sequence[Stop], kept: frozenset[int], first: Sequence[int]) -> Order:
         """The order of a pass that has made the stops `trace`, behind those of the units `first`.
@@ -198,11 +208,11 @@ class Order:
         for index in sorted({unit for stop in self.stops for unit in stop} - seen):
             before = max((at for at, stop in enumerate(stops) if index - 1 in stop), default=-1)
             stops.insert(before + 1, (index,))
-        return replace(self, stops=tuple(stops), kept=kept)
+        return replace(self, stops=tuple(stops), kept=kept, first=tuple(first), from_forward=True)
 
     def reducing(self, units: Sequence[int]) -> Order:
         """This order, with these units' gradients reduced in turn where nothing is gathered."""
-        return replace(self, reduced=tuple(units))
+        return replace(self, reduced=tuple(units), from_backward=True)
 
     @cached_property
     def units(self) -> tuple[int, ...]:
@@ -217,7 +227,9 @@ class Order:
     @cached_property
     def forward(self) -> Plan:
         """The plan of forward."""
-        return Plan() if self.prefetch is None else lay_out(self.stops, self.kept, self.prefetch)
+        if self.prefetch is None:
+            return Plan()
+        return lay_out(self.stops, self.kept, self.prefetch, whole=self.whole)
 
     @cached_property
     def backward(self) -> Plan:
@@ -239,9 +251,8 @@ class Order:
         ready: list[list[int]] = [[] for _ in self.stops]
         for unit in sorted(self.reduced, reverse=True):
             ready[last[unit]].append(unit)
-        return lay_out(
-            [self._moving(stop) for stop in reversed(self.stops)], self.kept, self.prefetch, here, ready
-        )
+        stops = [self._moving(stop) for stop in reversed(self.stops)]
+        return lay_out(stops, self.kept, self.prefetch, here, ready, self.whole)
 
 
 def lay_out(
@@ -250,13 +261,17 @@ def lay_out(
     prefetch: int,
     here: Collection[int] = (),
     reduced: Sequence[Sequence[int]] = (),
+    whole: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan over `stops` that finds the units `here` in memory and reduces those of `reduced` behind each stop.
 
-    Stops of kept units alone leave nothing behind them. Empty stops are places in `reduced`, and nothing else.
+    Stops of kept units alone leave nothing behind them. Empty stops are places in `reduced`, and nothing else. Units
+    that are `whole` are always there.
     """
     operations: list[Operation] = []
-    needed = dict.fromkeys(here, 0)  # units in memory, each with the last stop that it is there for
+    stay = kept | whole
+    # Units in memory, each with the last stop that it is there for.
+    needed = dict.fromkeys([*here, *whole], 0)
     before, left = [], -1  # for each stop, the one before it that leaves others behind
     for number, stop in enumerate(stops):
         before.append(left)
@@ -273,7 +288,7 @@ def lay_out(
         if not stop:
             continue
         if not kept.issuperset(stop):
-            gone = {unit for unit, last in needed.items() if last < number} - kept.union(stop)
+            gone = {unit for unit, last in needed.items() if last < number} - stay.union(stop)
             operations += [Operation(Kind.FREE, unit) for unit in sorted(gone)]
             for unit in gone:
                 del needed[unit]
@@ -285,7 +300,7 @@ def lay_out(
                 ahead += 1
                 continue
             wanted = any(unit not in needed for unit in stops[coming])
-            others = [unit for unit in stops[coming] if unit in needed and unit not in kept]
+            others = [unit for unit in stops[coming] if unit in needed and unit not in stay]
             # What is in use for an earlier stop, and is freed behind it, is gathered anew.
             if any(needed[unit] < before[coming] for unit in others) or (wanted and ahead == prefetch):
                 break

@@ -34,6 +34,7 @@ from tests.support.crashes import (
 from tests.support.distributed import ROOT, run_alone, run_ranks
 from tests.support.saving import How, newest_step, small_optimizer, train
 from zerokit import files
+from zerokit.checkpoint.bases import unreferenced
 from zerokit.checkpoint.prune import Retention, prune_after_save
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.staging import finish_replacement, leftovers
@@ -59,22 +60,30 @@ SAVES = {
     "overwrite an older one, by renames": Saves((3, 5, 6), 3, BY_RENAMES),
     "retention": Saves((1, 2, 3), 4, How(keep_last=2)),
     "retention in the background": Saves((1, 2, 3), 4, How(keep_last=1, blocking=False)),
+    "a base, first": Saves((), 5, How(frozen="once")),
+    "another base": Saves((1, 2), 4, How(frozen="once", keep_last=1)),
+    "another base of that step": Saves((5,), 5, How(frozen="once", overwrite=True, exchanges=False)),
+    "another base in the background": Saves((1, 2), 4, How(frozen="once", keep_last=2, blocking=False)),
 }
-OF_THREE = ("next", "background", "overwrite the newest", "overwrite the newest, by renames", "retention")
+OF_THREE = (
+    *("next", "background", "overwrite the newest", "overwrite the newest, by renames", "retention"),
+    *("another base", "another base in the background"),
+)
 CASES = [(3 if name in OF_THREE else 1, name) for name in SAVES]
 
 
 def _record(folder: str, names: list[str]) -> None:
     rank = dist.get_rank()
-    optimizer = small_optimizer()
+    optimizers = {base: small_optimizer(base=base) for base in (False, True)}
     for number, name in enumerate(names):
+        optimizer = optimizers[SAVES[name].how.frozen == "once"]
         case, root, journal = SAVES[name], Path(folder, f"root-{number}"), Path(folder, f"journal-{number}")
         if rank == 0:
             root.mkdir()
         dist.barrier()
         with files.replaced(Unsynced()):
             for step in case.before:
-                save(root / "run", optimizer, step=step)
+                How(frozen=case.how.frozen).save(root / "run", optimizer, step)
                 train(optimizer)
         if rank == 0:
             begin_journal(root, journal)
@@ -112,12 +121,14 @@ class _Places:
 def _require_tidy(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
     assert not [left.path.name for left in leftovers(run) if left.gone]
-    assert all(name == "latest" or name.startswith("step-") for name in names), names
+    assert all(name == "latest" or name.startswith(("step-", "frozen-")) for name in names), names
+    assert not unreferenced(run)
 
 
 def _survives(folder: str, journal: str, name: str) -> int:
     """The number of states that were looked at."""
-    case, places, optimizer = SAVES[name], _Places(Path(folder)), small_optimizer()
+    case, places = SAVES[name], _Places(Path(folder))
+    optimizer = small_optimizer(base=case.how.frozen == "once")
     states = list(crashes(Path(journal)))
     old, new = (newest_step(places.made(state.tree) / "run") for state in (states[0], states[-1]))
     assert old != new
@@ -245,13 +256,14 @@ FAULTY = {
     "background, full from there on": (How(blocking=False), Fault(errno.ENOSPC, SPACE)),
     "overwrite by renames, EIO once": (How(overwrite=True, exchanges=False), Fault()),
     "retention, EIO from there on": (How(keep_last=1), Fault(lasting=CALLS)),
+    "another base, EIO once": (How(keep_last=1, frozen="once"), Fault()),
 }
 
 
 def _faults(folder: str, how: How, fault: Fault) -> list[int]:
     """One fault after the other in one training: at every fourth call of rank 0, then at every second of rank 1."""
     rank, met = dist.get_rank(), []
-    optimizer = small_optimizer()
+    optimizer = small_optimizer(base=how.frozen == "once")
     run = Path(folder, "run")
     save(run, optimizer, step=1)
     step = 1

@@ -47,7 +47,7 @@ TEXT = (Path(zerokit.checkpoint.__file__).parent / "FORMAT.md").read_text()
 
 # The stranger's reader: standard library, and no module of zerokit.
 
-SIZES = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2}
+SIZES = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "uint8": 1}
 
 
 def up(number: int) -> int:
@@ -80,6 +80,26 @@ def slices(manifest: dict[str, Any], rank: int) -> dict[int, tuple[int, int]]:
     return found
 
 
+def is_apart(manifest: dict[str, Any], stream: dict[str, Any]) -> bool:
+    major: int = manifest["version"][0]
+    kind: str = stream["kind"]
+    return major == 2 and kind == "param"
+
+
+def beside(
+    step: Path, manifest: dict[str, Any], stream: dict[str, Any], values: dict[tuple[str, str], bytes]
+) -> list[bytes]:
+    """The parameters of the stream that have elements; all of them are added to `values`."""
+    shared = read_all(step.parent / manifest["frozen"]["base"])
+    found = []
+    for first, last in stream["parameters"]:
+        for parameter in manifest["parameters"][first:last]:
+            if math.prod(parameter["shape"]):
+                found.append(shared["param", parameter["name"]])
+            values["param", parameter["name"]] = shared["param", parameter["name"]]
+    return found
+
+
 def read_all(step: Path) -> dict[tuple[str, str], bytes]:
     """(kind, parameter) → the bytes of the whole parameter."""
     manifest = read_manifest(step)
@@ -91,7 +111,7 @@ def read_all(step: Path) -> dict[tuple[str, str], bytes]:
         assert zlib.crc32(content[: file["header_bytes"]]) == int(file["header_crc32"], 16)
         held, position = slices(manifest, rank), file["header_bytes"]
         for number, stream in enumerate(manifest["streams"]):
-            for first, last in stream["parameters"]:
+            for first, last in () if is_apart(manifest, stream) else stream["parameters"]:
                 for place in range(first, last):
                     start, stop = held.get(place, (0, 0))
                     piece = content[position : position + (stop - start) * SIZES[stream["dtype"]]]
@@ -102,6 +122,12 @@ def read_all(step: Path) -> dict[tuple[str, str], bytes]:
                     values[key] = values.get(key, b"") + piece
         assert position == len(content)
     for number, stream in enumerate(manifest["streams"]):
+        if is_apart(manifest, stream):
+            assert (
+                "".join(f"{zlib.crc32(data):08x}" for data in beside(step, manifest, stream, values))
+                == stream["crc32"]
+            )
+            continue
         text = "".join(f"{crc:08x}" for key in sorted(crcs) if key[0] == number for crc in crcs[key])
         assert text == stream["crc32"]
     for member in ("common", "extra"):
@@ -259,12 +285,25 @@ def in_capitals(plain: Any) -> None:
     plain["streams"][1]["crc32"] = "ABCDEF01" + plain["streams"][1]["crc32"][8:]
 
 
+def apart(frozen: dict[str, str]) -> Callable[[Any], None]:
+    return lambda plain: plain.update(version=[2, 0], frozen=frozen)
+
+
 OUTSIDE = "../rank-00000-of-00003.safetensors"
 REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "another content": (put("content", value="adapters"), "'adapters', this zerokit knows 'weights': use"),
     "weights with more": (put("content", value="weights"), "but there is optimizer state: 'exp_avg'"),
     "another format": (put("format", value="torch"), "format is 'torch', expected 'zerokit.checkpoint'"),
-    "another major version": (put("version", value=[2, 0]), r"version is 2.0, this zerokit reads 1.x: use"),
+    "another major version": (
+        put("version", value=[3, 0]),
+        r"version is 3.0, this zerokit reads 1.x and 2.x: use",
+    ),
+    "frozen nowhere": (put("version", value=[2, 0]), "'frozen' is missing"),
+    "frozen elsewhere": (
+        apart({"base": "../step-00000001"}),
+        "are in '../step-00000001', expected 'frozen-'",
+    ),
+    "frozen by slices": (apart({}), "has 6 checksums of eight digits, expected 4"),
     "another alignment": (put("alignment", value=32), "alignment is 32, expected 64"),
     "ranks without files": (put("world", value=2**20), "of eight digits, expected|3 files are listed"),
     "a truth as a number": (put("step", value=True), "'step' is 'True', expected int"),
@@ -281,6 +320,10 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "too many streams": (doubled("streams", 1000), "000 streams are listed, 1024 are allowed"),
     "both": (put("scalars", 0, "kind", value="exp_avg"), "'exp_avg' of parameter 0 is in a stream and in"),
     "a file outside": (put("files", 0, "name", value=OUTSIDE), f"a file is called '{OUTSIDE}', expected"),
+    "more in a row than at all": (
+        put("skipped", value={"total": 1, "in_a_row": 2}),
+        "'in_a_row' is 2, expected 0 to 1",
+    ),
     "a negative size": (put("files", 0, "bytes", value=-1), "'bytes' is -1, expected 4096 to"),
     "common elsewhere": (
         put("common", "name", value="/etc/passwd"),

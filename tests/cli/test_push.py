@@ -86,5 +86,6 @@ def test_push_says_what_it_did_and_fails_in_plain_words(tmp_path: Path, mlflow_u
         done.stdout.splitlines()[-1],
     ]
     assert re.fullmatch(
-        r"open    http://127\.0\.0\.1:5000/#/experiments/\d+/runs/[0-9a-f]{32}", done.stdout.splitlines()[-1]
+        r"open    http://127\.0\.0\.1:5000/#/experiments/\d+/runs/[0-9a-f]{32}\?\S+",
+        done.stdout.splitlines()[-1],
     )

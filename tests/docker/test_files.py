@@ -168,6 +168,7 @@ def test_slurm_starts_a_program_of_ones_own_on_every_node(tmp_path: Path) -> Non
         "SLURM_JOB_NODELIST": "node-[a-b]",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_ON_NODE": "32",
         "SLURM_JOB_ID": "7",
     }
     done = subprocess.run(
@@ -178,7 +179,7 @@ def test_slurm_starts_a_program_of_ones_own_on_every_node(tmp_path: Path) -> Non
         check=True,
     )
     assert done.stdout == (
-        "--kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d "
+        "--cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d "
         "--rdzv-endpoint node-a:29500 --rdzv-id 7 train.py --rate a b\n"
     )
 

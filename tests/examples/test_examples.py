@@ -73,6 +73,22 @@ def test_plain_loop(tmp_path: Path) -> None:
     assert checkpoint.extra()["user"]["schedule"]["last_epoch"] == 20
 
 
+def test_context_parallel(tmp_path: Path) -> None:
+    """Two ranks a sequence, and two pairs of them with other sequences, train as one process on whole ones."""
+    weights = []
+    for world in (1, 2, 4):
+        (tmp_path / str(world)).mkdir()
+        printed = _run(tmp_path / str(world), "context_parallel", world=world)
+        losses = [float(loss) for loss in re.findall(r"loss (\S+) over", printed)]
+        assert losses[-1] < losses[0]
+        checkpoint = zerokit.Checkpoint(tmp_path / str(world) / "runs/context_parallel/run")
+        names = [parameter.name for parameter in checkpoint.layout.parameters]
+        weights.append({name: torch.from_numpy(checkpoint.read("master", name)) for name in names})
+    for found in weights[1:]:
+        for name, weight in weights[0].items():
+            torch.testing.assert_close(found[name], weight, rtol=0.0, atol=1e-6)
+
+
 def test_llama_on_meta(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     preload(LIBRARIES)

@@ -116,6 +116,30 @@ def test_missing_and_truncated_files_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("deepspeed-1-fp32", "optim"),
+        ("deepspeed-2-fp32", "optim"),
+        ("deepspeed-3-fp32", "optim"),
+        ("deepspeed-3-fp32", "model"),
+    ],
+)
+def test_files_of_two_ranks_that_are_exchanged_are_refused(
+    made: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    """A file says inside under which name it was saved."""
+    folder = Path(shutil.copytree(made / name, tmp_path / name))
+    (first,), (second,) = (list(folder.rglob(f"*rank_{rank}_mp*{kind}*")) for rank in (0, 1))
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    with pytest.raises(
+        CheckpointError, match=r"was saved as zero_pp_rank_\d_.*files of two ranks are exchanged"
+    ):
+        open_source(folder)
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("adapter_model.safetensors", "an adapter of PEFT: merge it"),

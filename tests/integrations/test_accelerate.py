@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,7 +37,13 @@ import zerokit
 from tests.integrations.launched import as_launched
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.on_ranks import on_ranks
-from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
+from zerokit.errors import (
+    CheckpointError,
+    NonFiniteError,
+    UnsupportedOptimizer,
+    UsageError,
+    ZerokitWarning,
+)
 from zerokit.integrations.accelerate import ZeroAccelerator
 from zerokit.placement import stage_of
 
@@ -191,6 +198,34 @@ def test_a_state_goes_on_at_any_world_size(tmp_path: Path) -> None:
     run_ranks(3, _load, tmp_path, 1)
 
 
+@on_ranks(2)
+def test_a_frozen_base_stays_out_of_states(tmp_path: Path) -> None:
+    as_launched()
+
+    def made(seed: float) -> tuple[Any, Any]:
+        accelerator, model = _accelerator(3, frozen="never"), _model()
+        nn.init.constant_(model[0].requires_grad_(False).get_parameter("weight"), seed)
+        prepared = accelerator.prepare(
+            model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        )
+        return accelerator, prepared
+
+    accelerator, (model, optimizer) = made(0.5)
+    accelerator.backward(model(torch.ones(3, 6)).sum())
+    optimizer.step()
+    accelerator.save_state(str(tmp_path))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    assert zerokit.inspect(tmp_path / "zerokit").frozen == ""
+    accelerator, (model, _) = made(0.5)
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    accelerator, _ = made(0.25)
+    with pytest.raises(CheckpointError, match=r"not those of the training that saved it: 0\.weight\. Build"):
+        accelerator.load_state(str(tmp_path))
+    with pytest.raises(UsageError, match="frozen='once': expected 'always' or 'never'"):
+        _accelerator(3, frozen="once")
+
+
 def _newest(directory: Path) -> None:
     as_launched()
     config = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True)
@@ -286,6 +321,17 @@ def _overflow() -> None:
     assert accelerator.optimizer_step_was_skipped
     assert schedule.get_last_lr()[1] == pytest.approx(1e-2 / 7)
     assert accelerator.zero_optimizer.precision == zerokit.Precision.of("fp16")
+    # In other precisions as well, where that is not to be an error.
+    for choice in ("skip", "raise"):
+        accelerator = _accelerator(3, zero_options={"on_nonfinite": choice})
+        model, optimizer, loader, schedule = _prepare(accelerator, _warmup, torch.optim.AdamW, nn.LayerNorm)
+        accelerator.backward(model(x).mean() * math.nan)
+        with pytest.raises(NonFiniteError) if choice == "raise" else pytest.warns(ZerokitWarning):
+            optimizer.step()
+        if choice == "skip":
+            schedule.step()
+            assert accelerator.optimizer_step_was_skipped
+            assert schedule.get_last_lr()[1] == pytest.approx(1e-2 / 7)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # as `accelerate launch --mixed_precision bf16` says it
     accelerator = _accelerator(3)
     prepared = _prepare(accelerator, _warmup, torch.optim.AdamW, nn.LayerNorm)

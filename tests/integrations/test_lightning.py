@@ -193,7 +193,9 @@ def _half_precision() -> None:
         assert zero.precision.compute == (torch.float32 if flag == "32-true" else torch.bfloat16)
         assert zero.precision.master == (torch.bfloat16 if flag == "bf16-true" else torch.float32)
         losses[flag] = module.losses
-    module, trainer = _fit(pl, ZeroStrategy(stage=2, precision="fp16"), gradient_clip_val=0.4)
+    module, trainer = _fit(
+        pl, ZeroStrategy(stage=2, precision="fp16", on_nonfinite="raise"), gradient_clip_val=0.4
+    )
     assert trainer.strategy.zero_optimizer.loss_scale > 1
     losses["fp16"] = module.losses
     for flag, found in losses.items():
@@ -285,6 +287,32 @@ def test_a_checkpoint_is_resumed_by_other_world_sizes_with_equal_losses(tmp_path
     assert {"blocks.0.0.weight", "head.bias", "scale", "seen"} <= set(
         load_file(tmp_path / "weights" / "model.safetensors")
     )
+
+
+@on_ranks(2)
+def test_a_frozen_base_stays_out_of_checkpoints(tmp_path: Path) -> None:
+    pl, ZeroStrategy = _lightning()
+    path = str(tmp_path / "last.ckpt")
+
+    def head(self: Any) -> Any:
+        return torch.optim.AdamW([*self.head.parameters(), self.scale], lr=1e-2)
+
+    def made(base: float) -> Any:
+        module = _module(pl, configure_optimizers=head)
+        module.blocks.requires_grad_(False)
+        nn.init.constant_(module.blocks[1][0].bias, base)
+        return module
+
+    straight, trainer = _fit(pl, ZeroStrategy(stage=3, frozen="never"), made(0.5), max_epochs=1)
+    trainer.save_checkpoint(path)
+    assert zerokit.inspect(path).frozen == ""
+    again, _ = _fit(pl, ZeroStrategy(stage=3), made(0.5), max_epochs=2)
+    resumed, _ = _fit(pl, ZeroStrategy(stage=2), made(0.5), ckpt_path=path, max_epochs=2)
+    assert straight.losses + resumed.losses == pytest.approx(again.losses, rel=1e-5)
+    with pytest.raises(zerokit.CheckpointError, match=r"that saved it: blocks\.1\.0\.bias. Build the model"):
+        _fit(pl, ZeroStrategy(stage=3), made(0.25), ckpt_path=path, max_epochs=2)
+    with pytest.raises(zerokit.UsageError, match="frozen='once': expected 'always' or 'never'"):
+        ZeroStrategy(frozen="once")
 
 
 @on_ranks(2)

@@ -190,6 +190,28 @@ def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
     _close(alone[:-1], even[:-1])
 
 
+@on_ranks(2)
+def test_a_frozen_base_stays_out_of_checkpoints(tmp_path: Path) -> None:
+    as_launched()
+
+    def made(base: float) -> Any:
+        model = build(tied=False)
+        model.model.requires_grad_(False)
+        torch.nn.init.constant_(model.model.norm.weight, base)
+        return trainer(3, arguments(tmp_path, **EVEN), model=model, frozen="never")
+
+    def losses(made: Any) -> list[dict[str, float]]:
+        return [entry for entry in history(made) if "loss" in entry]
+
+    (whole := made(1.0)).train()
+    assert zerokit.inspect(tmp_path / "checkpoint-2").frozen == ""
+    (resumed := made(1.0)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(losses(whole)) == 4
+    _close(losses(resumed), losses(whole))
+    with pytest.raises(CheckpointError, match=r"those of the training that saved it: model\.norm\.weight"):
+        made(2.0).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 def _save_models(directory: Path) -> None:
     as_launched()
     for tied in (True, False):
@@ -357,6 +379,8 @@ def _overflow(directory: Path) -> None:
     assert made.zero_optimizer is not None
     assert made.zero_optimizer.skipped_steps == 3
     assert rates == [rates[0]] * 3, "the schedule waits for steps that were taken"
+    counts = [entry.get("skipped_steps") for entry in made.state.log_history if "loss" in entry]
+    assert counts == [1, 2, 3]
 
 
 def _generate(directory: Path) -> None:

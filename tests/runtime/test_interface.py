@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 
 import zerokit
 from tests.support.on_ranks import on_ranks
@@ -112,6 +118,64 @@ def test_optimizers_with_modes_evaluate_their_own_weights(stage: Any) -> None:
     assert not hasattr(zerokit.ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1), "train")
 
 
+@on_ranks(2, (0, 2, 3))
+def test_a_step_that_the_optimizer_refuses_changes_nothing(stage: Any) -> None:
+    """Its own error passes, and the same step succeeds in the mode of training, with a count too."""
+    found = []
+    for refused in (True, False):
+        model = _model()
+        optimizer = zerokit.ZeroOptimizer(model, ScheduleFree, stage=stage, precision="fp32", lr=0.3)
+        for step in range(3):
+            optimizer.train()
+            optimizer.backward(_loss(model, dist.get_rank(), step), count=3)
+            optimizer.eval()
+            if refused:
+                with pytest.raises(RuntimeError, match="not in train mode"):
+                    optimizer.step()
+            optimizer.train()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(_values(model))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+class Failing(torch.optim.SGD):
+    """Raises in its step where it is told to: at once, or after a part of its update."""
+
+    fails: Literal["", "at once", "halfway"] = ""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.fails == "halfway":
+            self.param_groups[0]["params"][0].detach().add_(1.0)
+        if self.fails:
+            raise RuntimeError("no memory left")
+        super().step()
+
+
+@on_ranks(2, (3,))
+def test_what_one_rank_has_not_updated_is_found(stage: Any) -> None:
+    """If anything has changed, that rank refuses its next step at once; otherwise all ranks find out in it."""
+    fails: Literal["at once", "halfway"]
+    for fails in ("halfway", "at once"):
+        model = _model()
+        optimizer = zerokit.ZeroOptimizer(model, Failing, stage=stage, precision="fp32", lr=0.3)
+        rank = dist.get_rank()
+        optimizer.backward(_loss(model, rank, 0))
+        if rank:
+            optimizer._inner.fails = fails  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="no memory") if rank else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        if fails == "halfway":
+            with pytest.raises(zerokit.UsageError, match="halfway") if rank else nullcontext():
+                optimizer.require_steppable()
+            continue
+        optimizer.backward(_loss(model, rank, 1))
+        with pytest.raises(zerokit.LayoutMismatch, match="different sequences"):
+            optimizer.step()
+
+
 @on_ranks(2, (2, 3))
 def test_a_state_of_another_mode_is_taken_as_it_is(stage: Any) -> None:
     """What was saved while the weights were those of evaluations goes on from there."""
@@ -194,3 +258,17 @@ def test_torchs_functions_for_states_of_models_work(stage: Any) -> None:
     assert all(state[name].equal(value) for name, value in _values(model).items())
     set_model_state_dict(model, {name: torch.full_like(value, 0.5) for name, value in state.items()})
     assert all(value.eq(0.5).all() for value in _values(model).values())
+    with pytest.raises(zerokit.UsageError, match=r"zerokit\.save\(\)"):
+        get_optimizer_state_dict(model, optimizer)
+    own = optimizer.state_dict()
+    for copied in (copy.deepcopy(own), _through_a_file(own)):
+        assert copied.keys() == own.keys()
+        optimizer.load_state_dict(copied)
+
+
+def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    read: dict[str, Any] = torch.load(file, weights_only=True)
+    return read

@@ -23,7 +23,16 @@ from tests.support.machine import bytes_received
 from tests.support.models import CASES
 from tests.support.on_ranks import on_ranks
 from tests.support.streams import LaggingStream, device_way
-from tests.support.training import SMALL, Run, Trajectory, one_step, require_memory_route, train_all, trained
+from tests.support.training import (
+    SMALL,
+    Run,
+    Trajectory,
+    mixed,
+    one_step,
+    require_memory_route,
+    train_all,
+    trained,
+)
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.runtime.collectives.host.node import SWITCH
 
@@ -54,6 +63,9 @@ def _train(name: str, runs: dict[str, Run], switch: str) -> dict[str, Trajectory
 def test_all_pairs_are_identical_bits(name: str, mesh: Any, switch: str, base: Run, pairs: list[Any]) -> None:
     """All pairs of a plain run; of others a third each, by turns."""
     ways = {str(pair): replace(base, stage=pair, mesh=mesh, bucket_mb=SMALL) for pair in pairs}
+    if base.precision != INT8:  # whose blocks follow the units
+        ways["by module"] = replace(ways[str(pairs[0])], stage=mixed(name, *PAIRS[-1:2:-2]))
+        pairs = [*pairs, "by module"]
     if base == Run(clip=math.inf, steps=4):
         ways["plain"] = base
     ranks = run_ranks(math.prod(mesh), _train, name, ways, switch)
@@ -70,7 +82,8 @@ def test_all_pairs_are_identical_bits(name: str, mesh: Any, switch: str, base: R
 def test_a_device_waits_for_both_hops() -> None:
     """The device's way: results are nan until they have been waited for."""
     pairs = [(0, 0), (0, 3), (1, 3), (2, 2), (3, 3)]
-    runs = {str(pair): Run(stage=pair, mesh=SQUARE, clip=0.3, micro=2, steps=3) for pair in pairs}
+    stages = [*pairs, mixed("gpt", (0, 3), (1, 2), (3, 3), (0, 0))]
+    runs = {str(stage): Run(stage=stage, mesh=SQUARE, clip=0.3, micro=2, steps=3) for stage in stages}
     with device_way(LaggingStream):
         first, *others = train_all("gpt", runs).values()
     for other in others:

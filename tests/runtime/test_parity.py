@@ -10,7 +10,7 @@ import pytest
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.models import CASES, FEW
 from tests.support.oracle import train_alone
-from tests.support.training import LARGE, SMALL, Run, Trajectory, train_all
+from tests.support.training import LARGE, SMALL, Run, Trajectory, mixed, train_all
 
 STAGES = (0, 1, 2, 3)
 #: MiB: some neighbours join (1,000 fp32 elements).
@@ -37,7 +37,7 @@ def worlds_of(name: str) -> list[int]:
 def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
     """Sets of runs that must agree bit for bit; `plain` also meets the oracle.
 
-    Other buckets meet two stages each, stage 3 and another or two by turns.
+    Other buckets meet two stages each, stage 3 and another or two by turns, and so do stages that differ by module.
     """
     turn = NAMES.index(name)
 
@@ -46,6 +46,11 @@ def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
 
     stages = STAGES if name in DEEP or world == 2 else (turn % 3, 3)
     sets = {"plain": {f"stage {stage}": at(PLAIN, stage) for stage in stages}}
+    if world == 2 or name in DEEP:
+        own = mixed(name, 3, *([0, 2], [1, 2, 0], [2])[turn % 3])
+        sets["plain"]["a stage for each module"] = replace(
+            PLAIN, stage=own, bucket_mb=(SMALL, MIDDLE)[turn % 2]
+        )
     if world == 2:
         more = [(0, LARGE, False), (3, LARGE, True)], [(2, SMALL, True), (3, MIDDLE, False)]
         for stage, bucket_mb, backward in more[turn % 2]:
@@ -53,6 +58,8 @@ def runs_of(name: str, world: int) -> dict[str, dict[str, Run]]:
             sets["plain"][f"stage {stage}, buckets of {bucket_mb} MiB"] = run
         for number, (label, base) in enumerate(LOOPS.items() if name in DEEP else ()):
             sets[label] = {f"{label}, stage {s}": at(base, s) for s in ((turn + number) % 3, 3)}
+            own = mixed(name, 3, (turn + number) % 3)
+            sets[label][f"{label}, a stage for each module"] = replace(base, stage=own)
     return sets
 
 

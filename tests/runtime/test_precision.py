@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +20,16 @@ from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_ranks
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import train_alone
-from tests.support.training import Run, digest, train_all, train_zero, trained, whole_weights
+from tests.support.training import (
+    Run,
+    Trajectory,
+    digest,
+    mixed,
+    train_all,
+    train_zero,
+    trained,
+    whole_weights,
+)
 from zerokit.runtime.precision import DtypeName
 
 
@@ -28,6 +40,38 @@ def test_bf16_equals_one_process_with_fp32_masters(name: str) -> None:
     alone = run_alone(train_alone, name, run, 3)
     for rank, results in enumerate(run_ranks(3, train_all, name, {"run": run})):
         assert_equal_bits(results["run"], alone[rank], f"rank {rank} against one process")
+
+
+NORMS = [f"blocks.{block}.norm{number}" for block in range(3) for number in (1, 2)]
+#: A case and its precision: norms, a whole block, a part of a block of blocks; the reverse; and a frozen part.
+BY_MODULE: list[tuple[str, dict[str, str]]] = [
+    ("gpt", dict.fromkeys([*NORMS, "norm"], "fp32") | {"*": "bf16"}),
+    ("gpt", {"blocks.1": "fp32", "blocks.2.mlp.2": "fp32", "*": "bf16"}),
+    ("gpt", {"blocks.0.attention": "bf16", "norm": "bf16", "*": "fp32"}),
+    ("lora", {"blocks.0": "fp32", "blocks.1.base": "fp32", "*": "bf16"}),
+]
+
+
+def _by_module(name: str, precision: dict[str, str]) -> dict[str, Trajectory]:
+    stages = [*range(4), mixed(name, 3, 1, 2)]
+    return train_all(
+        name, {str(s): Run(stage=s, precision=precision, steps=4, clip=math.inf) for s in stages}
+    )
+
+
+@pytest.mark.parametrize(("name", "precision"), BY_MODULE)
+@pytest.mark.parametrize("world", [1, 2])
+def test_modules_of_another_precision_equal_one_process(
+    name: str, precision: dict[str, str], world: int
+) -> None:
+    """Plain torch with these modules in their dtype, and casts of what enters and leaves them; at every stage."""
+    run = Run(precision=precision, steps=4, clip=math.inf)
+    alone = run_alone(train_alone, name, run, world)
+    for rank, results in enumerate(run_ranks(world, _by_module, name, precision)):
+        for stage, found in results.items():
+            assert_equal_bits(found, alone[rank], f"rank {rank}, stage {stage}")
+    uniform = run_alone(train_alone, name, replace(run, precision=precision["*"]), world)
+    assert uniform[0].losses != alone[0].losses
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", zerokit.Precision(compute="bf16", reduce="bf16")])
@@ -173,6 +217,107 @@ def test_which_modules_of_ones_own_cast(stage: Any) -> None:
         run(Beside(product=True, casts=False))
     dist.barrier()  # the other rank may still be reading from this one's model
     del refused
+
+
+class Router(nn.Module):
+    """A parameter of its own beside a module with some; probabilities, indices and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = SpyLinear(8, 4)
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, *, mask: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        self.seen = [x.dtype, mask["keep"].dtype, mask["bias"].dtype]
+        logits = self.gate(x) + self.bias + mask["bias"]
+        return (
+            logits.softmax(-1),
+            {"best": logits.argmax(-1), "wide": logits.double()},
+            logits.square().mean(),
+        )
+
+
+class Routed(nn.Module):
+    """Experts behind routers in a list, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = nn.ModuleList(Router() for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.experts[0](x)
+        auxiliary = torch.zeros(())
+        for router in self.routers:
+            mask = {"keep": torch.ones(len(x), dtype=torch.bool), "bias": torch.zeros(4, dtype=x.dtype)}
+            shares, choice, loss = router(x, mask=mask)
+            self.seen = [shares.dtype, choice["best"].dtype, choice["wide"].dtype, loss.dtype]
+            x = x + sum(shares[:, [k]] * self.experts[k](x) for k in range(4))
+            auxiliary = auxiliary + loss
+        x = self.norm(x)
+        self.seen.append(x.dtype)
+        return x.float().square().mean() + auxiliary
+
+
+@on_ranks(2, itertools.product(("bf16", "fp16"), (0, 2, 3)))
+def test_what_enters_and_leaves_a_module_of_another_precision(given: tuple[Any, Any]) -> None:
+    precision, stage = given
+    half = DTYPES[precision]
+    model = Routed()
+    by_module: Any = {"routers": "fp32", "norm": "fp32", "*": precision}
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=stage, precision=by_module, lr=1e-3)
+    for step in range(3):
+        optimizer.backward(model(torch.randn(4, 8)))
+        held = optimizer.memory()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not step or held == optimizer.predicted_memory()
+    assert optimizer.traffic().by_operation == optimizer.predicted_traffic().by_operation
+    for router in model.routers:
+        assert isinstance(router, Router)
+        assert router.seen == [torch.float32, torch.bool, torch.float32]
+        assert router.gate.seen == torch.float32
+    # Scalars, indices, and what has another dtype than the module's stay what they are.
+    assert model.seen == [half, torch.long, torch.float64, torch.float32, half]
+    with optimizer.gathered():
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert dtypes == {
+        name: half if name.startswith("experts") else torch.float32 for name, _ in model.named_parameters()
+    }
+    assert {weight.dtype for _, weight in optimizer.weights()} == {torch.float32}
+    assert "compute of routers" in optimizer.precision.as_dict()
+    assert (optimizer.loss_scale > 1) == (precision == "fp16")
+    with torch.autocast("cpu", torch.bfloat16):  # which decides itself
+        assert model(torch.randn(4, 8)).dtype == torch.float32
+
+
+@on_ranks(1)
+def test_precisions_by_module_that_are_refused() -> None:
+    def build(precision: Any, model: nn.Module | None = None) -> zerokit.ZeroOptimizer:
+        return zerokit.ZeroOptimizer(model or Routed(), torch.optim.AdamW, precision=precision)
+
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    wide = zerokit.Precision(compute="bf16", reduce="bf16")
+    for precision, model, words in (
+        ({"norm": "fp32"}, None, "add '*' for the rest of the model"),
+        ({"router": "fp32", "*": "bf16"}, None, "'router' is no module of the model, but 'routers'"),
+        ({"norm": "bf17", "*": "bf16"}, None, "'norm' has 'bf17': modules differ in what they compute in"),
+        ({"norm": wide, "*": "bf16"}, None, "reduce, master and wire are one for all, those of '*'"),
+        ({"0": "fp32", "*": "bf16"}, tied, "0.weight and 1.weight are one parameter"),
+        (lambda path: "fp32", None, "by module, {'router': 'fp32', '*': 'bf16'}"),
+    ):
+        with pytest.raises(zerokit.UsageError, match=re.escape(words)):
+            build(precision, model)
+    own = zerokit.Precision(compute="bf16", reduce="bf16", modules={"norm": "fp32"})
+    assert build({"norm": "fp32", "*": wide}).precision == own == build(own).precision
+    assert hash(own) != hash(wide)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build({"norm": "fp32", "*": "bf16"}, Routed().bfloat16())  # asked for, so no warning of wider weights
 
 
 def _scaled_run(stage: int, bad_step: int | None, clip: bool) -> tuple[list[float], ...]:

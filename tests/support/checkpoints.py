@@ -16,6 +16,7 @@ from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, WEIGHT_KI
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, lay_out, rank_file
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.process import Process
+from zerokit.skips import NONE_SKIPPED, Skips
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Content:
     """Name, dtype, shape and bytes of the tensors that are stored whole."""
     extra: object
     weights_only: bool = False
+    skips: Skips = NONE_SKIPPED
 
 
 def example_layout(world: int, *, bucket_bytes: int = 4096) -> Layout:
@@ -152,6 +154,7 @@ def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
         File(COMMON_NAME, len(common), 0, zlib.crc32(common)),
         File(EXTRA_NAME, len(extra), 0, zlib.crc32(extra)),
         content.weights_only,
+        skips=content.skips,
     )
     (path / NAME).write_bytes(manifest.to_bytes())
     return manifest

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerokit
-from zerokit.placement import stage_of
+from zerokit.placement import StageArgument, stage_of
 
 SGD = torch.optim.SGD
 DILOCO = functools.partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -39,7 +39,15 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def wrap(model: nn.Module, mesh: tuple[int, int], stage: int = 2, **given: Any) -> zerokit.ZeroOptimizer:
+def wrap(
+    model: nn.Module, mesh: tuple[int, int], stage: int | dict[str, int] = 2, **given: Any
+) -> zerokit.ZeroOptimizer:
+    """The optimizer of islands with this stage inside, or with these by module."""
     options: dict[str, Any] = {"precision": "fp32", "bucket_mb": 1e-6, "lr": 0.1} | given
     cls = options.pop("cls", SGD)
-    return zerokit.ZeroOptimizer(model, cls, mesh=mesh, stage=("local", stage_of(stage)), **options)
+    local: StageArgument = (
+        {path: ("local", stage_of(one)) for path, one in stage.items()}
+        if isinstance(stage, dict)
+        else ("local", stage_of(stage))
+    )
+    return zerokit.ZeroOptimizer(model, cls, mesh=mesh, stage=local, **options)

@@ -29,9 +29,13 @@ class PaddedOptimizer:
 
     def __init__(self, model: nn.Module, case: Case, run: Run) -> None:
         cls, options = OPTIMIZERS[run.optimizer]
-        self.dtype = DTYPES[run.precision]
+        self.own = {path: DTYPES[name] for path, name in by_module(run.precision).items()}
+        self.dtype = self.own.pop("*")
+        self.dtypes = {
+            p: dtype for path, dtype in self.own.items() for p in model.get_submodule(path).parameters()
+        }
         for frozen in (p for p in model.parameters() if not p.requires_grad):
-            frozen.data = frozen.data.to(self.dtype)
+            frozen.data = frozen.data.to(self.dtypes.get(frozen, self.dtype))
         if run.optimizer in FUSED:
             options = options | {"fused": True}
         groups = case.groups(model) if case.groups else [{"params": list(model.parameters())}]
@@ -50,7 +54,8 @@ class PaddedOptimizer:
         flat = torch.zeros(max(1, math.ceil(parameter.numel() / PADDING)) * PADDING)
         flat[: parameter.numel()] = parameter.detach().flatten()
         # In half precision `to` makes a copy, aligned like its source; in fp32 it is the flat tensor itself.
-        parameter.data = flat.to(self.dtype)[: parameter.numel()].view(parameter.shape)
+        dtype = self.dtypes.get(parameter, self.dtype)
+        parameter.data = flat.to(dtype)[: parameter.numel()].view(parameter.shape)
         return flat
 
     def exact(self, model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -65,9 +70,14 @@ class PaddedOptimizer:
             if gradient is not None:
                 flat.grad[: gradient.numel()] = gradient.flatten()
         self.inner.step()
-        if self.dtype != torch.float32:
-            for parameter, flat in zip(self.parameters, self.flats, strict=True):
+        for parameter, flat in zip(self.parameters, self.flats, strict=True):
+            if parameter.dtype != torch.float32:
                 parameter.data.copy_(flat[: parameter.numel()].view(parameter.shape))
+
+
+def by_module(precision: Any) -> dict[str, str]:
+    """A precision for all modules, or by the paths of some."""
+    return dict(precision) if isinstance(precision, dict) else {"*": precision}
 
 
 def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
@@ -103,6 +113,10 @@ def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None
     model = build_seeded(case, 0)
     optimizer = PaddedOptimizer(model, case, run)
     model.register_forward_pre_hook(lambda _, args: cast(args, optimizer.dtype))
+    for path, dtype in optimizer.own.items():
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(lambda _, args, dtype=dtype: cast(args, dtype))
+        module.register_forward_hook(lambda _, args, output: output.to(optimizer.dtype))
     trajectories = [Trajectory() for _ in range(world)]
     buffers = [[b.clone() for b in model.buffers()] for _ in range(world)]
     for step in range(run.steps):

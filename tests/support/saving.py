@@ -19,10 +19,15 @@ from zerokit import files
 from zerokit.checkpoint.run import find_step
 
 
-def small_optimizer(width: int = 12, *, timeout: float | None = None) -> zerokit.ZeroOptimizer:
-    """One that has trained a step."""
+def small_optimizer(
+    width: int = 12, *, timeout: float | None = None, base: bool = False
+) -> zerokit.ZeroOptimizer:
+    """One that has trained a step; with `base`, beside a frozen parameter that changes with every step."""
+    model = nn.Linear(20, width)
+    if base:
+        model.base = nn.Parameter(torch.zeros(70, 3), requires_grad=False)
     optimizer = zerokit.ZeroOptimizer(
-        nn.Linear(20, width),
+        model,
         torch.optim.AdamW,
         stage=2,
         precision="fp32",
@@ -34,9 +39,13 @@ def small_optimizer(width: int = 12, *, timeout: float | None = None) -> zerokit
 
 
 def train(optimizer: zerokit.ZeroOptimizer) -> None:
-    optimizer.backward(optimizer.runtime.model(torch.ones(2, 20)).square().sum())
+    model = optimizer.runtime.model
+    optimizer.backward(model(torch.ones(2, 20)).square().sum())
     optimizer.step()
     optimizer.zero_grad()
+    if isinstance(base := getattr(model, "base", None), nn.Parameter):
+        with optimizer.gathered(), torch.no_grad():
+            base.add_(1)
 
 
 def newest_step(run: Path) -> tuple[int, int] | None:
@@ -63,6 +72,7 @@ class How:
     """Whether directories can change places on this file system."""
     blocking: bool = True
     keep_last: int | None = None
+    frozen: str = "always"
 
     def save(self, run: Path, optimizer: zerokit.ZeroOptimizer, step: int) -> None:
         done: Any = zerokit.save(  # type: ignore[call-overload]
@@ -72,6 +82,7 @@ class How:
             overwrite=self.overwrite,
             keep_last=self.keep_last,
             blocking=self.blocking,
+            frozen=self.frozen,
         )
         if not self.blocking:
             done.wait()

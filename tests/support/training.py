@@ -74,6 +74,18 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return total.hexdigest()
 
 
+def mixed(name: str, *stages: Any) -> dict[str, Any]:
+    """One of `stages` for each module of the case, by turns; modules that share a parameter have the same."""
+    chosen: dict[str, Any] = {}
+    known: dict[int, Any] = {}
+    for path, module in CASES[name].build().named_modules(remove_duplicate=False):
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        shared = [known[each] for each in own if each in known]
+        chosen[path or "*"] = stage = shared[0] if shared else stages[len(chosen) % len(stages)]
+        known.update(dict.fromkeys(own, stage))
+    return chosen
+
+
 def exact(value: Tensor) -> str:
     """One number, to the last bit."""
     return float(value.detach()).hex()

@@ -16,7 +16,7 @@ import zerokit
 from tests.support.distributed import ROOT
 from tests.support.signalled import KINDS
 
-MOST = ["loader, fork", "loader, spawn", "loader, persistent", "pool, fork"]
+MOST = ["loader, fork", "loader, persistent"]
 
 
 def _start(program: str, *arguments: object, of: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -44,7 +44,6 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 STARTS: list[tuple[tuple[str, ...], signal.Signals, str]] = [
     (TORCHRUN, signal.SIGTERM, "launcher"),
     (TORCHRUN, signal.SIGUSR1, "others"),
-    ((), signal.SIGTERM, "launcher"),
     ((), signal.SIGTERM, "all"),
 ]
 """What starts the ranks, the signal, and who gets it: Slurm signals all processes that it knows."""

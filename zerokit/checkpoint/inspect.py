@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit import files
+from zerokit.checkpoint.bases import bases_of
 from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.run import committed, read_sound, superseded
@@ -65,7 +66,8 @@ class FileSummary:
 class StepSummary:
     """A step of a run, its size in bytes. `weights_only` is None if the step is `damaged`.
 
-    `superseded`: another training has begun before it, so that `load` passes over it.
+    `superseded`: another training has begun before it, so that `load` passes over it. `skipped_steps`: how many the
+    training had left out.
     """
 
     name: str
@@ -73,15 +75,17 @@ class StepSummary:
     weights_only: bool | None
     superseded: bool
     damaged: str
+    skipped_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """A run: its committed steps, ascending, and unfinished saves."""
+    """A run: its committed steps, ascending, unfinished saves, and directories of frozen parameters."""
 
     path: Path
     steps: tuple[StepSummary, ...]
     leftovers: tuple[Leftover, ...]
+    frozen: tuple[FileSummary, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,11 @@ class Summary:
 
     `weights_only`: parameters and buffers, without an optimizer's state. `run`: the one whose newest step this is;
     None where a step was named. `notes`: why it is not the step that `latest` names. `by_rank`: members of `extra`
-    that `extra_ranks` ranks gave each for itself, "" for all of it.
+    that `extra_ranks` ranks gave each for itself, "" for all of it. `skipped_steps`: how many the training had left
+    out until this save, and `skipped_in_a_row` how many of them came right before it.
+
+    `frozen`: None where frozen parameters are in `files`; else the directory beside the step that has them, or "" where
+    the checkpoint has none of them.
     """
 
     path: Path
@@ -110,6 +118,9 @@ class Summary:
     format: str = "zerokit"
     extra_ranks: int = 0
     by_rank: tuple[str, ...] = ()
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    frozen: str | None = None
 
 
 def inspect(path: str | os.PathLike[str]) -> Summary:
@@ -157,15 +168,19 @@ def _summary(checkpoint: Source) -> Summary:
         checkpoint.format,
         manifest.extra_ranks,
         tuple(name or "" for name in checkpoint.by_rank),
+        manifest.skips.total,
+        manifest.skips.in_a_row,
+        manifest.frozen,
     )
 
 
 def _run(run: Path) -> RunSummary:
     steps = []
     for path in committed(run):
-        weights_only, damaged = None, ""
+        weights_only, damaged, skipped = None, "", 0
         try:
-            weights_only = read_sound(path)[0].weights_only
+            manifest, _ = read_sound(path)
+            weights_only, skipped = manifest.weights_only, manifest.skips.total
         except CheckpointError as error:
             if not is_there(path):
                 continue  # a save beside this has removed it
@@ -174,5 +189,6 @@ def _run(run: Path) -> RunSummary:
             damaged = str(error)
         with explained(path, "looked at"):
             size, _ = files.measured(path)
-        steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged))
-    return RunSummary(run, tuple(steps), tuple(leftovers(run)))
+        steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged, skipped))
+    shared = tuple(FileSummary(base.name, files.measured(base)[0]) for base in bases_of(run))
+    return RunSummary(run, tuple(steps), tuple(leftovers(run)), shared)

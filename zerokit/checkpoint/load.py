@@ -18,6 +18,7 @@ from zerokit.checkpoint.extra import LOCAL_STEPS
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.description import ModelNames, Rename
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
+from zerokit.checkpoint.frozen import require_same
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.matching import KERNEL_OPTIONS, Match, Shared
 from zerokit.checkpoint.plan import generators_of, plan_of
@@ -156,6 +157,7 @@ def _load(
         lambda: plan_of(checkpoint, optimizer, together, strict=strict, weights_only=weights_only)
     )
     match, extra = plan.match, plan.extra
+    require_same(checkpoint, match, optimizer, together, strict=strict, weights_only=weights_only)
     local = optimizer.local_steps
     outer = {} if local is None or weights_only else local.expect(match.outer)
     if local is not None:
@@ -177,6 +179,7 @@ def _load(
     if plan.shared is not None:
         shared = plan.shared
         together.each(lambda: _apply(optimizer, match, shared, extra))
+        runtime.control.resume(checkpoint.manifest.skips)
         runtime.gradients.draws.begin(extra["step"])
     together.each(lambda: _apply_buffers(checkpoint, plan.buffers))
     runtime.publish(frozen=True)
@@ -222,7 +225,10 @@ def _requests(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Hel
         if position is None:
             continue
         number = weights[position] if one.kind in WEIGHT_KINDS else streams.get((one.kind, position))
-        if number is not None:
+        lacking = (
+            checkpoint.manifest.frozen == "" and number is not None and checkpoint.manifest.apart(number)
+        )
+        if number is not None and not lacking:
             elements = Elements(one.tensor, checkpoint.streams[number].dtype)
             yield from requests_for(checkpoint, number, position, one.part.interval, elements, 0)
 

@@ -7,18 +7,21 @@ whose first member is the CRC-32 of all bytes that follow that member, so that t
 from __future__ import annotations
 
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
+from pathlib import Path
 from typing import Any
 
-from zerokit.checkpoint.checksum import crc32, from_text, to_text
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream, file_name, slice_count
+from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, to_text
+from zerokit.checkpoint.disk import read_whole
+from zerokit.checkpoint.entries import Budget, checksums_of, dtype_of, layout_of, ranges
+from zerokit.checkpoint.safetensors import Stream, file_name, slice_checksums, slice_count
 from zerokit.checkpoint.strict import bounded, compact, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
-from zerokit.layout import ALIGNMENT, Interval, Layout, Parameter, Unit
+from zerokit.layout import ALIGNMENT, Interval, Layout
+from zerokit.skips import NONE_SKIPPED, Skips
 
 NAME = "manifest.json"
 COMMON_NAME = "common.safetensors"
@@ -27,16 +30,21 @@ BUFFER_PREFIX = "buffers/"
 """Names of buffers in `common` begin so."""
 
 FORMAT = "zerokit.checkpoint"
-VERSION = (1, 2)
-"""A reader refuses another major version; a higher minor one only adds members that it may ignore.
+MAJORS = (1, 2)
+"""Major versions that are read; a higher minor one only adds members that a reader may ignore.
 
 Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
-1.1 added weights alone, 1.2 values of `extra` by rank."""
+1.1 added weights alone, 1.2 values of `extra` by rank, 1.3 how many steps were skipped, 2.0 frozen parameters that are
+not in the ranks' files."""
+
+BASE = re.compile(r"frozen-[0-9a-f]{16}")
+"""Names of directories beside steps that have frozen parameters."""
 
 WEIGHTS = "weights"
 """The member "content" where there are parameters and buffers only (1.1); a whole state has none."""
 
-WEIGHT_KINDS = ("master", "param")
+FROZEN = "param"
+WEIGHT_KINDS = ("master", FROZEN)
 """Streams of parameters: of trained ones, and of frozen ones. All others are the optimizer's."""
 
 _PREFIX = '{"crc32":"%08x",'
@@ -45,7 +53,6 @@ _PARAMETER = ("name", "shape", "dtype", "group", "trainable", "aliases")
 MAX_WORLD = 1 << 20
 MAX_STEP = 1 << 59
 
-_MAX_POSITIONS = 1 << 22
 _MAX_KINDS = 1 << 10
 """Streams, and scalars. Optimizers have a few, and a hundred thousand would make every rank's file slow to check."""
 
@@ -79,7 +86,11 @@ class Manifest:
 
     `checksums` has one sequence a stream: the CRC-32 of each slice, parameters in line order, slices in rank order.
     `weights_only`: there are parameters and buffers, and no state of an optimizer. `extra_ranks`: how many ranks have
-    values of their own in `extra`; 0 where all values are everyone's.
+    values of their own in `extra`; 0 where all values are everyone's. `skips`: steps that the training had left out.
+
+    `frozen`: None where frozen parameters are in the ranks' files, as all others. Otherwise the directory beside the
+    step that has them, or "" where the checkpoint has none of them; `param` streams then have one checksum a parameter,
+    of all its elements.
     """
 
     step: int
@@ -92,6 +103,8 @@ class Manifest:
     extra: File
     weights_only: bool = False
     extra_ranks: int = 0
+    skips: Skips = NONE_SKIPPED
+    frozen: str | None = None
 
     @property
     def world(self) -> int:
@@ -104,11 +117,14 @@ class Manifest:
     def _plain(self) -> dict[str, object]:
         layout = self.layout
         ranks = {"ranks": self.extra_ranks} if self.extra_ranks else {}
+        skips = {"skipped": asdict(self.skips)} if self.skips.total else {}
         return {
             "format": FORMAT,
-            "version": [1, 2 if ranks else 1 if self.weights_only else 0],
+            "version": self._version(),
             **({"content": WEIGHTS} if self.weights_only else {}),
+            **({} if self.frozen is None else {"frozen": {"base": self.frozen} if self.frozen else {}}),
             "step": self.step,
+            **skips,
             "world": layout.world,
             "alignment": ALIGNMENT,
             "bucket_bytes": layout.bucket_bytes,
@@ -120,7 +136,7 @@ class Manifest:
                 {
                     "kind": stream.kind,
                     "dtype": stream.dtype,
-                    "parameters": list(_ranges(stream.parameters)),
+                    "parameters": list(ranges(stream.parameters)),
                     "crc32": to_text(crcs),
                 }
                 for stream, crcs in zip(self.streams, self.checksums, strict=True)
@@ -130,7 +146,7 @@ class Manifest:
                     "kind": scalar.kind,
                     "dtype": scalar.dtype,
                     "shape": list(scalar.shape),
-                    "parameters": list(_ranges(scalar.parameters)),
+                    "parameters": list(ranges(scalar.parameters)),
                 }
                 for scalar in self.scalars
             ],
@@ -139,9 +155,36 @@ class Manifest:
             "extra": _plain_file(self.extra) | ranks,
         }
 
+    def _version(self) -> list[int]:
+        if self.frozen is not None:
+            return [2, 0]
+        return [1, 3 if self.skips.total else 2 if self.extra_ranks else 1 if self.weights_only else 0]
+
+    def apart(self, stream: int) -> bool:
+        """Whether a stream is not in the ranks' files."""
+        return self.frozen is not None and self.streams[stream].kind == FROZEN
+
+    @cached_property
+    def in_files(self) -> tuple[Stream, ...]:
+        """`streams_in_files` of these streams."""
+        return streams_in_files(self.streams, apart=self.frozen is not None)
+
+    def written(self, layout: Layout, files: tuple[File, ...], pieces: Pieces) -> Manifest:
+        """The same state, cut as `layout`, in `files` of ranks with these checksums."""
+        checksums = slice_checksums(layout, self.in_files, pieces)
+        kept = (self.checksums[number] if self.apart(number) else own for number, own in enumerate(checksums))
+        return replace(self, layout=layout, checksums=tuple(kept), files=files)
+
     def slices(self, stream: int, position: int) -> Iterator[tuple[int, Interval, int]]:
-        """`(rank, elements, crc)` of a parameter's slices in one stream, in rank order."""
+        """`(rank, elements, crc)` of a parameter's slices in one stream, in rank order.
+
+        Of what is apart there is one, of all elements, and its rank is −1.
+        """
         first = self._first[stream][position]
+        if self.apart(stream):
+            if numel := self.layout.parameters[position].numel:
+                yield -1, Interval(0, numel), self.checksums[stream][first]
+            return
         for number, (rank, cut, _) in enumerate(self.layout.cuts(position)):
             yield rank, cut, self.checksums[stream][first + number]
 
@@ -149,6 +192,11 @@ class Manifest:
         return self.checksums[stream][
             self._first[stream][position] + rank - self.layout.owners(position).start
         ]
+
+    def whole(self, stream: int, position: int) -> Piece:
+        """The checksum of all elements of a parameter in one stream."""
+        element = self.streams[stream].element_bytes
+        return combine(Piece(crc, cut.numel * element) for _, cut, crc in self.slices(stream, position))
 
     @cached_property
     def numbers(self) -> dict[tuple[str, int], int]:
@@ -166,30 +214,30 @@ class Manifest:
             dict(
                 zip(
                     stream.parameters,
-                    accumulate((len(self.layout.owners(p)) for p in stream.parameters), initial=0),
+                    accumulate(self._counts(number), initial=0),
                     strict=False,
                 )
             )
-            for stream in self.streams
+            for number, stream in enumerate(self.streams)
         ]
+
+    def _counts(self, stream: int) -> Iterator[int]:
+        for position in self.streams[stream].parameters:
+            slices = len(self.layout.owners(position))
+            yield min(slices, 1) if self.apart(stream) else slices
+
+
+def streams_in_files(streams: Sequence[Stream], *, apart: bool) -> tuple[Stream, ...]:
+    """Streams as the ranks' files have them, by their numbers: with nothing of frozen parameters that are `apart`."""
+    return tuple(
+        replace(stream, parameters=()) if apart and stream.kind == FROZEN else stream for stream in streams
+    )
 
 
 def own_checksum(content: bytes) -> int | None:
     """The CRC-32 in a manifest's first member; None if there is no such member."""
     match = _OWN.match(content)
     return int(match[1], 16) if match else None
-
-
-def _ranges(positions: Iterable[int]) -> Iterator[list[int]]:
-    start = stop = -1
-    for position in positions:
-        if position != stop:
-            if stop >= 0:
-                yield [start, stop]
-            start = position
-        stop = position + 1
-    if stop >= 0:
-        yield [start, stop]
 
 
 def _plain_file(file: File) -> dict[str, object]:
@@ -211,29 +259,41 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         raise CheckpointError(f"{where}: not valid: {error}") from None
 
 
+def read_manifest(step: Path) -> tuple[Manifest, int]:
+    """A step's manifest, verified by its own CRC-32, and that CRC-32. Raises `CheckpointError`."""
+    content = read_whole(step / NAME)
+    manifest = parse_manifest(content, str(step / NAME))
+    crc = own_checksum(content)
+    assert crc is not None
+    return manifest, crc
+
+
 def _manifest(plain: Any) -> Manifest:
     top = typed(plain, dict, "the manifest")
     if top.get("format") != FORMAT:
         raise ValueError(f"format is {str(top.get('format'))[:60]!r}, expected {FORMAT!r}")
     version = members(top, "version", int)
-    if len(version) != 2 or version[0] != VERSION[0]:
+    if len(version) != 2 or version[0] not in MAJORS:
+        known = " and ".join(f"{major}.x" for major in MAJORS)
         raise ValueError(
-            f"version is {'.'.join(map(str, version[:3]))}, this zerokit reads {VERSION[0]}.x: use a newer one"
+            f"version is {'.'.join(map(str, version[:3]))}, this zerokit reads {known}: use a newer one"
         )
+    frozen = None if version[0] == 1 else _frozen(member(top, "frozen", dict))
     alignment = member(top, "alignment", int)
     if alignment != ALIGNMENT:
         raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
     world = bounded(top, "world", 1, MAX_WORLD)
-    layout = _layout(top, world)
-    budget = _Budget(sum(len(unit.parameters) for unit in layout.units))
+    layout = layout_of(top, world)
+    budget = Budget(sum(len(unit.parameters) for unit in layout.units))
     streams, checksums = [], []
     for entry in _few(top, "streams"):
-        stream = Stream(member(entry, "kind", str), _dtype(entry), budget.positions(entry))
+        stream = Stream(member(entry, "kind", str), dtype_of(entry), budget.positions(entry))
         streams.append(stream)
-        checksums.append(_checksums(entry, "crc32", slice_count(layout, stream)))
+        apart = frozen is not None and stream.kind == FROZEN
+        checksums.append(checksums_of(entry, "crc32", slice_count(layout, stream, whole=apart)))
     _check_streams(layout, streams)
     scalars = tuple(
-        Scalars(member(entry, "kind", str), _dtype(entry), shape_of(entry), budget.positions(entry))
+        Scalars(member(entry, "kind", str), dtype_of(entry), shape_of(entry), budget.positions(entry))
         for entry in _few(top, "scalars")
     )
     if len({scalar.kind for scalar in scalars}) != len(scalars):
@@ -246,6 +306,8 @@ def _manifest(plain: Any) -> Manifest:
     weights_only = "content" in top
     if weights_only:
         _check_weights_only(top, streams, scalars)
+    skipped = member(top, "skipped", dict) if "skipped" in top else asdict(NONE_SKIPPED)
+    total = bounded(skipped, "total", 0, MAX_STEP)
     return Manifest(
         bounded(top, "step", 0, MAX_STEP),
         layout,
@@ -257,7 +319,18 @@ def _manifest(plain: Any) -> Manifest:
         _file(extra := member(top, "extra", dict), EXTRA_NAME),
         weights_only,
         bounded(extra, "ranks", 1, MAX_WORLD) if "ranks" in extra else 0,
+        Skips(total, bounded(skipped, "in_a_row", 0, total)),
+        frozen,
     )
+
+
+def _frozen(entry: dict[str, Any]) -> str:
+    name = member(entry, "base", str) if "base" in entry else ""
+    if name and not BASE.fullmatch(name):
+        raise ValueError(
+            f"frozen parameters are in {name[:60]!r}, expected 'frozen-' and 16 hexadecimal digits"
+        )
+    return name
 
 
 def _files(top: dict[str, Any], world: int) -> tuple[File, ...]:
@@ -265,41 +338,6 @@ def _files(top: dict[str, Any], world: int) -> tuple[File, ...]:
     if len(entries) != world:
         raise ValueError(f"{len(entries)} files are listed, expected one for each of {world} ranks")
     return tuple(_file(entry, file_name(rank, world), of_rank=True) for rank, entry in enumerate(entries))
-
-
-def _layout(top: dict[str, Any], world: int) -> Layout:
-    parameters = []
-    names: set[str] = set()
-    for entry in members(top, "parameters", dict):
-        parameter = Parameter(
-            name=member(entry, "name", str),
-            shape=shape_of(entry),
-            dtype=_dtype(entry),
-            group=bounded(entry, "group", 0),
-            trainable=member(entry, "trainable", bool),
-            aliases=tuple(members(entry, "aliases", str)),
-        )
-        for name in (parameter.name, *parameter.aliases):
-            if name in names:
-                raise ValueError(f"two parameters are called {name[:200]!r}")
-            names.add(name)
-        parameters.append(parameter)
-    units: list[Unit] = []
-    start = 0
-    for entry in members(top, "units", dict):
-        stop = start + bounded(entry, "parameters", 1)
-        held = tuple(parameters[start:stop])
-        if stop > len(parameters):
-            raise ValueError(f"units hold {stop} parameters or more, but {len(parameters)} are listed")
-        if len({p.trainable for p in held}) > 1 or [p.group for p in held] != sorted(p.group for p in held):
-            raise ValueError(
-                f"unit {len(units)} mixes frozen and trainable parameters, or groups out of order"
-            )
-        units.append(Unit.equal(len(units), tuple(members(entry, "scopes", str)), held, world))
-        start = stop
-    if start != len(parameters):
-        raise ValueError(f"units hold {start} parameters, but {len(parameters)} are listed")
-    return Layout(world, bounded(top, "bucket_bytes", 0), tuple(units))
 
 
 def _check_streams(layout: Layout, streams: list[Stream]) -> None:
@@ -343,50 +381,10 @@ def _check_weights_only(top: dict[str, Any], streams: list[Stream], scalars: tup
         raise ValueError(f"content is {WEIGHTS!r}, but there is optimizer state: {kinds[0][:200]!r}")
 
 
-def _dtype(entry: dict[str, Any]) -> str:
-    dtype = member(entry, "dtype", str)
-    if dtype not in ELEMENT_BYTES:
-        raise ValueError(f"dtype {dtype[:60]!r} is unknown")
-    return dtype
-
-
-class _Budget:
-    """Positions of parameters, written as [start, stop) ranges. A few bytes may stand for millions of them."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._left = _MAX_POSITIONS
-
-    def positions(self, entry: dict[str, Any]) -> tuple[int, ...]:
-        positions: list[int] = []
-        end = 0
-        for stretch in members(entry, "parameters", list):
-            if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
-                raise ValueError(f"{str(stretch)[:60]} is not a [start, stop] of parameters")
-            start, stop = stretch
-            if not end <= start < stop <= self._count:
-                raise ValueError(
-                    f"{stretch} does not lie in the {self._count} parameters, in ascending order"
-                )
-            self._left -= stop - start
-            if self._left < 0:
-                raise ValueError(f"streams and scalars hold more than {_MAX_POSITIONS} parameters together")
-            positions.extend(range(start, stop))
-            end = stop
-        return tuple(positions)
-
-
-def _checksums(entry: dict[str, Any], key: str, count: int) -> array[int]:
-    text = member(entry, key, str)
-    if len(text) != 8 * count:
-        raise ValueError(f"{key!r} has {len(text) / 8:g} checksums of eight digits, expected {count}")
-    return from_text(text)
-
-
 def _file(entry: dict[str, Any], name: str, *, of_rank: bool = False) -> File:
     stated = member(entry, "name", str)
     if stated != name:
         raise ValueError(f"a file is called {stated[:60]!r}, expected {name!r}")
-    (crc,) = _checksums(entry, "header_crc32" if of_rank else "crc32", 1)
+    (crc,) = checksums_of(entry, "header_crc32" if of_rank else "crc32", 1)
     header = bounded(entry, "header_bytes", 8) if of_rank else 0
     return File(name, bounded(entry, "bytes", header), header, crc)

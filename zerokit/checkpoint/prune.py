@@ -15,11 +15,13 @@ from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint import run as runs
+from zerokit.checkpoint.bases import unreferenced
 from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_directory, is_kind, is_there
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
 from zerokit.errors import CheckpointError, MissingPath, UsageError
+from zerokit.skips import Skips
 
 _STEP_FILE = re.compile(
     rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
@@ -31,7 +33,7 @@ _STEP_FILE = re.compile(
 class Retention:
     """The rule for kept steps: the newest `keep_last` intact ones, multiples of `keep_every`, and those `keep` accepts.
 
-    The newest step, and the newest that is whole, always do.
+    The newest step, the newest that is whole, and the last one before skipped steps always do.
     """
 
     keep_last: int | None = None
@@ -133,10 +135,13 @@ def prune(
         keep: keep steps for which this returns True, too. Without any of the three only leftovers are removed.
         dry_run: remove nothing, only list what would be removed.
 
-    The newest step, the newest one with an optimizer's state, the one that `latest` names, and what belongs to other
-    users always stay; superseded steps are removed. A step is renamed before its files are removed. Raises `UsageError`
-    for numbers below 1, `MissingPath` if there is no `run`, and `CheckpointError` if it is no directory, has no step
-    that could stay or a damaged `latest`, or if something cannot be removed.
+    The newest step, the newest one with an optimizer's state, the one that `latest` names, the last one before skipped
+    steps, and what belongs to other users always stay; superseded steps are removed. The last one before skipped steps
+    is the newest that was saved right after a step that was made, with fewer skipped ones than the newest has.
+
+    A step is renamed before its files are removed. Raises `UsageError` for numbers below 1, `MissingPath` if there is
+    no `run`, and `CheckpointError` if it is no directory, has no step that could stay or a damaged `latest`, or if
+    something cannot be removed.
     """
     run, retention = files.path_of(run), Retention(keep_last, keep_every, keep)
     retention.check()
@@ -160,18 +165,29 @@ def prune(
         else:
             with explained(step, "looked at"):
                 removed.append(Doomed(step, files.measured(step)[0]))
+    if retention.wanted:
+        for base in unreferenced(run, {doomed.path for doomed in removed}):
+            if belongs_to_this_user(base) and not foreign_to_step(base):
+                with explained(base, "looked at"):
+                    removed.append(Doomed(base, files.measured(base)[0]))
     for doomed in () if dry_run else removed:
         doomed.remove()
     return Pruning(run, dry_run, tuple(removed), tuple(kept))
 
 
 def prune_after_save(run: Path, retention: Retention) -> None:
-    """Remove the steps of a run that `retention` does not keep.
+    """Remove the steps of a run that `retention` does not keep, then frozen parameters that no step needs any more.
 
     Steps of other users, or with foreign files, stay. So do superseded ones that the training has not reached yet: a
     user may still resume from them. Raises as `prune` does.
     """
-    for step in _superfluous(run, retention, later=False):
+    if retention.wanted:
+        _remove_own(_superfluous(run, retention, later=False))
+    _remove_own(unreferenced(run))
+
+
+def _remove_own(steps: Iterable[Path]) -> None:
+    for step in steps:
         if belongs_to_this_user(step) and not foreign_to_step(step):
             _remove_step(step)
 
@@ -179,8 +195,8 @@ def prune_after_save(run: Path, retention: Retention) -> None:
 def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list[Path]:
     """The steps of a run that `retention` does not keep, ascending; superseded ones, if `later` all of them.
 
-    What always stays: the newest step, the newest that is whole, the one that `latest` names, and what is later than
-    the newest but not superseded: it is damaged, or could not be read just now.
+    What always stays: the newest step, the newest that is whole, the one that `latest` names, the last one before
+    skipped steps, and what is later than the newest but not superseded: it is damaged, or could not be read just now.
     """
     retention.check()
     newest = runs.find_step(run)
@@ -194,9 +210,12 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
         stays.add(latest.name)
     with despite_damage():
         stays.add(runs.find_step(run, whole=True).path.name)
-    if run in runs.island_runs(run.parent):
+    islands = runs.island_runs(run.parent)
+    if run in islands:
         # Not all islands may have the newest: one was killed in that save.
         stays |= {runs.step_name(step) for step in sorted(runs.list_steps(run.parent))[-1:]}
+    for one in islands if run in islands else [run]:
+        stays |= _before_skipped(one)
     number = int(newest.path.name.removeprefix("step-"))
     paths = {step: run / runs.step_name(step) for step in runs.list_steps(run)}
     others = {step for step, path in paths.items() if runs.superseded(path)}
@@ -210,6 +229,27 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
         # A number may be written with more zeros: that is no name of zerokit's; what a link leads to is not this run's.
         and is_kind(paths[step], stat.S_ISDIR)
     ]
+
+
+def _before_skipped(run: Path) -> set[str]:
+    """The name of the run's last step before skipped ones, if any were: where to go back to.
+
+    Saves amid steps that are skipped one after the other are no such place, however many there are.
+    """
+    newest: Skips | None = None
+    for path in reversed(runs.committed(run)):
+        with despite_damage():
+            if runs.superseded(path):
+                continue
+            manifest, _ = runs.read_sound(path)
+            skips = manifest.skips
+            if newest is None:
+                newest = skips
+            if not newest.total:
+                break
+            if skips.total < newest.total and not skips.in_a_row and not manifest.weights_only:
+                return {path.name}
+    return set()
 
 
 def _remove_step(step: Path) -> None:

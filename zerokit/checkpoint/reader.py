@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerokit.checkpoint.checksum import Piece, Pieces, along, combine, crc32, damaged
+from zerokit.checkpoint.bases import base_of, check_base
+from zerokit.checkpoint.checksum import Piece, Pieces, along, crc32, damaged
 from zerokit.checkpoint.disk import check_file, check_size, opened, read_exactly, read_whole
 from zerokit.checkpoint.extra import parse_members
-from zerokit.checkpoint.manifest import NAME, File
+from zerokit.checkpoint.manifest import NAME, File, Manifest, read_manifest
 from zerokit.checkpoint.requests import Memory, read, requests_for
-from zerokit.checkpoint.run import find_step, read_manifest
+from zerokit.checkpoint.run import find_step
 from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
 from zerokit.checkpoint.source import Source, Stretch, to_array
 from zerokit.errors import CheckpointError, UsageError
@@ -55,11 +56,12 @@ class Checkpoint(Source):
         number, position = self.find(stream, name)
         parameter = self.layout.parameters[position]
         # Before memory is taken that they may not justify.
-        for rank, _, _ in self.manifest.slices(number, position):
-            with self.open_file(rank):
+        every = Interval(0, parameter.numel)
+        for file, _, _ in self.locate(number, position, every):
+            with self.open_file(file):
                 pass
         memory = Memory(parameter.numel * self.streams[number].element_bytes)
-        wanted = requests_for(self, number, position, Interval(0, parameter.numel), memory, 0)
+        wanted = requests_for(self, number, position, every, memory, 0)
         self.require_right([read(self, wanted)], ": take another checkpoint")
         return to_array(memory.content, self.streams[number].dtype, parameter.shape)
 
@@ -80,7 +82,7 @@ class Checkpoint(Source):
 
     def rank_file(self, rank: int) -> RankFile:
         """A rank's expected file. Raises `CheckpointError` if the manifest contradicts it."""
-        file = rank_file(self.layout, self.streams, self.step, rank)
+        file = rank_file(self.layout, self.manifest.in_files, self.step, rank)
         stated = self.manifest.files[rank]
         computed = File(file.name, file.size, len(file.header), crc32(file.header))
         if stated != computed:
@@ -89,6 +91,14 @@ class Checkpoint(Source):
                 f"{_summary(computed)}: the manifest was not written by zerokit, or was changed"
             )
         return file
+
+    @cached_property
+    def base(self) -> Checkpoint:
+        """The checkpoint beside this one that has its frozen parameters; its files' numbers follow this one's.
+
+        Raises `CheckpointError` where it is not there, or of others.
+        """
+        return Checkpoint(base_of(self.path, self.manifest)[0])
 
     def _offset(self, rank: int, stream: int, position: int) -> int:
         first, positions, offsets = self._placed(rank)
@@ -111,6 +121,10 @@ class Checkpoint(Source):
 
         Raises `CheckpointError`, naming the file, if it is missing, of another size or of another header.
         """
+        if file >= self.world:
+            with self.base.open_file(file - self.world) as fd:
+                yield fd
+            return
         self._placed(file)
         path = self.file_path(file)
         with opened(path) as fd:
@@ -147,16 +161,25 @@ class Checkpoint(Source):
 
     def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
         element = self.streams[stream].element_bytes
+        if self.manifest.apart(stream):
+            if interval.numel:
+                there = self.base.find(self.streams[stream].kind, self.layout.parameters[position].name)
+                for file, part, offset in self.base.locate(*there, interval):
+                    yield Stretch(self.world + file, part, offset)
+            return
         for rank, cut, part in self.layout.cuts(position, interval):
             offset = self._offset(rank, stream, position) + (part.start - cut.start) * element
             yield Stretch(rank, part, offset)
 
     def file_path(self, file: int) -> Path:
+        if file >= self.world:
+            return self.base.file_path(file - self.world)
         return self.path / file_name(file, self.world)
 
     def check_files(self) -> None:
         for name, size in self.held_files():
             check_file(self.path / name, size)
+        check_base(self.path, self.manifest)
 
     def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
         """A slice that no rank has read is not checked; one that was read in part only is an error of the caller's."""
@@ -171,8 +194,10 @@ class Checkpoint(Source):
                     f"{stream.kind}/{name} was read in part only"
                 )
                 if piece.crc != crc:
+                    apart = self.manifest.apart(number)
+                    where = self.manifest.frozen if apart else file_name(rank, self.world)
                     lines.append(
-                        f"{file_name(rank, self.world)}: {stream.kind}/{name}, elements {cut.start} to {cut.stop}: "
+                        f"{where}: {stream.kind}/{name}, elements {cut.start} to {cut.stop}: "
                         f"{damaged(piece.crc, crc)}"
                     )
         for file in (self.manifest.common, self.manifest.extra):
@@ -183,18 +208,17 @@ class Checkpoint(Source):
     @property
     def data_size(self) -> int:
         whole = self.manifest.common.size + self.manifest.extra.size
-        return whole + sum(file.size - file.header_size for file in self.manifest.files)
+        return whole + sum(
+            map(_data_size, (self.manifest, *([self.base.manifest] if self.manifest.frozen else [])))
+        )
 
     def held_files(self) -> list[tuple[str, int]]:
         manifest = self.manifest
         return [(file.name, file.size) for file in (*manifest.files, manifest.common, manifest.extra)]
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
-        element = self.streams[stream].element_bytes
         for position in self.streams[stream].parameters:
-            slices = self.manifest.slices(stream, position)
-            whole = combine(Piece(crc, cut.numel * element) for _, cut, crc in slices)
-            yield self.layout.parameters[position].name, whole
+            yield self.layout.parameters[position].name, self.manifest.whole(stream, position)
 
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
         yield self.manifest.common, None
@@ -237,6 +261,10 @@ def file_checksum(
         crc = crc32(part, crc)
         progress(part.nbytes)
     return crc
+
+
+def _data_size(manifest: Manifest) -> int:
+    return sum(file.size - file.header_size for file in manifest.files)
 
 
 def _summary(file: File) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerokit import files
+from zerokit.checkpoint.bases import check_base
 from zerokit.checkpoint.disk import (
     check_file,
     despite_damage,
@@ -29,7 +30,7 @@ from zerokit.checkpoint.disk import (
     status_of,
 )
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, read_latest, readable_latest
-from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, parse_manifest
+from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, read_manifest
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
 from zerokit.errors import CheckpointError, MissingPath, StorageError
 
@@ -254,6 +255,7 @@ def read_sound(path: Path) -> tuple[Manifest, int]:
         raise CheckpointError(f"{path / NAME}: describes step {manifest.step}")
     for file in (*manifest.files, manifest.common, manifest.extra):
         check_file(path / file.name, file.size)
+    check_base(path, manifest)
     return read
 
 
@@ -263,15 +265,6 @@ def is_sound(step: Path) -> bool:
         read_sound(step)
         return True
     return False
-
-
-def read_manifest(step: Path) -> tuple[Manifest, int]:
-    """A step's manifest, verified by its own CRC-32, and that CRC-32. Raises `CheckpointError`."""
-    content = read_whole(step / NAME)
-    manifest = parse_manifest(content, str(step / NAME))
-    crc = own_checksum(content)
-    assert crc is not None
-    return manifest, crc
 
 
 def stated_checksum(step: Path) -> int | None:

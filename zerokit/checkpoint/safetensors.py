@@ -299,6 +299,7 @@ def slice_checksums(layout: Layout, streams: Sequence[Stream], pieces: Pieces) -
     return tuple(checksums)
 
 
-def slice_count(layout: Layout, stream: Stream) -> int:
-    """The number of slices, and therefore of checksums, in the stream."""
-    return sum(len(layout.owners(position)) for position in stream.parameters)
+def slice_count(layout: Layout, stream: Stream, *, whole: bool = False) -> int:
+    """The number of slices, and therefore of checksums, in the stream: with `whole`, of parameters with elements."""
+    slices = (len(layout.owners(position)) for position in stream.parameters)
+    return sum(min(count, 1) for count in slices) if whole else sum(slices)

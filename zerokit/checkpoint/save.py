@@ -13,10 +13,12 @@ from typing import Any, Literal, TypeVar, overload
 
 from zerokit import files
 from zerokit.checkpoint import run as runs
+from zerokit.checkpoint.bases import holds
 from zerokit.checkpoint.by_rank import Member, differing, members_of
 from zerokit.checkpoint.disk import explained, is_there, write_file
+from zerokit.checkpoint.frozen import Frozen, set_apart, write_base
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, readable_latest, write_latest
-from zerokit.checkpoint.manifest import MAX_STEP, own_checksum
+from zerokit.checkpoint.manifest import MAX_STEP, own_checksum, streams_in_files
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.safetensors import rank_file
 from zerokit.checkpoint.snapshot import (
@@ -54,6 +56,7 @@ def save(
     keep_last: int | None = ...,
     keep_every: int | None = ...,
     keep: Callable[[int], bool] | None = ...,
+    frozen: Frozen = ...,
 ) -> Path: ...
 
 
@@ -70,6 +73,7 @@ def save(
     keep_last: int | None = ...,
     keep_every: int | None = ...,
     keep: Callable[[int], bool] | None = ...,
+    frozen: Frozen = ...,
 ) -> Saving: ...
 
 
@@ -85,6 +89,7 @@ def save(
     keep_last: int | None = None,
     keep_every: int | None = None,
     keep: Callable[[int], bool] | None = None,
+    frozen: Frozen = "always",
 ) -> Path | Saving:
     """Write the whole training state as `run_directory/step-########`, and point `latest` at it. Collective.
 
@@ -110,11 +115,19 @@ def save(
         blocking: False returns as soon as this rank's state is copied into a buffer in host memory, which the
             optimizer keeps (a line of `memory()`), and writes it beside the training. One such save at a time: the
             next one waits for it. `wait()` for the last one before the process group is destroyed.
-        keep_last: once this step is committed, remove all but this many of the newest intact steps. Later ones, of
-            another training, stay until this one has passed them. A step that cannot be removed is a warning.
+        keep_last: once this step is committed, remove all but this many of the newest intact steps, and the last one
+            before skipped steps (`optimizer.skipped_steps`). Later ones, of another training, stay until this one has
+            passed them. A step that cannot be removed is a warning.
         keep_every: keep steps whose number is a multiple of it, too.
         keep: keep steps for which it returns True, too; it is called on rank 0, before anything is written. Without
             `keep_last`, the newest step stays beside those that these two keep.
+        frozen: where frozen parameters go, such as the base model under LoRA. "always" writes them into the step, which
+            is then complete in itself. "once" writes them into a directory `frozen-…` of the run, which steps share as
+            long as the contents stay the same, whoever changes them: a save reads this rank's part and compares
+            checksums (a second for 16 GB), and writes all anew where they differ. Whoever copies a step copies that
+            directory with it; it is removed with the last step that needs it. "never" writes only checksums: `load`
+            takes the values from the model as it was built, and refuses others. Without frozen parameters all three
+            are the same.
 
     Returns the step's directory, or a `Saving`.
 
@@ -132,8 +145,9 @@ def save(
     finish_saving(
         optimizer, together
     )  # raises here, where it cannot be overlooked: a failed save ends no later one
-    require_equal("blocking", [repr(each) for each in together.exchange(blocking)])  # which selects the group
-    together = together if blocking else Together(runtime.collectives, background=True)
+    asked = together.exchange((blocking, frozen))
+    require_equal("blocking", [repr(each) for each, _ in asked])  # which selects the group
+    require_equal("frozen", [repr(each) for _, each in asked])
     retention = Retention(keep_last, keep_every, keep)
     if not weights_only:
         runtime.gradients.draws.begin(step)  # as in a run that resumes from here
@@ -144,6 +158,7 @@ def save(
             "save() of an island without local steps: create zerokit.LocalSteps(optimizer) first"
         )
     outer = {} if local is None or weights_only else local.streams()
+    arguments: Arguments | Exception
     part: Part | Exception
     try:
         if type(step) is not int or not 0 <= step <= MAX_STEP:
@@ -152,9 +167,17 @@ def save(
         whole = Path(os.path.abspath(files.path_of(run_directory)))
         run = str(whole if islands is None else runs.island_run(whole, islands.index))
         arguments = Arguments(run, step, overwrite, weights_only, keep_last, keep_every)
-        part = take(optimizer, arguments, extra, outer, copied=not blocking)
     except Exception as error:  # raised on every rank, below
+        arguments = error
+    try:
+        # Before copies are made: what the run has already needs none.
+        apart = set_apart(optimizer, together, frozen, lambda: Path(_or_raise(arguments).run))
+        part = take(optimizer, _or_raise(arguments), extra, outer, copied=not blocking, apart=apart)
+    except ScheduleError:
+        raise
+    except Exception as error:
         part = error
+    together = together if blocking else Together(runtime.collectives, background=True)
 
     def work() -> Path:
         others = Others(None if local is None else partial(local.at_save, step))
@@ -175,13 +198,7 @@ def save(
 
 def _commit(together: Together, taken: Part | Exception, retention: Retention, others: Others) -> Path:
     """Write what all ranks have taken, as the directory returned."""
-
-    def or_raise() -> Part:
-        if isinstance(taken, Exception):
-            raise taken
-        return taken
-
-    part = together.each(or_raise)
+    part = together.each(lambda: _or_raise(taken))
     cards = together.exchange(part.card)
     require_agreement(cards)
     arguments, layout, rank, step = part.card.arguments, part.layout, together.rank, part.card.arguments.step
@@ -198,7 +215,7 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
             if not arguments.weights_only:
                 complete(part, cards, scalars, values)
             part.rest.add_extra(part.extra, extras)
-            contents.append(contents_of(arguments, layout, streams, tuple(scalars), part.rest))
+            contents.append(contents_of(arguments, layout, streams, tuple(scalars), part.rest, part.apart))
             saves = others.hear(runs.saved_with(target) if runs.is_step(target) else None)
             # What only some islands have, as one was killed in this save, counts nowhere.
             void = any(one != saves[0] for one in saves)
@@ -207,8 +224,11 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
             return staging[0].work
 
         work = together.on_first(begin)
-        file = rank_file(layout, streams, step, rank)
-        own = together.each(lambda: write_rank(work, file, streams, part.slices, layout))
+        if part.apart is not None and part.apart.new:
+            write_base(together, part.apart, arguments, layout, streams, part.slices)
+        in_files = streams_in_files(streams, apart=part.apart is not None)
+        file = rank_file(layout, in_files, step, rank)
+        own = together.each(lambda: write_rank(work, file, in_files, part.slices, layout))
         written = together.exchange(own)
 
         def finish() -> None:
@@ -217,12 +237,16 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
             if len(manifests) > 1:
                 write_file(work / runs.ISLANDS_NAME, "".join(f"{crc:08x}\n" for crc in manifests).encode())
             others.settled = True
+            if part.apart is not None and part.apart.base and not holds(target.parent / part.apart.base):
+                raise CheckpointError(
+                    f"{target.parent / part.apart.base}: another process has removed or changed it, which this step "
+                    "needs: save again"
+                )
             _publish(staging[0], content, weights_only=arguments.weights_only)
             try:
                 others.hear("committed")  # a step that only some islands have replaces no older one
                 remove_gone(target.parent, target.name, LATEST_NAME)
-                if retention.wanted:
-                    prune_after_save(target.parent, asked[0])
+                prune_after_save(target.parent, asked[0])
             except (CheckpointError, ScheduleError) as error:
                 what = (
                     "older files stay" if others.alone else "older files stay, and other islands may lack it"
@@ -231,6 +255,12 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
 
         together.on_first(finish)
     return target
+
+
+def _or_raise(value: T | Exception) -> T:
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 class Others:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.by_rank import Digests, Member, encode_by_rank, members_of
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode, encode, mapping
-from zerokit.checkpoint.manifest import BUFFER_PREFIX, Scalars
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, FROZEN, Scalars
 from zerokit.checkpoint.state import (
     Description,
     Encoded,
@@ -32,6 +32,7 @@ from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.model import plain_name
+from zerokit.skips import NONE_SKIPPED, Skips
 
 Slices = dict[tuple[str, str], Tensor]
 """By stream and parameter's name, flat."""
@@ -53,6 +54,18 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """Where a step's frozen parameters are: in the directory `base` beside it, to be written if `new`, or nowhere ("").
+
+    `checksums`: the CRC-32 of each that has elements, by name.
+    """
+
+    base: str
+    new: bool
+    checksums: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     """The summary of its part that a rank sends to the others."""
 
@@ -68,10 +81,11 @@ class Card:
 
 @dataclass(slots=True)
 class Rest:
-    """The data that is not sharded: members of `extra.json`, and tensors of `common`."""
+    """The data that is not sharded: members of `extra.json`, tensors of `common`, and the count of skipped steps."""
 
     members: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    skips: Skips = NONE_SKIPPED
 
     def add(self, key: str, value: Any, path: str) -> None:
         self.members[key], tensors = encode(value, path)
@@ -96,6 +110,7 @@ class Part:
     layout: Layout
     seed: int
     origin: rng.Origin | None
+    apart: Apart | None
 
 
 def take(
@@ -105,8 +120,12 @@ def take(
     outer: Mapping[str, Mapping[int, Tensor]],
     *,
     copied: bool,
+    apart: Apart | None = None,
 ) -> Part:
     """This rank's part; its slices are the live tensors, or copies in the optimizer's `host_copy`.
+
+    Slices of frozen parameters that are `apart` are taken only if they are new there, and are copied into memory of
+    their own.
 
     `outer` are the streams of `zerokit.LocalSteps`, if there is one.
 
@@ -119,7 +138,10 @@ def take(
     held = list(own_slices(runtime, rank, weights_only=arguments.weights_only))
     held += outer_slices(runtime.layout, rank, outer)
     description = describe(runtime, held, weights_only=arguments.weights_only)
-    rest, options = Rest(), {}
+    frozen = [] if apart is None else [one for one in held if one.kind == FROZEN]
+    if frozen:
+        held = [one for one in held if one.kind != FROZEN]
+    rest, options = Rest(skips=runtime.control.skips), {}
     extra = _copied(extra)
     if rank == 0:
         _warn_of_extra_state(runtime.model)
@@ -140,13 +162,16 @@ def take(
         if copied
         else {(one.kind, one.part.parameter.name): one.tensor for one in held}
     )
+    for one in frozen if apart is not None and apart.new else ():
+        # Once in a training: the buffer that all saves use has no room for it.
+        slices[one.kind, one.part.parameter.name] = snapshot(one.tensor) if copied else one.tensor
     generators = {} if arguments.weights_only else rng.capture(runtime.collectives.device)
     digests = None
     if extra is not None and runtime.collectives.world > 1:
         digests = {name: _digest(value) for name, value in members_of(extra).items()}
     card = Card(arguments, description, generators, options, runtime.collectives.rank, digests)
     seed = torch.initial_seed() % 2**64
-    return Part(card, slices, rest, extra, optimizer.layout, seed, rng.ORIGINS.get(optimizer))
+    return Part(card, slices, rest, extra, optimizer.layout, seed, rng.ORIGINS.get(optimizer), apart)
 
 
 def _copied(extra: Any) -> Any:

@@ -45,7 +45,7 @@ class Report:
     """The result of `verify`. `step`, `world` and `slices` are the manifest's: None and 0 if it cannot be read.
 
     `unread`: how many other steps the run has, of which nothing was read. `without_checksums`: the format has none, so
-    headers and sizes were checked, and nothing else can be.
+    headers and sizes were checked, and nothing else can be. `without_frozen`: frozen parameters are in no file.
     """
 
     path: Path
@@ -56,6 +56,7 @@ class Report:
     findings: tuple[Finding, ...]
     unread: int = 0
     without_checksums: bool = False
+    without_frozen: bool = False
 
     @property
     def intact(self) -> bool:
@@ -84,11 +85,12 @@ def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Rep
     runs = island_runs(path) if choice.run is None else [choice.run]
     steps = [step for run in runs for step in committed(run)] or [choice.path]
     wanted = steps if every else [choice.path]
-    reports = []
+    reports: list[Report] = []
+    bases: dict[Path, tuple[Finding, ...]] = {}
     for step in wanted:
         faults = choice.faults if step == choice.path else ()
         try:
-            report = _verify(step, faults, progress, in_run=bool(runs))
+            report = _verify(step, faults, progress, bases, in_run=bool(runs))
         except StorageError:
             if is_there(step):
                 raise
@@ -110,18 +112,46 @@ class _Reading:
             self._progress(self.done, self.total)
 
 
-def _verify(step: Path, faults: tuple[str, ...], progress: Progress | None, *, in_run: bool) -> Report:
+def _verify(
+    step: Path,
+    faults: tuple[str, ...],
+    progress: Progress | None,
+    bases: dict[Path, tuple[Finding, ...]],
+    *,
+    in_run: bool,
+) -> Report:
+    """`bases` has the findings in frozen parameters beside steps, by directory: each is read once."""
     try:
         checkpoint = Checkpoint(step)
     except CheckpointError as error:
         return Report(step, None, None, 0, 0, (_finding(NAME, error, step),))
-    read = _Reading(sum(size for _, size in checkpoint.held_files()), progress)
+    base, lost = None, []
+    if checkpoint.manifest.frozen:
+        try:
+            base = checkpoint.base
+        except CheckpointError as error:
+            lost.append(_finding(checkpoint.manifest.frozen, error, step.parent))
+    unread = [checkpoint] if base is None or base.path in bases else [checkpoint, base]
+    read = _Reading(sum(size for each in unread for _, size in each.held_files()), progress)
     findings = [_finding(LATEST_NAME, fault, step.parent) for fault in faults]
     if in_run and step.name != step_name(checkpoint.step):
         findings.append(Finding(NAME, f"describes step {checkpoint.step}"))
-    findings += _findings(checkpoint, read)
+    findings += [*_findings(checkpoint, read), *lost]
+    if base is not None:
+        if base.path not in bases:
+            found = _findings(base, read)
+            bases[base.path] = tuple(replace(each, file=f"{base.path.name}/{each.file}") for each in found)
+        findings += bases[base.path]
     slices = sum(map(len, checkpoint.manifest.checksums))
-    return Report(step, checkpoint.step, checkpoint.world, slices, read.done, tuple(findings))
+    return Report(
+        step,
+        checkpoint.step,
+        checkpoint.world,
+        slices,
+        read.done,
+        tuple(findings),
+        without_frozen=checkpoint.manifest.frozen == "",
+    )
 
 
 def _verify_foreign(path: Path, progress: Progress | None) -> Report:

@@ -20,7 +20,16 @@ from zerokit.checkpoint.disk import (
     write_file,
 )
 from zerokit.checkpoint.extra import decode, parse_members, ranks_in
-from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, NAME, File, Manifest, Scalars, parse_manifest
+from zerokit.checkpoint.manifest import (
+    COMMON_NAME,
+    EXTRA_NAME,
+    FROZEN,
+    NAME,
+    File,
+    Manifest,
+    Scalars,
+    parse_manifest,
+)
 from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import (
     LENGTH_BYTES,
@@ -29,10 +38,9 @@ from zerokit.checkpoint.safetensors import (
     Stream,
     file_name,
     parse_header,
-    slice_checksums,
     slice_count,
 )
-from zerokit.checkpoint.snapshot import Arguments, Rest, Slices
+from zerokit.checkpoint.snapshot import Apart, Arguments, Rest, Slices
 from zerokit.checkpoint.state import host_bytes
 from zerokit.checkpoint.strict import compact
 from zerokit.errors import CheckpointError
@@ -97,8 +105,11 @@ def contents_of(
     streams: tuple[Stream, ...],
     scalars: tuple[Scalars, ...],
     rest: Rest,
+    apart: Apart | None = None,
 ) -> Contents:
-    """What rank 0 is to write. Raises `CheckpointError` for what `load` would refuse."""
+    """What rank 0 is to write, beside frozen parameters that are `apart`.
+
+    Raises `CheckpointError` for what `load` would refuse."""
     step = arguments.step
     where = f"{Path(arguments.run) / step_name(step)} cannot be saved"
     common = save_tensors(dict(rest.tensors), {"format": "zerokit"})
@@ -116,7 +127,17 @@ def contents_of(
         File(EXTRA_NAME, len(extra), 0, crc32(extra)),
         arguments.weights_only,
         max(map(len, ranks_in(rest.members["user"]).values()), default=0),
+        rest.skips,
     )
+    if apart is not None:
+        line = layout.parameters
+        stated = (
+            array("I", [apart.checksums[line[p].name] for p in stream.parameters if line[p].numel])
+            if stream.kind == FROZEN
+            else manifest.checksums[number]
+            for number, stream in enumerate(streams)
+        )
+        manifest = replace(manifest, checksums=tuple(stated), frozen=apart.base)
     content = manifest.to_bytes()
     for name, text in ((NAME, content), (EXTRA_NAME, extra)):
         if len(text) > MAX_TEXT_BYTES:
@@ -145,10 +166,6 @@ def write_rest(work: Path, contents: Contents, written: list[Written]) -> bytes:
     write_file(work / COMMON_NAME, contents.common)
     write_file(work / EXTRA_NAME, contents.extra)
     pieces = Pieces.joined([pieces for _, pieces in written])
-    content = replace(
-        draft,
-        checksums=slice_checksums(draft.layout, draft.streams, pieces),
-        files=tuple(file for file, _ in written),
-    ).to_bytes()
+    content = draft.written(draft.layout, tuple(file for file, _ in written), pieces).to_bytes()
     write_file(work / NAME, content)
     return content

@@ -121,7 +121,7 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
     return Request(
         chosen=chosen,
         cells=cells,
-        options=_chosen_options(context, dimensions),
+        options=_chosen_options(context, dimensions) | ({"baseline": baseline} if baseline else {}),
         output=output,
         continued=continued,
         tracking=None if no_mlflow else Tracking(resolve_uri(tracking_uri), experiment),
@@ -237,7 +237,8 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
     folder = SweepFolder(request.continued or request.output or default)
     continued = request.continued is not None
     sweep = folder.read() if continued else Sweep.of(request.cells, request.options)
-    _require_baseline(request.baseline, [cell.settings for cell in sweep.cells])
+    baseline = request.baseline or sweep.baseline
+    _require_baseline(baseline, [cell.settings for cell in sweep.cells])
     interrupts, display = Interrupts(), Display(cells=len(sweep.cells))
     host = _host(request, leader, interrupts, display)
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
@@ -261,7 +262,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
                 tracker.push(find_records([folder.path]))
             raise
         display.phase("writing the report")
-        if write_report(records, folder.report, display.warn, request.baseline):
+        if write_report(records, folder.report, display.warn, baseline):
             written["report"] = str(folder.report)
         display.phase("filling MLflow")
         paths = map(folder.record, sweep.cells)
@@ -270,7 +271,7 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
         content = {"sweep": to_plain(sweep), "records": [to_plain(record) for record in records]}
         click.echo(printable_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)))
     else:
-        display.table(records, request.baseline)
+        display.table(records, baseline)
     display.files(written, tracker, to_stderr=request.as_json)
     if (code := exit_code(records)) == 1:
         display.warn(f"to run the failed cells again: zerokit bench --continue {place}")

@@ -98,6 +98,9 @@ def _print_tree(summary: Summary) -> None:
     form = "" if summary.format == "zerokit" else f"{_FORMATS[summary.format]}, "
     whole = f"{counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}"
     root = _add(None, str(summary.path), f"{form}step {summary.step}, {whole}")
+    if summary.skipped_steps:
+        row = f", the last {summary.skipped_in_a_row:,} in a row" if summary.skipped_in_a_row else ""
+        _add(root, "skipped steps", f"{summary.skipped_steps:,} until this save{row}")
     if summary.run is not None:
         _add_run(root, summary.run)
     streams = _add(root, "streams", f"of {counted(summary.units, 'unit')}")
@@ -113,6 +116,11 @@ def _print_tree(summary: Summary) -> None:
         where = "common.safetensors" if summary.format == "zerokit" else "buffers and the optimizer's scalars"
         tensors = [(tensor.name, f"{tensor.dtype} {list(tensor.shape)}") for tensor in summary.common]
         _add_list(_add(root, "stored whole", where), tensors)
+    if summary.frozen is not None:
+        where = (
+            f"in {summary.frozen} beside this step" if summary.frozen else "in no file: the model has them"
+        )
+        _add(root, "frozen parameters", where)
     _add_list(_add(root, "files"), [(file.name, decimal_size(file.bytes)) for file in summary.files])
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -126,10 +134,13 @@ def _add_run(tree: Tree, run: RunSummary) -> None:
         said = (
             decimal_size(step.bytes),
             "weights only" if step.weights_only else "",
+            f"{counted(step.skipped_steps, 'step')} skipped" if step.skipped_steps else "",
             "superseded: load skips it" if step.superseded else "",
             f"damaged: {step.damaged}" if step.damaged else "",
         )
         _add(steps, step.name, ", ".join(filter(None, said)))
+    for base in run.frozen:
+        _add(steps, base.name, f"{decimal_size(base.bytes)}, frozen parameters of steps")
     if run.leftovers:
         begun = _add(tree, "not finished", "zerokit prune removes those of dead writers")
         for left in run.leftovers:
@@ -212,9 +223,10 @@ def _show_report(report: Report) -> None:
             f"{path}: headers and sizes are right; the format has no checksums, so bytes cannot be verified"
         )
     elif report.intact:
+        own = ", without its frozen parameters, which are the model's own" if report.without_frozen else ""
         click.echo(
             f"{path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
-            f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read"
+            f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read{own}"
         )
     else:
         click.echo(f"{path}: damaged: {counted(len(report.findings), 'finding')}")
@@ -299,9 +311,10 @@ def _short(side: str) -> str:
 def prune(run: Path, keep_last: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove files that killed writers left in RUN and, with --keep-last, older steps.
 
-    The newest step, the newest step with optimizer states and the step that `latest` names always stay. Steps that a
-    restarted training has superseded are removed. Files with other names are not touched. Unfinished saves of living
-    processes are listed and stay; so do those of the last hour whose process cannot be checked from here.
+    The newest step, the newest step with optimizer states, the step that `latest` names and the last step before those
+    that the training skipped always stay. Steps that a restarted training has superseded are removed. Files with other
+    names are not touched. Unfinished saves of living processes are listed and stay; so do those of the last hour whose
+    process cannot be checked from here.
     """
     from zerokit.checkpoint.prune import prune as remove
 

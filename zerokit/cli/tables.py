@@ -19,9 +19,10 @@ from zerokit.bench.comparison.tables import (
     WITHIN_NOISE,
     Column,
     columns_of,
+    marks_of,
     usual_metrics,
 )
-from zerokit.bench.record.metrics import METRICS, PACED
+from zerokit.bench.record.metrics import METRICS
 from zerokit.bench.record.schema import to_plain
 from zerokit.cli.details import NARROWEST, annotate, detailed_metrics, notes, record_rows
 from zerokit.text import printable
@@ -57,7 +58,7 @@ def show(console: Console, cells: Sequence[Cell], metrics: Sequence[str] = ()) -
     _show_conditions(console, cells)
     if note := loss_note(cells):
         console.print(Text(printable(note)))
-    if marks := _marks(cells, shown):
+    if marks := marks_of(cells, shown):
         console.print(Text(marks, style="dim"))
 
 
@@ -72,33 +73,6 @@ def _failures(cells: Sequence[Cell]) -> list[str]:
         )
         lines += [f"{cell.label}{some}: {status}: {reason}" for status, reason in reasons]
     return lines
-
-
-def _marks(cells: Sequence[Cell], shown: set[str]) -> str:
-    """What a reader has to know of the signs above."""
-    pairs = [(cell, partner) for cell in cells if (partner := cell.baseline) is not None]
-    rounds = {len(cell.measured_records) for cell in cells}
-    marks = []
-    if pairs:
-        against = list(dict.fromkeys(partner.label for _, partner in pairs))
-        whose = printable(against[0]) if len(against) == 1 else "the same cell of the first run"
-        marks.append(f"Changes are against {whose}.")
-        if max(rounds) > 1:
-            marks.append("≈ is within the noise between runs.")
-        if any(len(one.measured_records) == 1 for pair in pairs for one in pair):
-            marks.append(
-                "? is not known: a single run does not show the noise between runs; --repeats 3 does."
-            )
-    if PACED in shown:
-        marks.append(
-            "The paced step is in units of compute-only passes next to it, so that the machine's speed cancels: it "
-            "decides where milliseconds say otherwise."
-        )
-    if max(rounds) > 1:
-        marks.append("± is half of the 95 % interval over rounds.")
-    if "comm/cost_ms" in shown and len(cells) > 1:
-        marks.append("Communication is the time that a step takes longer than a compute-only one next to it.")
-    return " ".join(marks)
 
 
 def _annotated(cell: Cell, columns: Sequence[Column]) -> Table:

@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zerokit
+from zerokit.checkpoint.frozen import Frozen
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.integrations.marks import is_unsharded, mark, take_back
 from zerokit.integrations.mixed_precision import choose_precision
-from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
+from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over, require_frozen
 from zerokit.placement import StageArgument, require_stage
-from zerokit.runtime import Precision
 from zerokit.runtime.counts import Count
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.runtime.whole import is_managed
 from zerokit.training import ZeroOptimizer
 
@@ -54,7 +55,7 @@ class ZeroAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().__init__(optimizer, device_placement=False)
 
     def step(self, closure: Any = None) -> None:
-        """Update, if this is the last micro-batch; in fp16 a step whose gradients overflowed is skipped."""
+        """Update, if this is the last micro-batch; a step whose gradients are inf or nan is skipped."""
         skipped = self.optimizer.skipped_steps
         super().step(closure)
         self._is_overflow = self.optimizer.skipped_steps > skipped
@@ -67,7 +68,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         stage: what is sharded, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`; by default that of `mixed_precision`. Weights of "bf16" and "fp16" are
             half precision with fp32 masters, there is no autocast.
-        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
+        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale,
+            on_nonfinite, ….
+        frozen: "never" leaves frozen parameters, such as the base under adapters, out of what `save_state` writes:
+            `load_state` then takes a model that was built with the same ones, and refuses others.
         mixed_precision: "no", "bf16" or "fp16"; by default that of `accelerate launch`.
         **options: the other arguments of `Accelerator`; docs/integrations.md lists what becomes of `kwargs_handlers`.
 
@@ -82,8 +86,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self,
         *,
         stage: StageArgument = 2,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         zero_options: Mapping[str, Any] | None = None,
+        frozen: Frozen = "always",
         mixed_precision: str | None = None,
         **options: Any,
     ) -> None:
@@ -99,6 +104,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             "precision": choose_precision(precision, mixed, "mixed_precision"),
             **zero_options,
         }
+        self._frozen = require_frozen(frozen)
         require_known(options.get("kwargs_handlers") or ())
         super().__init__(mixed_precision="no", **options)
         self._require_plain_ranks()
@@ -331,7 +337,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self._require_no_hooks(self._save_model_state_pre_hook, "register_save_state_pre_hook()")
         with self._without_sharded():
             directory = super().save_state(output_dir, safe_serialization, **kwargs)
-        save_inside(Path(directory), zero, {"micro_step": self.step})
+        save_inside(Path(directory), zero, {"micro_step": self.step}, self._frozen)
         return directory
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -388,11 +394,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             )
 
 
-def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any) -> None:
+def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any, frozen: Frozen) -> None:
     """Write a checkpoint into the run directory `directory/zerokit`, then remove the earlier ones. Collective."""
     run, together = directory / CHECKPOINT_NAME, Together(zero.runtime.collectives)
     step = together.on_first(lambda: max(zerokit.list_steps(run), default=-1) + 1)
-    zerokit.save(run, zero, step=step, extra=extra, keep_last=1)
+    zerokit.save(run, zero, step=step, extra=extra, keep_last=1, frozen=frozen)
 
 
 def _same_memory(value: Tensor, parameter: Tensor) -> bool:

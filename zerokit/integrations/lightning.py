@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.checkpoint.extra import encode
+from zerokit.checkpoint.frozen import Frozen
 from zerokit.checkpoint.load import load
 from zerokit.checkpoint.plan import read_extra
 from zerokit.checkpoint.prune import foreign_to_step
@@ -37,10 +38,11 @@ from zerokit.integrations.lightning_precision import (
 )
 from zerokit.integrations.lightning_refusals import only_optimizer, refuse_conflicts
 from zerokit.integrations.pretrained import whole_weights
-from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over
+from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over, require_frozen
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime import Precision, release
 from zerokit.runtime.counts import Count
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.runtime.whole import is_managed
 from zerokit.training import ZeroOptimizer
 
@@ -73,7 +75,9 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         count_key: where `training_step` returns {"loss": a sum, count_key: of how many samples or tokens}. The update
             is that of their mean, as in `ZeroOptimizer.backward`. With manual optimization write
             `self.manual_backward(loss_sum, count=n)`.
-        units, bucket_mb, prefetch, mesh, init_fn, loss_scale: as for `ZeroOptimizer`.
+        frozen: "never" leaves frozen parameters, such as the base under adapters, out of checkpoints: `fit` then
+            continues with a module that was built with the same ones, and refuses others.
+        units, bucket_mb, prefetch, mesh, init_fn, loss_scale, on_nonfinite: as for `ZeroOptimizer`.
         **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method,
             timeout.
 
@@ -87,8 +91,9 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self,
         stage: StageArgument = 3,
         *,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         count_key: str | None = None,
+        frozen: Frozen = "always",
         **options: Any,
     ) -> None:
         if unknown := options.keys() - ZERO_OPTIONS - _OPTIONS:
@@ -101,6 +106,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
         self._chosen = None if precision is None else Precision.of(precision)
         given = {name: options.pop(name) for name in ZERO_OPTIONS & options.keys()}
         self._settings: dict[str, Any] = {"stage": require_stage(stage), **given}
+        self._frozen = require_frozen(frozen)
         self.zero_optimizer: ZeroOptimizer | None = None
         """The optimizer that trains; None before `fit` has set it up."""
         super().__init__(**options)
@@ -287,6 +293,7 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
                 step=int(checkpoint["global_step"]),
                 extra=extra if zero.runtime.collectives.rank == 0 else None,  # as Lightning's own strategies
                 weights_only="optimizer_states" not in checkpoint,  # Lightning's mark of save_weights_only
+                frozen=self._frozen,
             )
             together.on_first(commit)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from zerokit.errors import UsageError
 from zerokit.runtime import Precision
+from zerokit.runtime.precision import PrecisionArgument
 
 _PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
-def choose_precision(precision: str | Precision | None, mixed: str, argument: str) -> Precision:
+def choose_precision(precision: PrecisionArgument | None, mixed: str, argument: str) -> Precision:
     """`precision`, or that of accelerate's name `mixed`. Raises `UsageError` if they contradict each other."""
     if mixed not in _PRECISIONS:
         raise UsageError(f"{argument}={mixed!r}: expected one of {', '.join(map(repr, _PRECISIONS))}")

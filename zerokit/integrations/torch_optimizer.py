@@ -11,11 +11,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zerokit.checkpoint.frozen import Frozen
 from zerokit.errors import UsageError
 from zerokit.training import ZeroOptimizer
 
-ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale"})
+ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale", "on_nonfinite"})
 """Arguments of `ZeroOptimizer` that are the same in every library."""
+
+
+def require_frozen(frozen: object) -> Frozen:
+    """A library's `frozen`, for `zerokit.save`. Raises `UsageError`."""
+    if frozen == "always" or frozen == "never":
+        return frozen
+    raise UsageError(
+        f"frozen={frozen!r}: expected 'always' or 'never'. A checkpoint of this library is a directory of its own, "
+        "which it moves and removes, so none can share frozen parameters with others ('once' is for zerokit.save())"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,17 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, sort_
 import zerokit
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.disk import despite_damage, read_whole
+from zerokit.checkpoint.frozen import Frozen
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
 from zerokit.integrations.accelerate import ZeroAccelerator
 from zerokit.integrations.mixed_precision import choose_precision
 from zerokit.integrations.pretrained import read_sharded
-from zerokit.integrations.torch_optimizer import Recipe
+from zerokit.integrations.torch_optimizer import Recipe, require_frozen
 from zerokit.placement import StageArgument
 from zerokit.runtime import Precision
 from zerokit.runtime.admission import probe
+from zerokit.runtime.precision import PrecisionArgument
 from zerokit.training import ZeroOptimizer
 
 read_sharded()
@@ -51,7 +53,10 @@ class ZeroTrainer(Trainer):
         args: `bf16` and `fp16` choose the precision: weights of half precision with fp32 masters, no autocast.
         stage: what is sharded, as in `ZeroOptimizer`.
         precision: as in `ZeroOptimizer`, instead of `bf16` and `fp16`, or beside them for its other dtypes.
-        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale, ….
+        zero_options: further arguments of `ZeroOptimizer`: units, bucket_mb, prefetch, init_fn, loss_scale,
+            on_nonfinite, ….
+        frozen: "never" leaves frozen parameters, such as the base under adapters, out of checkpoints: training then
+            goes on with a model that was built with the same ones, and others are refused.
         **options: the other arguments of `Trainer`, or of the trainer it is combined with, by name: which come after
             the model differs among trainers.
 
@@ -73,8 +78,9 @@ class ZeroTrainer(Trainer):
         args: TrainingArguments | None = None,
         *,
         stage: StageArgument = 3,
-        precision: str | Precision | None = None,
+        precision: PrecisionArgument | None = None,
         zero_options: Mapping[str, Any] | None = None,
+        frozen: Frozen = "always",
         **options: Any,
     ) -> None:
         args = args or TrainingArguments("tmp_trainer")
@@ -87,6 +93,7 @@ class ZeroTrainer(Trainer):
         }
         _require_evaluation_in(self._zero_arguments["precision"], args)
         self._writes_checkpoint = False
+        self._frozen = require_frozen(frozen)
         self._generators: dict[str, bytes] = {}
         super().__init__(model, args=args, **options)
         self._require_elementwise()
@@ -95,6 +102,13 @@ class ZeroTrainer(Trainer):
     def zero_optimizer(self) -> ZeroOptimizer | None:
         """The `ZeroOptimizer`, once `train` has begun: for `memory()`, `gathered()` and others."""
         return self.accelerator.zero_optimizer
+
+    def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
+        """Log as Trainer does, in training also `skipped_steps` once there are any."""
+        zero = self.zero_optimizer
+        if zero is not None and zero.skipped_steps and "loss" in logs:
+            logs = {**logs, "skipped_steps": zero.skipped_steps}
+        super().log(logs, *more, **options)
 
     # ---- preparing
 
@@ -196,7 +210,9 @@ class ZeroTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self._schedule().state_dict(), "global_batch": self._global_batch()}
-        zerokit.save(output_dir, self._prepared(), step=self.state.global_step, extra=extra)
+        zerokit.save(
+            output_dir, self._prepared(), step=self.state.global_step, extra=extra, frozen=self._frozen
+        )
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Nothing: `zerokit.save` has written all ranks' generators."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zerokit.placement import Axis, Placement
+from zerokit.placement import Axis, Mesh
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import HUGE_PAGE_BYTES, Cluster
 
@@ -24,9 +24,8 @@ class Hop:
 class Hops:
     """The collectives of units over the axes of a mesh, and how long each takes on a cluster."""
 
-    def __init__(self, placement: Placement, cluster: Cluster, efficiency: Efficiency) -> None:
-        self._placement = placement
-        self._mesh = placement.mesh
+    def __init__(self, mesh: Mesh, cluster: Cluster, efficiency: Efficiency) -> None:
+        self._mesh = mesh
         self._cluster = cluster
         self._efficiency = efficiency
 
@@ -39,8 +38,15 @@ class Hops:
                 hops += self._hop(axis, payload_bytes / cut, adds=False, fresh=fresh)
         return hops
 
-    def reduce(self, wire_bytes: float, sum_bytes: float, *, inner_bytes: float | None = None) -> list[Hop]:
-        """Reduce-scatter over all axes, the inner one first, and the way back where sums stay whole.
+    def reduce(
+        self,
+        wire_bytes: float,
+        sum_bytes: float,
+        *,
+        back: Collection[Axis],
+        inner_bytes: float | None = None,
+    ) -> list[Hop]:
+        """Reduce-scatter over all axes, the inner one first, and the way `back` where sums stay whole.
 
         Before the last axis `inner_bytes` move, where they are not `wire_bytes`.
         """
@@ -49,7 +55,7 @@ class Hops:
             cut = self._mesh.inner if axis is Axis.OUTER else 1
             moved = wire_bytes if inner_bytes is None or axis is self._mesh.axes[0] else inner_bytes
             hops += self._hop(axis, moved / cut, adds=True)
-        return hops + self.gather(self._placement.sums, sum_bytes)
+        return hops + self.gather(back, sum_bytes)
 
     def _hop(self, axis: Axis, payload_bytes: float, *, adds: bool, fresh: bool = False) -> list[Hop]:
         """Ranks of `axis` exchange so many bytes in all, and add up what they receive if `adds`."""

@@ -12,8 +12,15 @@ from functools import cache
 import numpy as np
 import torch
 
-from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS, ElementBytes, MemoryReport, list_held, predict_memory
-from zerokit.layout import pooled_units
+from zerokit.formulas import (
+    KIND_OF_LINE,
+    MEMORY_KINDS,
+    ElementBytes,
+    MemoryReport,
+    Pool,
+    list_held,
+    predict_memory,
+)
 from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Replay, Step
 from zerokit.runtime.admission import OptimizerStates, probe
@@ -80,13 +87,13 @@ class StepMemory:
         for one in list_held(layout, rank=0, placement=placement, sizes=step.sizes):
             if (
                 one.line == "gradients"
-                and not placement.cuts_gradients
+                and not placement.of_unit(one.unit).cuts_gradients
                 and replay.is_lone(layout.units[one.unit])
             ):
                 continue  # its memory is autograd's own, which comes with the gradient
             self._fixed[KIND_OF_LINE[one.line]] += one.numel * one.element_bytes
-        pool = pooled_units(layout)
-        buckets = min(placement.pooled_buckets, len(pool)) * max(pool, default=0) * step.sizes.reduce
+        pool = Pool.of(layout, placement)
+        buckets = pool.buckets * pool.numel * step.sizes.reduce
         self._fixed["buffers and buckets"] += buckets + buffers
         # Micro-batches differ in what they hold: the first, those in the middle, and the last.
         passes = [True] * min(accumulate - 1, 2) + [False]

@@ -10,9 +10,9 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
-from zerokit.layout import Layout, Unit, pooled_units
-from zerokit.placement import Placement
+from zerokit.formulas import BlockFormat, ElementBytes, Pool, stored_bytes, whole_units
+from zerokit.layout import Layout, Unit
+from zerokit.placement import AnyPlacement
 from zerokit.planning.recording import Event, ModelTrace, Moment
 from zerokit.runtime.buckets import Phase
 from zerokit.runtime.gradients import MOST_IN_FLIGHT
@@ -27,14 +27,14 @@ class Step:
 
     Attributes:
         layout: for the placement's world.
-        placement: the mesh and its stages.
+        placement: the mesh and its stages, of all units or of each.
         sizes: bytes an element.
         on_cuda: whether the host runs ahead of a device, whose shards have memory of their own.
         nodes: of the ranks.
     """
 
     layout: Layout
-    placement: Placement
+    placement: AnyPlacement
     sizes: ElementBytes
     on_cuda: bool
     nodes: int = 1
@@ -64,16 +64,19 @@ class Reading:
 
 @dataclass(slots=True)
 class _Totals:
-    """Bytes held now: by gathered units, units' own buckets, and what is on its way."""
+    """Bytes held now: by gathered units, units' own buckets (which keep gradients or not), and what is on its way."""
 
     gathered: int = 0
+    kept: int = 0
     own: int = 0
     temporary: int = 0
 
 
-def order_of(trace: ModelTrace, placement: Placement) -> Order:
+def order_of(trace: ModelTrace, placement: AnyPlacement) -> Order:
     """The order that the runtime records in the first step of this trace."""
-    line = Order.of_line(trace.layout.units, 1 if placement.cuts_parameters else None)
+    cut = placement.cuts_parameters
+    whole = whole_units(trace.layout, placement) if cut else frozenset()
+    line = Order.of_line(trace.layout.units, 1 if cut else None, whole)
     active: dict[int, int] = {}
     stops: list[Stop] = []
     for event in trace.events:
@@ -101,6 +104,7 @@ class _Gradients:
     lone: bool
     pooled: bool
     totals: _Totals
+    cut: bool
     arrived: int = 0
     waiting: int = 0
     reduced: bool = False
@@ -125,7 +129,11 @@ class _Gradients:
         """Set whether the unit has a bucket of its own."""
         if own != self.own:
             self.own = own
-            self.totals.own += self.own_bytes if own else -self.own_bytes
+            change = self.own_bytes if own else -self.own_bytes
+            if self.cut:
+                self.totals.own += change
+            else:
+                self.totals.kept += change
 
 
 def _crossing_bytes(numel: int, sizes: ElementBytes, ranks: int) -> int:
@@ -142,30 +150,30 @@ class Replay:
     def __init__(self, trace: ModelTrace, step: Step) -> None:
         self._trace, self._step = trace, step
         sizes, placement = step.sizes, step.placement
-        self._cut = placement.cuts_gradients
         self._sharded = placement.cuts_parameters
         position = placement.mesh.position(0)
         self._totals = _Totals()
         self._whole_bytes = [
-            (unit.numel - (0 if step.on_cuda else placement.parameters(unit, position).numel))
+            (
+                unit.numel
+                - (0 if step.on_cuda else placement.of_unit(unit.index).parameters(unit, position).numel)
+            )
             * stored_bytes(unit, sizes.compute)
             for unit in step.layout.units
         ]
-        pool = pooled_units(step.layout)
-        self._pool_numel = max(pool, default=0)
-        self._pool_size = min(placement.pooled_buckets, len(pool))
+        pool = Pool.of(step.layout, placement)
         trainable = [unit for unit in step.layout.units if unit.trainable]
-        self._in_flight_most = placement.pooled_buckets or (
-            len(trainable) if step.on_cuda else MOST_IN_FLIGHT
-        )
+        self._in_flight_most = pool.most or (len(trainable) if step.on_cuda else MOST_IN_FLIGHT)
+        cut = {unit.index for unit in trainable if placement.of_unit(unit.index).cuts_gradients}
         self.units = {
             unit.index: _Gradients(
                 unit,
-                unit.numel * sizes.reduce if self._cut or self.is_lone(unit) else 0,
+                unit.numel * sizes.reduce if unit.index in cut or self.is_lone(unit) else 0,
                 _crossing_bytes(unit.numel, sizes, step.arriving),
                 lone=self.is_lone(unit),
-                pooled=unit.numel <= self._pool_numel,
+                pooled=unit.numel <= pool.numel,
                 totals=self._totals,
+                cut=unit.index in cut,
             )
             for unit in trainable
         }
@@ -181,7 +189,7 @@ class Replay:
         """Whether gradients stay on this rank for now, as in `Gradients`."""
         self._begun = False
         self._queue: deque[_Gradients] = deque()
-        self._free_buckets = self._pool_size
+        self._free_buckets = pool.buckets
         self._readings: list[Reading] = []
         self._event = 0
 
@@ -202,7 +210,7 @@ class Replay:
         for one in self.units.values():
             one.arrived, one.reduced = 0, False
         self._passes.begin(training=True)
-        self._reductions.begin(accumulates=False)
+        self._reductions = Reductions(self, self._passes)
         self._cursor = Cursor(self._order.forward)
         for index in sorted(self._order.kept - self._trace.kept_lazily):
             self._come_to(index)
@@ -260,7 +268,7 @@ class Replay:
         if use is not None:
             self._perform(self._cursor.come_to(use, leaves=leaves))
             self._perform(self._cursor.go_ahead())
-        elif index not in self._present:  # out of the plan
+        elif index not in self._present and index not in self._order.whole:  # out of the plan
             self._held.add(index)
             self._gather(index)
 
@@ -290,7 +298,7 @@ class Replay:
     def _begin_backward(self) -> None:
         if not self._begun:
             self._begun = True
-            self._reductions.begin(accumulates=True)
+            self._reductions = Reductions(self, self._passes, accumulates=True)
             self._cursor = Cursor(self._order.backward)
             if not self._sharded:
                 self._perform(self._cursor.finish())
@@ -323,9 +331,9 @@ class Replay:
         one.filled = one.filled or one.complete
 
     def _prepare(self, one: _Gradients) -> None:
-        if self.accumulating and self._cut:
+        if self.accumulating and one.cut:
             one.take_own(True)
-        if one.own or one.lent or not self._cut:
+        if one.own or one.lent or not one.cut:
             one.take_own(one.own or one.lone)
             return
         if not one.pooled:
@@ -357,7 +365,7 @@ class Replay:
         one.filled = False
         if one.lent:
             one.lent, self._free_buckets = False, self._free_buckets + 1
-        if self._cut:
+        if one.cut:
             one.take_own(False)
 
     def end_backward(self) -> None:
@@ -374,6 +382,5 @@ class Replay:
 
     def _read(self, *, momentary: bool = False, more: int = 0) -> None:
         now = self._totals
-        own = (0, 0, now.own) if self._cut else (now.own, 0, 0)
-        held = (now.gathered, *own, now.temporary + more)
+        held = (now.gathered, now.kept, 0, now.own, now.temporary + more)
         self._readings.append(Reading(self._event, momentary, held))

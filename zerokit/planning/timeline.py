@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TypeAlias
 
-from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes
+from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes, whole_units
 from zerokit.layout import Layout
-from zerokit.placement import Axis, Placement
+from zerokit.placement import AnyPlacement, Axis
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import PAGE_BYTES, Cluster
 from zerokit.planning.hops import Hop, Hops
@@ -127,7 +127,7 @@ class Plan:
     Attributes:
         work: of one micro-batch.
         layout: for the placement's world.
-        placement: the mesh and its stages.
+        placement: the mesh and its stages, of all units or of each.
         sizes: bytes an element.
         micro_batches: of a step.
         reductions: of these, how many reduce gradients.
@@ -136,7 +136,7 @@ class Plan:
 
     work: ModelWork
     layout: Layout
-    placement: Placement
+    placement: AnyPlacement
     sizes: ElementBytes
     micro_batches: int = 1
     reductions: int = 1
@@ -151,7 +151,7 @@ def step_time(plan: Plan, cluster: Cluster, efficiency: Efficiency) -> StepTime:
 class _Step:
     def __init__(self, plan: Plan, cluster: Cluster, efficiency: Efficiency) -> None:
         self._plan, self._efficiency = plan, efficiency
-        self._hops = Hops(plan.placement, cluster, efficiency)
+        self._hops = Hops(plan.placement.mesh, cluster, efficiency)
         self._clock = _Clock()
         self._units = plan.layout.units
         uses = [use.unit for use in plan.work.units]
@@ -159,9 +159,7 @@ class _Step:
         if kept is None:
             kept = frozenset(unit.index for unit in self._units if not unit.scopes)
         first = {unit: use for use, unit in reversed(list(enumerate(uses)))}
-        everything = frozenset(range(len(self._units)))
-        cut = plan.placement.cuts_parameters
-        kept = kept if cut else everything
+        cut, whole = plan.placement.cuts_parameters, whole_units(plan.layout, plan.placement)
         # Backward begins with the unit that forward ended with, which is still there.
         turn = next(([unit] for unit in reversed(uses) if unit not in kept), [])
         trainable = [unit.index for unit in self._units if unit.trainable]
@@ -171,9 +169,9 @@ class _Step:
         # Zeros, from ranks and on behalf of all.
         reduced[:1] = [[*each, *(index for index in trainable if index not in first)] for each in reduced[:1]]
         stops = [(unit,) for unit in uses]
-        self._forward = lay_out(stops, kept, 1, () if cut else everything)
+        self._forward = lay_out(stops, kept, 1, whole=whole)
         self._backward = {
-            reduces: lay_out(stops[::-1], kept, 1, [*kept, *turn], reduced[::-1] if reduces else ())
+            reduces: lay_out(stops[::-1], kept, 1, [*kept, *turn], reduced[::-1] if reduces else (), whole)
             for reduces in (False, True)
         }
         # What comes and goes leaves holes in the heap that gradients do not fit into.
@@ -238,7 +236,7 @@ class _Step:
             if kind is Kind.GATHER:
                 unit = self._units[number]
                 stored = unit.numel * stored_bytes(unit, self._plan.sizes.compute)
-                hops = self._hops.gather(self._plan.placement.use, stored, fresh=True)
+                hops = self._hops.gather(self._plan.placement.of_unit(number).use, stored, fresh=True)
                 flown[number] = clock.fly(hops, f"gather {number}")
                 continue
             if work is not None:
@@ -258,28 +256,31 @@ class _Step:
         """Send a unit's gradients on their way to be summed."""
         unit, sizes = self._units[index], self._plan.sizes
         wire = sizes.reduce if sizes.wire is None else sizes.wire
-        exact = unit.numel * sizes.reduce
+        exact, back = unit.numel * sizes.reduce, self._plan.placement.of_unit(index).sums
         if isinstance(wire, BlockFormat):
-            hops = self._hops.reduce(wire.nbytes(unit.numel), exact, inner_bytes=exact)
+            hops = self._hops.reduce(wire.nbytes(unit.numel), exact, back=back, inner_bytes=exact)
         else:
-            hops = self._hops.reduce(unit.numel * wire, exact)
+            hops = self._hops.reduce(unit.numel * wire, exact, back=back)
         own = next((at for at, hop in enumerate(hops) if hop.link_s), len(hops))
         self._clock.wait([(hop, 0.0, 0.0) for hop in hops[:own]], f"reduce {index}")
         return self._clock.fly(hops[own:], f"reduce {index}")
 
     def _gather_updates(self) -> dict[int, list[_Flown]]:
         """After a step, all updated units are gathered, and waited for where the next forward uses them."""
-        placement, flown = self._plan.placement, {}
-        for unit in self._units if placement.update else ():
-            if unit.trainable:
-                hops = self._hops.gather(placement.update, unit.numel * self._plan.sizes.compute)
+        flown = {}
+        for unit in self._units:
+            update = self._plan.placement.of_unit(unit.index).update
+            if unit.trainable and update:
+                hops = self._hops.gather(update, unit.numel * self._plan.sizes.compute)
                 flown[unit.index] = self._clock.fly(hops, f"gather {unit.index}")
         return flown
 
     def _optimizer_seconds(self) -> float:
         """The norm reads the gradients; the update reads and writes masters and states, and writes parameters."""
         placement, sizes = self._plan.placement, self._plan.sizes
-        numel = sum(placement.updated(unit, 0).numel for unit in self._units if unit.trainable)
+        numel = sum(
+            placement.of_unit(unit.index).updated(unit, 0).numel for unit in self._units if unit.trainable
+        )
         return self._efficiency.moving_seconds(numel * update_bytes(sizes))
 
     def _limit(self) -> str:

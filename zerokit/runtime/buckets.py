@@ -30,14 +30,12 @@ class Phase(IntEnum):
 
 
 class BucketPool:
-    """At most `count` buckets for units of so many elements as `fitting` lists; larger ones have memory for a pass."""
+    """So many buckets of `numel` elements; units with more have memory for a pass."""
 
-    def __init__(self, fitting: Sequence[int], count: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.numel = max(fitting, default=0)
+    def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel = numel
         self._dtype, self._device = dtype, device
-        self.free = [
-            torch.empty(self.numel, dtype=dtype, device=device) for _ in range(min(count, len(fitting)))
-        ]
+        self.free = [torch.empty(numel, dtype=dtype, device=device) for _ in range(count)]
         """The buckets that are not lent: all of them between backward passes."""
         self._owned = list(self.free)
         self._large: list[Tensor] = []  # larger ones that are not lent, those used last behind

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import secrets
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.layout import build_layout, default_bucket_bytes
-from zerokit.placement import Placement, without_lone_axis
+from zerokit.placement import AnyPlacement, placed, without_lone_axis
 from zerokit.runtime.admission import choose_kernel, probe, require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.masters import MasterSlice
 from zerokit.runtime.memory import Heap
-from zerokit.runtime.model import Anatomy, Materializer, named_tensors, take_apart
+from zerokit.runtime.model import Anatomy, Materializer, named_tensors, settings_of, take_apart
 from zerokit.runtime.options import (
     Options,
     as_groups,
@@ -35,7 +35,7 @@ from zerokit.runtime.options import (
     require_plain,
     warn_of_widening,
 )
-from zerokit.runtime.precision import FLOATING, keep_statistics
+from zerokit.runtime.precision import FLOATING, cast_outputs, compute_dtypes, keep_statistics
 from zerokit.runtime.readers import guard_readers
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.torch_internals import uncompiled_module
@@ -75,15 +75,24 @@ class Runtime:
         parts = take_apart(model, options.units, numbers)
         default = default_bucket_bytes(parts.segments)
         bucket_bytes = default if options.bucket_mb is None else int(options.bucket_mb * 2**20)
-        self.layout = build_layout(parts.segments, world=group.size(), bucket_bytes=bucket_bytes)
+        stages = settings_of("stage", options.stage, model, parts)
+        self._dtypes = settings_of("precision", precision.by_module, model, parts)
+        self.layout = build_layout(
+            parts.segments,
+            world=group.size(),
+            bucket_bytes=bucket_bytes,
+            settings={name: (repr(stage), self._dtypes[name]) for name, stage in stages.items()},
+        )
 
         # With which ranks, who must all have come for the same.
-        self.collectives, self.placement = _connect(group, device, options, len(self.layout.units))
+        of_units = [stages[unit.parameters[0].name] for unit in self.layout.units]
+        self.collectives, self.placement = _connect(group, device, options, of_units)
         settings = {
             "stage": str(self.placement),
             "mesh": f"{self.collectives.mesh.outer}x{self.collectives.mesh.inner}",
             "precision": str(precision.as_dict()),
             "prefetch": str(options.prefetch),
+            "on_nonfinite": str(options.on_nonfinite),
             "optimizer": optimizer_class.__name__,
             **_describe(groups, inner_options),
         }
@@ -92,12 +101,15 @@ class Runtime:
 
         # What they hold, and what moves it.
         self.units = self._take_over(parts, options)
-        self.gradients = Gradients(self.units, self.collectives, precision, self.layout)
+        self.gradients = Gradients(self.units, self.collectives, precision, self.layout, self.placement)
         self.engine = Engine(self.units, self.gradients, self.collectives, options.prefetch)
         self.weights = WholeWeights(model, self.engine, self.collectives, precision.master)
-        statistics = keep_statistics(model, precision.compute)
+        casts = [
+            *keep_statistics(compute_dtypes(model, precision)),
+            *cast_outputs(model, precision, device.type),
+        ]
         self.walk = ModelWalk(model, parts, self.engine, precision)
-        self.hooks = [*statistics, *self.walk.hooks]
+        self.hooks = [*casts, *self.walk.hooks]
         """What was registered in the model, for its release."""
         for number, entry in enumerate(groups):
             entry["params"] = [m.tensor for unit in self.units for m in unit.masters if m.group == number]
@@ -119,14 +131,18 @@ class Runtime:
         units = []
         for unit in self.layout.units:
             parameters = [parts.named[parameter.name] for parameter in unit.parameters]
-            dtype = precision.compute if parameters[0].dtype in FLOATING else parameters[0].dtype
+            built = parameters[0].dtype
+            dtype = self._dtypes[unit.parameters[0].name] if built in FLOATING else built
             renormed = [
                 position
                 for position, parameter in enumerate(unit.parameters)
                 if all(getattr(owner, "max_norm", None) is not None for owner in parts.owners[parameter.name])
             ]
-            units.append(UnitState(unit, parameters, collectives, dtype, self.placement, renormed))
-            units[-1].take_over(materializer.values_of(parameters), precision.master)
+            placement = self.placement.of_unit(unit.index)
+            units.append(
+                UnitState(unit, parameters, collectives, dtype, precision.master, placement, renormed)
+            )
+            units[-1].take_over(materializer.values_of(parameters))
             del parameters
             # Small objects that stay are carved out of each large block that goes: unless its pages are returned, a
             # model built unit by unit still grows to its full size.
@@ -178,15 +194,20 @@ def _start_of_rank_0(model: nn.Module, collectives: Collectives) -> tuple[int, f
 
 
 def _connect(
-    group: dist.ProcessGroup, device: torch.device, options: Options, units: int
-) -> tuple[Collectives, Placement]:
-    """Collectives of zerokit's own among the ranks of `group`, over the mesh that is asked for, and the placement."""
-    stage, shape = options.stage, mesh_of(options.mesh, group)
+    group: dist.ProcessGroup, device: torch.device, options: Options, stages: Sequence[object]
+) -> tuple[Collectives, AnyPlacement]:
+    """Collectives of zerokit's own among the ranks of `group`, over the mesh that is asked for, and the placement.
+
+    `stages` are those of the units.
+    """
+    shape = mesh_of(options.mesh, group)
     if shape is not None:
-        stage, shape = without_lone_axis(stage, shape)
-        Placement.of(stage, shape)  # raises before anything is made
-    collectives = make_collectives(group, device, options.timeout, units=units, mesh=shape)
-    return collectives, Placement.of(stage, collectives.mesh)
+        of_shape = shape
+        stages = [without_lone_axis(stage, of_shape)[0] for stage in stages]
+        shape = without_lone_axis(0, shape)[1]
+        placed(stages, shape)  # raises before anything is made
+    collectives = make_collectives(group, device, options.timeout, units=len(stages), mesh=shape)
+    return collectives, placed(stages, collectives.mesh)
 
 
 def _describe(groups: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, str]:

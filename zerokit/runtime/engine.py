@@ -40,13 +40,12 @@ class Engine:
         self, units: Sequence[UnitState], gradients: Gradients, collectives: Collectives, prefetch: int = 1
     ) -> None:
         self.units, self.gradients, self._collectives = units, gradients, collectives
-        self._placement = units[0].placement
-        self._cuts = self._placement.cuts_parameters
+        self._cuts = any(unit.comes_and_goes for unit in units)
         self.passes = Passes()
-        self.recording = Recording(
-            [unit.unit for unit in units], collectives, prefetch if self._cuts else None
-        )
-        self.reductions = Reductions(gradients, self.passes)
+        whole = frozenset(unit.index for unit in units if self._cuts and not unit.comes_and_goes)
+        line = [unit.unit for unit in units]
+        self.recording = Recording(line, collectives, prefetch if self._cuts else None, whole)
+        self.reductions = Reductions(gradients, self.passes)  # of this pass
         self._forward, self._backward = Cursor(_NOTHING), Cursor(_NOTHING)
         self._next = _NOTHING  # the plan that backward begins with
         self._deviated = False  # whether this forward pass has left its plan
@@ -65,9 +64,9 @@ class Engine:
 
     def gather_updated(self) -> None:
         """Start gathering updated parameters; inside `gathered()`, gather all of them."""
-        for index in self.order.units if self._placement.update else ():
-            if self.units[index].unit.trainable:
-                self.units[index].gather_from_owners(self._placement.update)
+        for unit in map(self.units.__getitem__, self.order.units):
+            if unit.unit.trainable and unit.placement.update:
+                unit.gather_from_owners(unit.placement.update)
         if self.is_open and self._present:
             for index in sorted(self._present):
                 self.units[index].gather()
@@ -112,17 +111,16 @@ class Engine:
     def begin_forward(self, *, training: bool) -> None:
         self.passes.begin(training=training)
         self._begin_pass()
-        self._forward, self._next, self._deviated = (
-            Cursor(self.order.forward),
-            self.order.backward_afresh,
-            False,
-        )
+        self._forward, self._deviated = Cursor(self.order.forward), False
+        self._next = self.order.backward_afresh
+        # Where some come and go, uses of the others count, too: they are unguarded while their modules are at work.
+        ready = self.is_open or not self._cuts
         for unit in self.units:
             unit.rest()
-            if self._stays(unit) and (unit.in_flight is None or unit.index not in self.recording.lazy):
+            if ready and (unit.in_flight is None or unit.index not in self.recording.lazy):
                 unit.ready()
         if self._cuts and not self.is_open:
-            for index in self.recording.first:
+            for index in self.order.first:
                 self._go_to(self.units[index])
 
     def enter(self, units: Sequence[UnitState]) -> None:
@@ -141,7 +139,7 @@ class Engine:
         self._use(unit)
 
     def _go_to(self, unit: UnitState) -> None:
-        if self._stays(unit):
+        if self.is_open or not self._cuts:
             unit.ready()
             return
         use = self._forward.find(unit.index)
@@ -155,7 +153,7 @@ class Engine:
 
     def leave(self, unit: UnitState) -> bool:
         """Note a return from a module of `unit`. True if it was the outermost one, and backward may need the unit."""
-        if not unit.leave() or not unit.comes_and_goes:
+        if not unit.leave() or not self._cuts:
             return False
         unit.guard()  # reads of its weights from here on are noticed, though they may still be there
         return True
@@ -183,7 +181,7 @@ class Engine:
     @property
     def records(self) -> bool:
         """Whether the order is recorded at the end of this forward pass."""
-        return self._deviated or not self.recording.recorded
+        return self._deviated or not self.order.from_forward
 
     def end_forward(self, *, training: bool, lazy: Collection[int]) -> None:
         """End a use by all ranks, which may now change the parameters. A pass that `records` says which are `lazy`."""
@@ -233,7 +231,7 @@ class Engine:
             if current not in (self.passes.aside, self._round) and not self.is_open:
                 self._begin_round(current)
         for unit in units:
-            use = None if self._stays(unit) else self._backward.find(unit.index)
+            use = None if self.is_open else self._backward.find(unit.index)
             if use is None:
                 planned = unit.state is not State.FREED
                 self._use(unit)
@@ -336,7 +334,7 @@ class Engine:
     # ---- along a plan
 
     def _begin_pass(self, *, accumulates: bool = False) -> None:
-        self.reductions.begin(accumulates=accumulates)
+        self.reductions = Reductions(self.gradients, self.passes, accumulates=accumulates)
         for index in self._present:
             self.units[index].begin_pass()
 
@@ -370,7 +368,7 @@ class Engine:
         if unit.state is not State.GATHERING or ending:
             return False
         if cursor is self._forward:
-            return not self.recording.recorded  # the order is a guess
+            return not self.order.from_forward  # the order is a guess
         return self._round is not None and unit.index in self._round.watched
 
     # ---- memory

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError, UsageError
-from zerokit.layout import Layout, pooled_units
+from zerokit.formulas import Pool
+from zerokit.layout import Layout
+from zerokit.placement import AnyPlacement
 from zerokit.runtime.buckets import BucketPool, Phase, UnitGradients
 from zerokit.runtime.changes import checksums, differing, exchange
 from zerokit.runtime.collectives import Collectives, Work
@@ -40,11 +42,16 @@ class Gradients:
     """The gradients of all trainable units."""
 
     def __init__(
-        self, units: Sequence[UnitState], collectives: Collectives, precision: Precision, layout: Layout
+        self,
+        units: Sequence[UnitState],
+        collectives: Collectives,
+        precision: Precision,
+        layout: Layout,
+        placement: AnyPlacement,
     ) -> None:
         self._collectives = collectives
-        dtype, count = precision.reduce, units[0].placement.pooled_buckets
-        self.pool = BucketPool(pooled_units(layout), count, dtype, collectives.device)
+        dtype, pool = precision.reduce, Pool.of(layout, placement)
+        self.pool = BucketPool(pool.buckets, pool.numel, dtype, collectives.device)
         self.draws = Draws(collectives.rank)  # by which an int8 or int4 wire rounds
         self.units = {
             u.index: UnitGradients(u, dtype, make_wire(precision, self.draws, u.index), self.pool)
@@ -54,11 +61,13 @@ class Gradients:
         mean = 1.0 / collectives.world
         self._fill_factor = 1.0 if collectives.runs_ahead else mean
         self._reduce_factor = mean if collectives.runs_ahead and not collectives.averages else 1.0
-        self._most_in_flight = count or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
+        self._most_in_flight = pool.most or (len(self.units) if collectives.runs_ahead else MOST_IN_FLIGHT)
         self.loss_scale: float | None = None
         """The factor of the loss that the gradients held now come from; None where this rank has had none since."""
         self.count: float | Tensor | None = None
         """How many samples or tokens the losses of gradients held now are sums over; None where they are means."""
+        self.finite: Tensor | None = None
+        """Whether the gradients held now are finite, 0-d: as a norm has shown, or before the user changed them."""
         self.accumulating = False  # gradients stay on this rank for now
         self.received = False  # a backward pass has brought some since the last `forget`
         self.mixed = False  # a failed backward pass has left sums of earlier ones mixed with its own
@@ -114,6 +123,7 @@ class Gradients:
                 "gathered_gradients(): call its zero_grad() in between, or sum the losses of several optimizers and "
                 "call backward() of one"
             )
+        self.finite = None
         count = LossScale.count
         if self.received and (self.count is None) != (count is None):
             raise UsageError(
@@ -198,7 +208,9 @@ class Gradients:
         with profiled("reduce", unit.unit):
             self._reductions.append((unit, unit.reduce(self._reduce_factor)))
         if unit.cut and unit.unit.numel > self.pool.numel:
-            buckets = [one.bucket for one, _ in self._reductions if one.unit.numel > self.pool.numel]
+            buckets = [
+                one.bucket for one, _ in self._reductions if one.cut and one.unit.numel > self.pool.numel
+            ]
             self.transient = max(self.transient, sum(one.memory.nbytes for one in buckets if one is not None))
 
     def _finish_oldest(self) -> None:
@@ -285,12 +297,13 @@ class Gradients:
             unit.forget()
         self.pool.reclaim()
         self.transient, self.received, self.mixed = 0, False, mixed
-        self.loss_scale = self.count = None
+        self.loss_scale = self.count = self.finite = None
         self._cleared.clear()
 
     def clear(self, index: int, position: int) -> None:
         """Clear the gradient of one parameter; what ranks issue must not depend on what one of them clears."""
         self.units[index].clear(position)
+        self.finite = None
         self._cleared.add((index, position))
         self.units[index].received.discard(position)
         if self._cleared >= self._shared:  # all of this rank's share
@@ -320,12 +333,13 @@ class Gradients:
                 f"{call} inside accumulate() would see the gradients of this rank alone: leave the context first"
             )
 
-    def scale(self, factor: float | Tensor) -> None:
+    def scale(self, factor: float | Tensor, finite: Tensor | None = None) -> None:
         """Multiply all gradients by `factor` (0-d), which is not read on a route that runs ahead.
 
-        It takes in what is known of the loss: they are gradients of the plain mean then.
+        It takes in what is known of the loss: they are gradients of the plain mean then. `finite` is what is known of
+        them.
         """
-        self.loss_scale, self.count = 1.0, None
+        self.loss_scale, self.count, self.finite = 1.0, None, finite
         if not self._collectives.runs_ahead:
             factor = float(factor)
         if isinstance(factor, float) and factor == 1.0:

@@ -42,6 +42,8 @@ class OwnedUnit:
     """One rank's part of a unit: the parameters' elements `kept`, the shard `own` of them, and those `updated`."""
 
     kept: Shards
+    separate: bool
+    """Whether masters have memory of their own, in another dtype than the parameters."""
 
     def __init__(
         self, unit: Unit, parameters: Sequence[nn.Parameter], collectives: Collectives, placement: Placement
@@ -51,8 +53,6 @@ class OwnedUnit:
         self.own = unit.shard(collectives.position)
         self.updated = placement.updated(unit, collectives.position)
         self.masters: list[MasterSlice] = []
-        self.separate = False
-        """Whether masters have memory of their own, in another dtype than the parameters."""
 
     def members(self, master: MasterSlice, within: Interval | None = None) -> list[Slice]:
         """The slices of parameters in `master`, padding left out; those in the interval `within`, if one is given."""

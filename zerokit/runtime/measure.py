@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.runtime.admission import OptimizerStates
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.precision import Precision
+from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.use import State
 from zerokit.schedule import Kind
 
@@ -40,7 +41,7 @@ def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
         runtime.layout,
         rank=runtime.collectives.rank,
         placement=runtime.placement,
-        sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
+        sizes=_sizes(runtime, averaged=averaged),
         buffers=sum(buffer.untyped_storage().nbytes() for buffer in runtime.model.buffers()),
         reductions=runtime.engine.order.backward.units(Kind.REDUCE),
     )
@@ -53,7 +54,7 @@ def predicted_traffic(
     return predict_traffic(
         runtime.layout,
         placement=runtime.placement,
-        sizes=element_bytes(runtime.precision, runtime.states, averaged=averaged),
+        sizes=_sizes(runtime, averaged=averaged),
         order=runtime.engine.order,
         micro_batches=micro_batches,
         reductions=reductions,
@@ -102,6 +103,18 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
     for buffer in runtime.model.buffers():
         add("buffers", buffer)
     return holdings
+
+
+def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
+    """Bytes per element, with those of units that compute in another dtype than the rest."""
+    precision = runtime.precision
+    of = partial(element_bytes, states=runtime.states, averaged=averaged)
+    differing = {
+        unit.index: of(replace(precision, compute=unit.dtype))
+        for unit in runtime.units
+        if unit.dtype != precision.compute and unit.dtype in FLOATING
+    }
+    return replace(of(precision), differing=differing)
 
 
 def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bool) -> ElementBytes:

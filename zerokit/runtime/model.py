@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerokit.by_module import is_by_module, of_parameters, settle
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Parameter, Segment, Unit
 from zerokit.runtime.torch_internals import applied_to, called_by_ddp
@@ -22,7 +23,8 @@ from zerokit.runtime.torch_internals import applied_to, called_by_ddp
 InitRule = Callable[[nn.Module], None] | None
 UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called."""
 
 
 @dataclass(slots=True)
@@ -78,6 +80,19 @@ def take_apart(model: nn.Module, rule: UnitRule | None, groups: Mapping[nn.Param
         before = segments.pop().parameters if joins else ()
         segments.append(Segment(scope, (*before, member)))
     return Anatomy(named, segments, owners)
+
+
+def settings_of(option: str, given: Any, model: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
+    """What `given` says of each parameter, by name, for all or by module. Raises `UsageError`, see `by_module`."""
+    parameters = [parameter for segment in anatomy.segments for parameter in segment.parameters]
+    if not is_by_module(given):
+        return {parameter.name: given for parameter in parameters}
+    return of_parameters(option, settle(option, given, module_paths(model)), parameters)
+
+
+def module_paths(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module by each of its paths, without torch.compile's wrappers."""
+    return {plain_name(path): module for path, module in model.named_modules(remove_duplicate=False)}
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -150,7 +165,7 @@ def _unit_modules(model: nn.Module, rule: UnitRule | None) -> dict[str, nn.Modul
 
     def matches(module: nn.Module) -> bool:
         if rule is None:
-            return module in listed and not isinstance(module, _CONTAINERS)
+            return module in listed and not isinstance(module, CONTAINERS)
         return isinstance(module, rule) if isinstance(rule, type | tuple) else rule(module)
 
     if not (rule is None or isinstance(rule, type | tuple) or callable(rule)):

@@ -26,8 +26,9 @@ from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.modes import Modes
+from zerokit.runtime.nonfinite import OnNonfinite
 from zerokit.runtime.options import Options
-from zerokit.runtime.precision import DtypeName, LossScale, Precision
+from zerokit.runtime.precision import LossScale, Precision, PrecisionArgument
 from zerokit.runtime.states import (
     Average,
     BetweenIslands,
@@ -36,7 +37,7 @@ from zerokit.runtime.states import (
     load_state,
     take_state,
 )
-from zerokit.runtime.step import INTERRUPTED, update_masters
+from zerokit.runtime.step import INTERRUPTED, unless_updated, update_masters
 from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
@@ -52,10 +53,11 @@ class ZeroOptimizer(ForwardingOptimizer):
         stage: what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters
             (ZeRO, arXiv:1910.02054, §5). Losses are bitwise-identical at every stage. With a mesh of two axes also a
             pair (outer, inner), such as (0, 3). ("local", 3) makes islands of the inner axis: no gradients cross the
-            outer one, over which `zerokit.LocalSteps` synchronises weights.
+            outer one, over which `zerokit.LocalSteps` synchronises weights. Modules may have stages of their own:
+            {"backbone": 3, "*": 2} by their paths, "*" for the rest, or a function of a module's path.
         mesh: the ranks as (outer, inner), for example (nodes, ranks of a node), or a `DeviceMesh`. By default one
             axis; on gloo, several nodes with equally many ranks are the outer axis.
-        precision: "fp32", "bf16", "fp16" or a `Precision`.
+        precision: "fp32", "bf16", "fp16" or a `Precision`; {"router": "fp32", "*": "bf16"} by paths of modules.
         params: the parameters to train, in groups as any torch optimizer takes them. By default all of them.
         units: the modules that are communicated together: a class, several, or a function of a module. By default
             the children of every `ModuleList` and `Sequential`.
@@ -65,6 +67,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         timeout: of collectives. By default the process group's.
         init_fn: initialises one module in place, for models on `meta`. By default its `reset_parameters()`.
         loss_scale: dynamic loss scaling, for fp16.
+        on_nonfinite: of a step with inf or nan in some rank's gradients: "skip" and count it, "raise" `NonFiniteError`
+            on every rank before anything changes, or "ignore". fp16 always skips, and lowers its loss scale.
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 
     Raises:
@@ -85,7 +89,7 @@ class ZeroOptimizer(ForwardingOptimizer):
         *,
         stage: StageArgument = 2,
         mesh: tuple[int, int] | DeviceMesh | None = None,
-        precision: DtypeName | Precision = "bf16",
+        precision: PrecisionArgument = "bf16",
         params: Iterable[Any] | None = None,
         units: UnitRule | None = None,
         bucket_mb: float | None = None,
@@ -94,31 +98,27 @@ class ZeroOptimizer(ForwardingOptimizer):
         timeout: datetime.timedelta | None = None,
         init_fn: Callable[[nn.Module], None] | None = None,
         loss_scale: LossScale | None = None,
+        on_nonfinite: OnNonfinite = "skip",
         **optimizer_options: Any,
     ) -> None:
         self.precision = Precision.of(precision)
         scale = LossScale.of(loss_scale)
         self.scaler = scale if self.precision.scaled else None
-        self.skipped_steps = 0
-        """Steps left out because fp16 gradients overflowed."""
         ranks = stage, mesh, process_group, timeout
-        options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn)
-        self.runtime = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
+        options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn, on_nonfinite)
+        self.runtime = made = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
-        self._collectives, self._control = self.runtime.collectives, self.runtime.control
-        self._gradients, self._engine = self.runtime.gradients, self.runtime.engine
-        self._walk = self.runtime.walk
-        super().__init__(self.runtime.inner)
+        self._collectives, self._control = made.collectives, made.control
+        self._gradients, self._engine, self._walk = made.gradients, made.engine, made.walk
+        super().__init__(made.inner)
         self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
         self.host_copy: Tensor | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
-        self._modes = Modes(self.runtime)
-        self._totals = Totals(self._gradients, self._collectives, self._control)
-        self.methods = ModelMethods(
-            self.runtime.model, self._engine, self.runtime.weights, self.runtime.hooks, self
-        )
+        self._modes = Modes(made)
+        self._totals = Totals(self._control, on_nonfinite, scaled=self.precision.scaled)
+        self.methods = ModelMethods(made.model, self._engine, made.weights, made.hooks, self)
         """The model's own methods while it is managed."""
         self._collectives.take_traffic()
 
@@ -155,7 +155,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
         require_count(count)
-        self._totals.forget()
         with LossScale.applied(None if self.scaler is None else self.scaler.value, count):
             differentiate(
                 loss if self.scaler is None else loss * self.scaler.value,
@@ -200,14 +199,14 @@ class ZeroOptimizer(ForwardingOptimizer):
     def step(self, closure: Callable[[], float] | None = None, **options: object) -> float | None:
         """Update the parameters from the gradients of the backward passes since `zero_grad`.
 
-        In fp16 a step whose gradients overflowed on any rank is skipped on all. A parameter without gradient is
-        updated with zeros; one that requires no gradient any more keeps its value and its states.
+        With inf or nan in some rank's gradients, `on_nonfinite` says what becomes of it. A parameter without gradient
+        is updated with zeros; one that requires no gradient any more keeps its value and its states.
 
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
 
-        After an exception amid the update, steps and saves are refused until a load succeeds; after any other
-        `zero_grad()` and a new pass continue.
+        After an exception that ends the torch optimizer's update halfway, steps and saves are refused until a load
+        succeeds. After any other, `zero_grad()` and a new pass continue.
         """
         if options:
             refuse_step_options(options)
@@ -218,26 +217,28 @@ class ZeroOptimizer(ForwardingOptimizer):
                 loss = closure()
         self.require_steppable()
         self._walk.finish()
-        updates, self.scaler = self._totals.settle(self.scaler)
-        if updates:
+        agreed, self.scaler = self._totals.settle(self.scaler)
+        if agreed.updates:
             self._engine.take_changes()
             self._collectives.wait_for_readers()
             for hook in self._optimizer_step_pre_hooks.values():
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
-        if updates:
-            with profiled("update"):
-                update_masters(self.runtime.units, self._gradients, self._inner)
-        else:
-            self.skipped_steps += 1
+        if agreed.updates:
+            with profiled("update"), unless_updated(self._inner, self._note_no_update):
+                update_masters(self.runtime.units, self._gradients, self._inner, agreed.left_out)
         self._last_traffic = self._collectives.take_traffic()
-        if updates:
+        if agreed.updates:
             self._engine.gather_updated()
         self.after_update()
         self.refuse("")
-        for hook in self._optimizer_step_post_hooks.values() if updates else ():
+        for hook in self._optimizer_step_post_hooks.values() if agreed.updates else ():
             hook(self, (), {})
         return loss
+
+    def _note_no_update(self) -> None:
+        self._collectives.note_path(-1)  # ranks that have made the step differ from now on
+        self.refuse("")
 
     @property
     def train(self) -> Callable[[], None]:
@@ -261,7 +262,6 @@ class ZeroOptimizer(ForwardingOptimizer):
         if self._gradients.shown:
             raise UsageError("zero_grad() inside gathered_gradients(): leave the context first")
         self._walk.forget()
-        self._totals.forget()
 
     @contextmanager
     def gathered(self, source: int | None = None) -> Iterator[None]:
@@ -334,6 +334,11 @@ class ZeroOptimizer(ForwardingOptimizer):
         """The samples or tokens of the last step, of all ranks and passes; None before a first one with `count`."""
         return None if self._totals.count is None else self._totals.count.item()
 
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out for inf or nan in gradients, or for losses that are sums over nothing. A device tells late."""
+        return self._control.skips.total
+
     def traffic(self) -> TrafficReport:
         """The traffic of the last finished step."""
         return self._last_traffic
@@ -345,10 +350,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         )
 
     @property
-    def stage(self) -> int | tuple[int, int]:
-        """The stage; on a mesh of two axes, (outer, inner)."""
-        placement = self.runtime.placement
-        return placement.stages if placement.mesh.outer > 1 else placement.stages[1]
+    def stage(self) -> StageArgument:
+        """The stage; on a mesh of two axes, (outer, inner). Where units differ, that of each module with parameters."""
+        return self.runtime.placement.argument(self.layout)
 
     @property
     def layout(self) -> Layout:

@@ -17,8 +17,9 @@ from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.placement import Mesh
 from zerokit.runtime.guard import TICKET
 from zerokit.runtime.model import InitRule, UnitRule, require_own_memory, require_unwrapped
+from zerokit.runtime.nonfinite import require_choice
 from zerokit.runtime.ordinary import require_ordinary_tensors
-from zerokit.runtime.precision import FLOATING, Precision
+from zerokit.runtime.precision import FLOATING, Precision, compute_dtypes
 from zerokit.runtime.torch_internals import default_group
 
 
@@ -39,8 +40,10 @@ class Options:
     bucket_mb: float | None
     prefetch: int
     init_fn: InitRule
+    on_nonfinite: object
 
     def __post_init__(self) -> None:
+        require_choice(self.on_nonfinite)
         size: object = self.bucket_mb
         if size is not None and not (isinstance(size, int | float) and 0 < size < math.inf):
             raise UsageError(f"bucket_mb={size!r}: expected a positive number of MiB")
@@ -147,11 +150,17 @@ def require_trainable_dtypes(model: nn.Module) -> None:
 
 
 def warn_of_widening(model: nn.Module, precision: Precision) -> None:
-    """Warn of half-precision parameters that computation in fp32 makes twice as large."""
+    """Warn of half-precision parameters that computation in fp32 makes twice as large, modules named for it apart."""
+    own = compute_dtypes(model, precision)
+    rest = {
+        p for module, dtype in own.items() if dtype == precision.compute for p in module._parameters.values()
+    }
     widened = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.dtype in FLOATING and parameter.dtype.itemsize < precision.compute.itemsize
+        if parameter.dtype in FLOATING
+        and parameter.dtype.itemsize < precision.compute.itemsize
+        and parameter in rest
     }
     if widened:
         name, first = next(iter(widened.items()))

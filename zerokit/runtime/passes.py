@@ -38,8 +38,25 @@ class ForwardPass:
             self.trace.append(stop)
 
 
+class BackwardPass:
+    """A backward pass under way.
+
+    Attributes:
+        accumulates: whether it brings gradients.
+        amid: whether gradients of earlier passes were there when it began.
+        reached: units to which it brings some, where several forward passes are open.
+    """
+
+    def __init__(self, reached: Iterable[int], *, accumulates: bool, amid: bool) -> None:
+        self.reached, self.accumulates, self.amid = frozenset(reached), accumulates, amid
+        self.makes_graph = False  # of its own
+
+    def note_graph(self) -> None:
+        self.makes_graph = True
+
+
 class Passes:
-    """The forward passes of this step, and those that backward has completed."""
+    """The forward passes of this step, those that backward has completed, and the backward pass under way."""
 
     def __init__(self) -> None:
         self.current = ForwardPass()
@@ -50,8 +67,7 @@ class Passes:
         """Units used where no hook shows when backward is done with them."""
         self._open: list[ForwardPass] = []
         """Passes with gradients since the last step that no backward has come through."""
-        self._reached: set[int] = set()
-        """Units to which this backward brings gradients; known where several passes are open."""
+        self.backward: BackwardPass | None = None  # has begun, and not ended or been abandoned
 
     def begin(self, *, training: bool) -> None:
         self.current = ForwardPass()
@@ -64,11 +80,18 @@ class Passes:
         """The last pass of the model without a completed backward."""
         return self._open[-1] if self._open else None
 
-    def begin_backward(self, reached: Iterable[int]) -> None:
-        """Start a backward pass that brings gradients to the units `reached`, through one open forward or more."""
-        self._reached = set(reached) if len(self._open) > 1 else set()
+    def begin_backward(self, reached: Iterable[int], *, accumulates: bool, amid: bool) -> BackwardPass:
+        """Begin a backward pass, and return it."""
+        several = reached if len(self._open) > 1 else ()
+        self.backward = BackwardPass(several, accumulates=accumulates, amid=amid)
+        return self.backward
+
+    def leave_backward(self) -> None:
+        """Note that no backward pass is under way any more."""
+        self.backward = None
 
     def end_backward(self) -> None:
+        """Note that backward has completed what its gradients came through."""
         self.unanswered = False
         self._open = [one for one in self._open if not one.consumed]
         if not self._open:
@@ -82,7 +105,7 @@ class Passes:
     def are_gradients_over(self, unit: int, current: ForwardPass, uses: int | None) -> bool:
         """Whether `unit` receives no more gradients once an output made after `uses` uses (None: all) has its own."""
         others = any(not (one is current or one.consumed) for one in self._open)
-        if unit in self.unwatched or (others and unit in self._reached):
+        if unit in self.unwatched or (others and self.backward is not None and unit in self.backward.reached):
             return False
         first = current.first_use.get(unit)
         return first is None or (uses is not None and uses < first)

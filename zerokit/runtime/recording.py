@@ -13,20 +13,17 @@ from zerokit.schedule import Order, Plan
 class Recording:
     """The `order` in force. Units without `scopes` hold the rest, which the root module may use at any time."""
 
-    def __init__(self, units: Sequence[Unit], collectives: Collectives, prefetch: int | None) -> None:
+    def __init__(
+        self, units: Sequence[Unit], collectives: Collectives, prefetch: int | None, whole: frozenset[int]
+    ) -> None:
         self._collectives = collectives
         self._rest = frozenset(unit.index for unit in units if not unit.scopes)
-        self.order = Order.of_line(units, prefetch)
-        self.recorded = False  # whether that is what a forward pass of rank 0 did
-        self.lazy: frozenset[int] = frozenset()
-        """Units of the rest whose weights are used only inside modules that announce it: gathered when those are
-        entered, and others at the beginning."""
-        self._reductions_recorded = False
+        self.order = Order.of_line(units, prefetch, whole)
 
     @property
-    def first(self) -> list[int]:
-        """Units that are gathered at the beginning of a pass."""
-        return sorted(self._rest - self.lazy)
+    def lazy(self) -> frozenset[int]:
+        """Units of the rest whose weights are used only inside modules that announce it, and gathered there."""
+        return self._rest.difference(self.order.first)
 
     def record_forward(self, done: ForwardPass, lazy: Collection[int]) -> Plan:
         """Adopt what rank 0 has `done` in a forward pass, and in the first one which of its units are `lazy`.
@@ -34,19 +31,17 @@ class Recording:
         Collective. Returns the plan of the backward pass that follows: units that some ranks alone have read early are
         kept from the next pass on, and are not there on the other ranks now.
         """
-        mine = done.trace, done.read_early, frozenset(self.lazy if self.recorded else lazy)
+        mine = done.trace, done.read_early, frozenset(self.lazy if self.order.from_forward else lazy)
         everyone = self._collectives.all_gather_objects(mine)
-        trace, _, self.lazy = everyone[0]
+        trace, _, lazy = everyone[0]
         early = [read for _, read, _ in everyone]
-        kept = self.order.kept
-        there = self.order.recorded(trace, kept.union(set.intersection(*early)), self.first)
-        self.order = self.order.recorded(trace, kept.union(*early), self.first)
-        self.recorded = True
+        kept, first = self.order.kept, sorted(self._rest.difference(lazy))
+        there = self.order.recorded(trace, kept.union(set.intersection(*early)), first)
+        self.order = self.order.recorded(trace, kept.union(*early), first)
         return there.backward_afresh
 
     def record_reductions(self, completed: Sequence[int]) -> None:
         """Where nothing is gathered, adopt the order in which rank 0's first gradients became complete. Collective."""
-        if self.order.prefetch is None and not self._reductions_recorded:
-            self._reductions_recorded = True
+        if self.order.prefetch is None and not self.order.from_backward:
             mine = list(dict.fromkeys([*completed, *self.order.reduced]))
             self.order = self.order.reducing(self._collectives.all_gather_objects(mine)[0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Protocol
 
 from zerokit.runtime.buckets import Phase
@@ -42,22 +43,15 @@ class Reductions:
     A reduction whose gradients may still come lets the gathers behind it pass: then all ranks must.
     """
 
-    def __init__(self, gradients: Reduced, passes: Passes) -> None:
-        self._gradients, self._passes = gradients, passes
+    def __init__(self, gradients: Reduced, passes: Passes, *, accumulates: bool = False) -> None:
+        """Begin a pass, which `accumulates` if it brings gradients."""
+        self._gradients, self._passes, self._accumulates = gradients, passes, accumulates
         self.waiting: deque[int] = deque()
         """Units whose reduction the pass has come to, and which wait for gradients."""
         self.completed: list[int] = []
         """Units in the order in which their gradients became complete in this pass."""
-        self._made: tuple[ForwardPass, int | None] | None = None
-        """What has just received its gradient: an output of this pass, made after so many uses of units."""
-        self._accumulates = False
-        self._ending = False  # whether the pass will bring no more gradients
-
-    def begin(self, *, accumulates: bool) -> None:
-        """Start a pass; `accumulates` if it brings gradients."""
-        self._accumulates, self._ending, self._made = accumulates, False, None
-        self.completed = []
-        self.clear()
+        self._is_over: Callable[[int], bool] = lambda unit: False
+        """Whether the pass will bring no more gradients to a unit."""
 
     def clear(self) -> None:
         """Forget what the pass has come to: another forward pass comes to it again."""
@@ -70,7 +64,7 @@ class Reductions:
 
     def note_output(self, current: ForwardPass, uses: int | None) -> None:
         """Note the gradient of an output, which was made in `current` after so many `uses`."""
-        self._made = current, uses
+        self._is_over = partial(self._passes.are_gradients_over, current=current, uses=uses)
 
     def note_complete(self, index: int) -> None:
         """Note that all gradients of a unit have arrived."""
@@ -79,7 +73,7 @@ class Reductions:
 
     def note_last_gradient(self) -> None:
         """Note that the pass will bring no more gradients."""
-        self._ending = True
+        self._is_over = lambda unit: True
 
     def issue(self, *, due: bool) -> None:
         """Issue reductions that the pass has come to, as far as their gradients are complete.
@@ -93,11 +87,6 @@ class Reductions:
             if self._gradients.units[index].phase < Phase.COMPLETE and not (due and self._is_over(index)):
                 return
             self._gradients.reduce(self.waiting.popleft())
-
-    def _is_over(self, index: int) -> bool:
-        """Whether the backward pass under way will bring no more gradients to a unit."""
-        made = self._made
-        return self._ending or (made is not None and self._passes.are_gradients_over(index, *made))
 
     def end(self, order: Iterable[int]) -> bool:
         """Issue what is left in this order, and wait for all sums. Returns whether there are any."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import astuple
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -16,6 +18,7 @@ from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import checksums
 from zerokit.runtime.guard import SCALES_ITSELF
 from zerokit.runtime.interface import TorchInterface
+from zerokit.skips import Skips
 
 EMA = "ema"
 """The name of an average of the weights among the states of a flat tensor, and of its stream in a checkpoint."""
@@ -135,16 +138,34 @@ class ForwardingOptimizer(TorchInterface):
         )
 
 
+class RankState(dict[str, Any]):
+    """One rank's part of a state. It has no members of torch's optimizers, and says so to whoever looks for them."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        if name not in ("state", "param_groups"):
+            raise KeyError(name)
+        raise UsageError(
+            f"optimizer.state_dict() has no {name!r}: it is this rank's part of flat tensors, so torch's "
+            "get_optimizer_state_dict() cannot read it. Use zerokit.save(), and `zerokit convert RUN --format dcp` for "
+            "a state of torch's by names; options are in optimizer.param_groups"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a plain mapping, which `torch.load(…, weights_only=True)` reads."""
+        return OrderedDict, (), None, None, iter(self.items())
+
+
 def take_state(runtime: Runtime) -> dict[str, Any]:
     """This rank's part, apart from the loss scale."""
     runtime.engine.take_changes()  # weights that were changed in place: masters are what is taken
-    return {
-        "inner": runtime.inner.state_dict(),
-        "divided": [unit.divided for unit in runtime.units],
-        "masters": [master.tensor.detach() for _, master, _ in runtime.masters()],
-        "draws": runtime.gradients.draws.state(),
-        "place": _origin(runtime),
-    }
+    return RankState(
+        inner=runtime.inner.state_dict(),
+        divided=[unit.divided for unit in runtime.units],
+        masters=[master.tensor.detach() for _, master, _ in runtime.masters()],
+        draws=runtime.gradients.draws.state(),
+        skips=astuple(runtime.control.skips),
+        place=_origin(runtime),
+    )
 
 
 def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
@@ -174,6 +195,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
             master.tensor.detach().copy_(values)
         runtime.publish()
     runtime.gradients.draws.begin(*state.get("draws", (None,)))
+    runtime.control.resume(Skips(*state.get("skips", ())))
 
 
 def _origin(runtime: Runtime) -> tuple[str, str, int, str]:

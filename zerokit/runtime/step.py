@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,16 @@ from torch.optim import SGD, Optimizer
 
 from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.counts import sum_over_ranks
+from zerokit.runtime.collectives.base import Sums
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.nonfinite import warn_of_skip
+from zerokit.runtime.torch_internals import leaves_out_steps, leaving_out
 from zerokit.runtime.unit import UnitState, write_back
+from zerokit.skips import Skips
+
+_RECEIVED, _COUNTED, _COUNT, _NONFINITE = 4, 5, 7, 8
+"""Places among a step's numbers: ranks that have gradients, ranks that have counts, their sum, and ranks whose
+gradients are not finite."""
 
 _NUMBERS = 9
 """Numbers of a step's messages. All are equally long: gloo ends a process that receives more than it asked for, so a
@@ -31,24 +40,30 @@ class StepControl:
     finite, and all have the same schedule.
 
     Where the host runs ahead of a device, it looks at a step's numbers in the next step, so as not to wait for the
-    device. Only a rank that has no gradients looks at once, and all do in fp16.
+    device. Only a rank that has no gradients looks at once, and all do where they must know before the update.
     """
 
     def __init__(self, collectives: Collectives, gradients: Gradients, inner: Optimizer) -> None:
-        self._collectives, self._gradients, self._inner = collectives, gradients, inner
-        self._pending: Callable[[], list[float]] | None = None
+        self.collectives, self.gradients, self.inner = collectives, gradients, inner
+        self.leaves_out = leaves_out_steps(inner)
+        """Whether a step can be left out on a device, unknown to the host."""
+        self._pending: tuple[Sums, Tensor | None] | None = None
+        """A step's numbers that the host has not looked at, and whether that step was left out."""
+        self.skips = Skips()
 
-    def agree(self, finite: Tensor | None) -> Agreement:
+    def agree(self, finite: Tensor | None, *, known: bool, waits: bool) -> Agreement:
         """What ranks have, all together; `finite` (0-d, bool) says of this rank's gradients whether they are.
+
+        `known` if it says so of all ranks' gradients; `waits` if the host must know before the update.
 
         Raises `UsageError` where no rank has gradients, `LayoutMismatch` where ranks took different paths, or where
         the losses of some have counts and those of others have none.
         """
-        path = (self._collectives.schedule ^ self._digest()) & 0xFFFFFFFF
+        path = (self.collectives.schedule ^ self._digest()) & 0xFFFFFFFF
         high, low = path >> 16, path & 0xFFFF
-        received, count = self._gradients.received, self._gradients.count
+        received, count = self.gradients.received, self.gradients.count
         counted = count is not None
-        reading = self._collectives.sum_soon(
+        sums = self.collectives.sum_soon(
             [
                 *(high, high**2, low, low**2),
                 *(float(received), float(counted), float(received and not counted)),
@@ -57,43 +72,73 @@ class StepControl:
             ]
         )
         self.finish()
-        late = self._collectives.runs_ahead and finite is None
-        if late:
-            self._pending = reading
-            # A rank alone never says that there is nothing to do: one without tokens looks whether others have some.
-            if received and (isinstance(count, Tensor) or count != 0):
-                return Agreement(count=sum_over_ranks(count, self._collectives) if counted else None)
-        numbers = reading()
-        if not numbers[4]:
-            self._pending = None
-            self._gradients.forget()
+        late = self.collectives.runs_ahead and not waits
+        # A rank alone never says that there is nothing to do: one without tokens looks whether others have some.
+        looks = not late or not received or (not isinstance(count, Tensor) and count == 0)
+        numbers = sums.read() if looks else []
+        if looks and not numbers[_RECEIVED]:
+            self.gradients.forget()
             raise UsageError(
                 "step() before any backward(): no rank has gradients. Call optimizer.backward(loss) first"
             )
-        if not late:
-            self._require_one_path(numbers)
-        total = torch.tensor(numbers[7], dtype=torch.float64) if numbers[5] else None
-        return Agreement(overflow=bool(numbers[8]), empty=total is not None and not total, count=total)
+        counted = counted or (looks and numbers[_COUNTED] > 0)
+        empty = looks and counted and not numbers[_COUNT]
+        if late:
+            total = sums.at(_COUNT) if counted else None
+            left_out = ~finite if finite is not None and known else None
+            if self.leaves_out and left_out is None and (finite is not None or total is not None):
+                left_out = sums.at(_NONFINITE) > 0
+                left_out = left_out if total is None else left_out | (total <= 0)
+            self._pending = sums, left_out
+            return Agreement(empty=empty and left_out is None, count=total, left_out=left_out)
+        self._require_one_path(numbers)
+        total = torch.tensor(numbers[_COUNT], dtype=torch.float64) if counted else None
+        return Agreement(overflow=numbers[_NONFINITE] > 0, empty=empty, count=total)
 
     def finish(self) -> None:
         """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""
-        previous, self._pending = self._pending, None
-        if previous is not None:
-            self._require_one_path(previous())
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            sums, left_out = pending
+            numbers = sums.read()
+            self._require_one_path(numbers)
+            if left_out is not None:
+                nonfinite = numbers[_NONFINITE] > 0
+                empty = numbers[_COUNTED] > 0 and not numbers[_COUNT]
+                self.note(skipped=nonfinite or empty, warns=nonfinite)
+
+    def note(self, *, skipped: bool, warns: bool) -> None:
+        """Count a step, and warn of the first one that was left out."""
+        if warns and not self.skips.total:
+            warn_of_skip()
+        self.skips = self.skips.after(skipped=skipped)
+
+    def resume(self, skips: Skips) -> None:
+        """Count on from a state that was loaded."""
+        if self._pending is not None:
+            self._pending = self._pending[0], None
+        self.skips = skips
+
+    @property
+    def left_out(self) -> bool | Tensor:
+        """Whether the last step was left out; 0-d where the host does not know it yet."""
+        if self._pending is not None and self._pending[1] is not None:
+            return self._pending[1]
+        return self.skips.in_a_row > 0
 
     def _digest(self) -> int:
         """A checksum of the parameters that are left out, and of the groups' numbers (tensors would be waited for)."""
-        stopped = [(index, *sorted(unit.skipped)) for index, unit in self._gradients.units.items()]
+        stopped = [(index, *sorted(unit.skipped)) for index, unit in self.gradients.units.items()]
         numbers = [
             [(name, float(value)) for name, value in group.items() if type(value) in (int, float)]
-            for group in self._inner.param_groups
+            for group in self.inner.param_groups
         ]
         return zlib.crc32(repr((stopped, numbers)).encode())
 
     def _require_one_path(self, numbers: Sequence[float]) -> None:
         """`numbers` begin with the sums of the ranks' paths, 16 bits at a time, and of their squares."""
         high, squares_high, low, squares_low, _, counted, means, *_ = map(int, numbers)
-        world = self._collectives.world
+        world = self.collectives.world
         # Numbers are equal where the mean of their squares is the square of their mean; sums are exact.
         if world * squares_high != high**2 or world * squares_low != low**2:
             raise LayoutMismatch(
@@ -117,11 +162,18 @@ class Agreement:
         overflow: whether gradients of some rank are not finite.
         empty: whether losses are sums over nothing.
         count: the samples or tokens that they are sums over, 0-d; None where they are means.
+        left_out: whether one of the two holds, 0-d, where a device knows it and the host does not.
     """
 
     overflow: bool = False
     empty: bool = False
     count: Tensor | None = None
+    left_out: Tensor | None = None
+
+    @property
+    def updates(self) -> bool:
+        """Whether the inner optimizer is to step."""
+        return not (self.overflow or self.empty)
 
 
 _CHUNK = 1 << 16
@@ -174,7 +226,15 @@ def _largest(shards: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cuda":
         return torch.stack(torch._foreach_norm(filled, math.inf)).max().double()
-    return torch.stack([extreme for shard in filled for extreme in torch.aminmax(shard)]).abs().max().double()
+    extremes = [extreme for shard in _joined(filled) for extreme in torch.aminmax(shard)]
+    return torch.stack(extremes).abs().max().double()
+
+
+def _joined(shards: Sequence[Tensor]) -> list[Tensor]:
+    """The same elements in fewer tensors, small ones together: each operation has its price on the host."""
+    small = [shard for shard in shards if shard.numel() <= _CHUNK // 8]
+    large = [shard for shard in shards if shard.numel() > _CHUNK // 8]
+    return [*large, torch.cat(small)] if small else large
 
 
 def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -185,10 +245,7 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
         # Accumulates in fp64 without a copy in fp64, which `vector_norm(dtype=...)` makes.
         norms = torch._foreach_norm(filled, norm_type, dtype=torch.float64) if filled else ()
         return torch.stack([total, *norms]).pow(norm_type).sum()
-    # Small ones together: each operation has its price on the host.
-    small = [shard for shard in filled if shard.numel() <= _CHUNK // 8]
-    large = [shard for shard in filled if shard.numel() > _CHUNK // 8]
-    for shard in (*large, torch.cat(small)) if small else large:
+    for shard in _joined(filled):
         for chunk in shard.split(_CHUNK):
             wide = chunk.double()
             total += torch.dot(wide, wide) if norm_type == 2.0 else (wide.abs() ** norm_type).sum()
@@ -196,14 +253,19 @@ def _power_sum(shards: Sequence[Tensor], norm_type: float, device: torch.device)
 
 
 INTERRUPTED = (
-    "an exception ended the last step amid its update, so the state is incomplete: load a checkpoint, or build the "
+    "an exception ended the last update halfway, so the state is incomplete: load a checkpoint, or build the "
     "model anew"
 )
 """Why steps are refused after that; a load of weights alone does not make up for it."""
 
 
-def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Optimizer) -> None:
-    """Run `inner` over all masters with the reduced gradients, and write them back."""
+def update_masters(
+    units: Sequence[UnitState], gradients: Gradients, inner: Optimizer, left_out: Tensor | None = None
+) -> None:
+    """Run `inner` over all masters with the reduced gradients, and write them back.
+
+    Nothing changes where `left_out`, which is on the device, is true.
+    """
     trainable = [unit for unit in units if unit.unit.trainable]
     for unit in trainable:
         own = gradients.units[unit.index]
@@ -222,21 +284,58 @@ def update_masters(units: Sequence[UnitState], gradients: Gradients, inner: Opti
             tensor = master.tensor
             tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
     if isinstance(inner, SGD):
-        _level_momentum(inner)
-    inner.step()
-    write_back(units)
-    for unit in trainable:
-        for master in unit.masters:
-            master.tensor.grad = None
-        unit.guard_masters()
+        _level_momentum(inner, all_begin=left_out is not None)
+    try:
+        with leaving_out(inner, left_out):
+            inner.step()
+        write_back(units)
+    finally:
+        for unit in trainable:
+            for master in unit.masters:
+                master.tensor.grad = None
+            unit.guard_masters()
 
 
-def _level_momentum(inner: SGD) -> None:
-    """Let tensors that begin late in a group have a momentum, which fused kernels want for all or none."""
+@contextmanager
+def unless_updated(inner: Optimizer, refused: Callable[[], None]) -> Iterator[None]:
+    """Call `refused` where the body raises before anything of `inner` has changed.
+
+    Schedule-free optimizers refuse a step in the mode of evaluations.
+    """
+    before = _values(inner)
+    try:
+        yield
+    except BaseException:
+        if all(_same(*pair) for pair in zip_longest(before, _values(inner))):
+            refused()
+        raise
+
+
+_Value = tuple[object, int]
+"""An option, a parameter or a state, with how often it was written if it is a tensor."""
+
+
+def _values(inner: Optimizer) -> list[_Value]:
+    """Everything that a step may change."""
+    tensors = [tensor for group in inner.param_groups for tensor in group["params"]]
+    values = [*tensors, *(value for tensor in tensors for value in inner.state.get(tensor, {}).values())]
+    values += [value for group in inner.param_groups for name, value in group.items() if name != "params"]
+    return [(value, value._version if isinstance(value, Tensor) else 0) for value in values]
+
+
+def _same(one: _Value | None, other: _Value | None) -> bool:
+    return one is not None and other is not None and one[0] is other[0] and one[1] == other[1]
+
+
+def _level_momentum(inner: SGD, *, all_begin: bool) -> None:
+    """Let tensors that begin late in a group have a momentum, which fused kernels want for all or none.
+
+    `all_begin`: those of a first step too, which leaves them without a value where it is left out.
+    """
     for group in inner.param_groups:
         active = [tensor for tensor in group["params"] if tensor.grad is not None]
         late = [tensor for tensor in active if inner.state.get(tensor, {}).get("momentum_buffer") is None]
-        if not late or len(late) == len(active):
+        if not late or (len(late) == len(active) and not all_begin) or not group["momentum"]:
             continue
         if group.get("dampening"):
             group["fused"] = False

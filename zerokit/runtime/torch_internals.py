@@ -19,9 +19,35 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.optim import Optimizer
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
+
+# ---- optimizers
+
+
+def leaves_out_steps(optimizer: Optimizer) -> bool:
+    """Whether all its kernels leave a step out where a tensor on the device says so, as for `torch.amp.GradScaler`."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and all(
+        # With dampening a momentum cannot begin as zeros, and that of a first step that is left out is no number.
+        group.get("fused") and not group.get("dampening")
+        for group in optimizer.param_groups
+    )
+
+
+@contextmanager
+def leaving_out(optimizer: Optimizer, left_out: Tensor | None) -> Iterator[None]:
+    """A context in which steps change nothing if `left_out` (0-d, bool) is true, which is not read on the host."""
+    if left_out is None:
+        yield
+        return
+    optimizer.__dict__["found_inf"] = left_out.float()
+    try:
+        yield
+    finally:
+        del optimizer.__dict__["found_inf"]
+
 
 # ---- parameters
 

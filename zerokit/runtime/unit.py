@@ -23,7 +23,7 @@ from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
 from zerokit.placement import Axis, Placement
 from zerokit.runtime.collectives import Collectives, Exchange, Work
-from zerokit.runtime.guard import TICKET, Guarded, Owner, Ticket, guarded_class, refuse_moving
+from zerokit.runtime.guard import TICKET, Owner, Ticket, guarded_class, refuse_moving
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit
 from zerokit.runtime.memory import UnitMemory, unit_memory
@@ -35,11 +35,14 @@ from zerokit.runtime.torch_internals import (
     set_versions,
     without_torch_function,
 )
-from zerokit.runtime.use import State, UnitUse
+from zerokit.runtime.use import UnitUse
 
 
 class UnitState(OwnedUnit, UnitUse):
-    """The `parameters` of one unit, views of one storage in `dtype`; forward changes those at `renormed`."""
+    """The `parameters` of one unit, views of one storage in `dtype`; forward changes those at `renormed`.
+
+    Its masters are in the dtype `master`.
+    """
 
     def __init__(
         self,
@@ -47,15 +50,16 @@ class UnitState(OwnedUnit, UnitUse):
         parameters: Sequence[nn.Parameter],
         collectives: Collectives,
         dtype: torch.dtype,
+        master: torch.dtype,
         placement: Placement,
         renormed: Collection[int] = (),
     ) -> None:
         OwnedUnit.__init__(self, unit, parameters, collectives, placement)
-        UnitUse.__init__(self, State.READY)
-        self.dtype = dtype
+        UnitUse.__init__(self)
+        self.dtype, self._master = dtype, master
+        self.separate = unit.trainable and master != dtype
         self.comes_and_goes = placement.cuts_parameters
         """Whether whole parameters have memory only while they are gathered."""
-        self.guarded = False
         self.stopped: set[int] = set()
         """Positions of trainable parameters that require no gradient any more: they are not updated."""
         self.in_flight: Work | None = None
@@ -64,7 +68,9 @@ class UnitState(OwnedUnit, UnitUse):
         self._memory = unit_memory(unit, kept, dtype, self.device, comes_and_goes=self.comes_and_goes)
         self.whole, self.kept = self._memory.whole, self._memory.kept
         self._views = self.whole.views()
-        self._base, self._addresses = -1, [0]
+        with_elements = [at for at, view in enumerate(self._views) if view.numel()]
+        self._located = [self.parameters[at] for at in with_elements]
+        self._starts = [self._views[at].storage_offset() * dtype.itemsize for at in with_elements]
         self._exchanges: dict[tuple[Axis, ...], Exchange] = {}  # each prepared by its first use
         nothing = torch.full(
             (), float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=self.device
@@ -73,7 +79,7 @@ class UnitState(OwnedUnit, UnitUse):
             nothing.expand(part.parameter.shape) for part in unit.slices if not self._memory.reads_nan
         ]
         """What freed parameters show instead, if the freed memory itself does not read as nan."""
-        self._guarded: list[type[Guarded]] = []
+        self._guarded = [guarded_class(type(parameter)) for parameter in parameters]
         self._versions: list[int] = []
         self._aliases: list[tuple[int, Tensor, int]] = []
         """Tensors over a parameter's memory that were handed out: its position, the tensor, its version then."""
@@ -87,16 +93,14 @@ class UnitState(OwnedUnit, UnitUse):
         """Whether the whole unit's memory stays where it is, though it may read as nan."""
         return not self.comes_and_goes or self._memory.reads_nan
 
-    def take_over(self, initial: Mapping[nn.Parameter, Tensor], master: torch.dtype) -> None:
-        """Turn the parameters into views of this storage with rank 0's values, and create the masters in their dtype.
+    def take_over(self, initial: Mapping[nn.Parameter, Tensor]) -> None:
+        """Turn the parameters into views of this storage with rank 0's values, and create the masters.
 
         Parameters on `meta` take their values from `initial`. Masters start from the values before compute rounds them.
         """
-        self._note_addresses()
         exact = self.whole
-        if self.unit.trainable and master != self.dtype:
-            exact = exact.like(torch.zeros_like(exact.tensor, dtype=master))
-            self.separate = True
+        if self.separate:
+            exact = exact.like(torch.zeros_like(exact.tensor, dtype=self._master))
         with torch.no_grad():
             members = zip(self.parameters, self._views, exact.views(), strict=True)
             for parameter, view, target in members:
@@ -110,7 +114,6 @@ class UnitState(OwnedUnit, UnitUse):
                     )
                     become(parameter, real)
                 point_at(parameter, view)
-        self._guarded = [guarded_class(type(parameter)) for parameter in self.parameters]
         self._versions = [parameter._version for parameter in self.parameters]
         self.collectives.broadcast(exact.tensor)
         if self.separate:
@@ -213,10 +216,8 @@ class UnitState(OwnedUnit, UnitUse):
         """Start gathering the unit; `ready` must follow before its parameters are used."""
         self.complete()
         self._memory.grow()
-        self._note_addresses()
         self._start(self.whole, self.placement.use, self.kept)
-        if self.state is State.FREED:
-            self.state = State.GATHERING
+        self.note_gather()
 
     def gather_from_owners(self, axes: Sequence[Axis] | None = None) -> None:
         """Start gathering this rank's kept memory over `axes`, by default from all ranks that keep the same."""
@@ -235,10 +236,10 @@ class UnitState(OwnedUnit, UnitUse):
         """Wait for a gather in flight, so that the parameters hold their values, and let the model use them."""
         self.complete()
         self.unguard()
-        if self.state is State.GATHERING:
-            self.state = State.READY
+        self.note_use()
         if not self._viewed:
-            self._show(self._views)
+            if not self._lie_here():
+                self._show(self._views)
             set_versions(self.parameters, self._versions)
             self._viewed = True
 
@@ -271,7 +272,7 @@ class UnitState(OwnedUnit, UnitUse):
         if len(self.placement.use) > 1:
             self.collectives.wait_to_free(self.unit)
         self._memory.shrink()
-        self.state = State.FREED
+        self.note_free()
         self.guard()
 
     # ---- guarding
@@ -283,11 +284,15 @@ class UnitState(OwnedUnit, UnitUse):
         self.guard_masters()
         self.guard()
 
+    @property
+    def guarded(self) -> bool:
+        """Whether the parameters are guarded."""
+        return type(self.parameters[0]) is self._guarded[0]
+
     def guard(self) -> None:
         """Guard the parameters while the model does not use them; see the module `guard`."""
         if not self.guarded:
             self._take_replaced()
-            self.guarded = True
             for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
                 change_class(parameter, guarded)
 
@@ -295,7 +300,6 @@ class UnitState(OwnedUnit, UnitUse):
         if self.guarded:
             for parameter, guarded in zip(self.parameters, self._guarded, strict=True):
                 change_class(parameter, guarded.plain)
-            self.guarded = False
 
     def note_requires_grad(self) -> None:
         """Record frozen and unfrozen parameters; a parameter frozen at construction cannot become trainable."""
@@ -325,15 +329,14 @@ class UnitState(OwnedUnit, UnitUse):
         self._exchanges.clear()
         self._views.clear()
 
-    def _note_addresses(self) -> None:
-        """Where the parameters lie now: memory that came anew may lie elsewhere."""
-        if self.whole.tensor.data_ptr() != self._base:
-            self._base = self.whole.tensor.data_ptr()
-            self._addresses = [view.data_ptr() for view in self._views]
+    def _lie_here(self) -> bool:
+        """Whether the parameters lie in this storage, each in its place; they are not guarded."""
+        base = self.whole.tensor.data_ptr()
+        return [parameter.data_ptr() - base for parameter in self._located] == self._starts
 
     def _take_replaced(self) -> None:
         """Take the values of memory that forward gave a parameter (`weight.data = …`), if its form is the same."""
-        if not self._viewed or [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
+        if not self._viewed or self._lie_here():
             return
         for parameter, layout, view in zip(self.parameters, self.unit.parameters, self._views, strict=True):
             if parameter.data_ptr() == view.data_ptr():

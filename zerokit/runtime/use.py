@@ -17,8 +17,8 @@ class State(Enum):
 class UnitUse:
     """A unit's state in this pass, and its modules at work."""
 
-    def __init__(self, state: State) -> None:
-        self.state = state
+    def __init__(self) -> None:
+        self.state = State.READY
         self.active = 0  # how many of the unit's modules are at work, one inside the other
 
     def enter(self) -> None:
@@ -33,6 +33,20 @@ class UnitUse:
     def rest(self) -> None:
         """Note that none of the unit's modules is at work."""
         self.active = 0
+
+    def note_gather(self) -> None:
+        """Note a gather, of a unit that may still be in use."""
+        if self.state is State.FREED:
+            self.state = State.GATHERING
+
+    def note_use(self) -> None:
+        """Note a use of the gathered unit."""
+        if self.state is State.GATHERING:
+            self.state = State.READY
+
+    def note_free(self) -> None:
+        """Note that only the shard has memory."""
+        self.state = State.FREED
 
     def hold(self) -> None:
         """Keep the gathered unit until backward ends."""

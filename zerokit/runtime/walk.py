@@ -37,8 +37,8 @@ from zerokit.runtime.hooks import (
     tensors_kept,
 )
 from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known, require_unwrapped
-from zerokit.runtime.passes import ForwardPass
-from zerokit.runtime.precision import Precision, cast_inputs, modules_that_cast
+from zerokit.runtime.passes import BackwardPass, ForwardPass
+from zerokit.runtime.precision import Precision, cast_inputs, casting
 from zerokit.runtime.torch_internals import (
     at_end_of_backward,
     excluded_from_graphs,
@@ -79,16 +79,12 @@ class ModelWalk(Owner):
         self._passes = engine.passes
         self._precision, self._device = precision, self.units[0].device.type
         self._in_forward = False
-        self._under_way = False  # whether a backward pass has begun, and not ended or been abandoned
-        self._accumulates = self._makes_graph = self._had_gradients = False
         self._given: dict[nn.Module, set[tuple[object, int]]] = {}
         """Where the inputs of modules at work come from."""
         self._attributes: dict[nn.Module, list[tuple[dict[str, Any], str]]] = {}
         """Where modules and those inside have left tensors with a graph, such as a loss of their own."""
         self._known, self._registrations = parameter_ids(model), registrations()[0]
-        # In fp32 nothing is cast: inputs of another dtype are refused by PyTorch as they are without zerokit.
-        casts = precision.cast_inputs and precision.compute != torch.float32
-        self._casting = modules_that_cast(model) if casts else set()
+        self._casting = casting(model, precision)
         self._me = me = weakref.ref(self)
         owner: weakref.ref[Owner] = weakref.ref(self)
         self._announcers = announcers(model, anatomy, [unit.unit for unit in self.units])
@@ -99,14 +95,16 @@ class ModelWalk(Owner):
         ]
         self._frees = any(unit.comes_and_goes for unit in self.units)
         self._called: set[nn.Module] = set()  # modules that have been called until an order was recorded
-        users: dict[nn.Module, list[UnitState]] = {module: [] for module in self._casting - {model}}
+        users: dict[nn.Module, list[UnitState]] = {
+            module: [] for module in self._casting if module is not model
+        }
         for unit in self.units:
             for used in self._announcers[unit.index] - {model}:
                 users.setdefault(used, []).append(unit)
         for used, their in users.items():
             before = Hook(me, ModelWalk._before_unit, their) if their else TracedHook(me, ModelWalk._cast)
             self.hooks.append(used.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            if any(unit.comes_and_goes for unit in their):
+            if self._frees and their:
                 after = Hook(me, ModelWalk._after_unit, their)
                 self.hooks.append(used.register_forward_hook(after))
         for unit in self.units:
@@ -149,14 +147,14 @@ class ModelWalk(Owner):
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if in_backward():
             return self._cast(module, args, kwargs)
-        if self._under_way:
+        if self._passes.backward is not None:
             self.abandon()
         if self._in_forward:
             self._engine.free_all()  # the last forward ended in an exception
         if self._registrations != registrations()[0]:
             require_known(module, self._known)
             self._registrations = registrations()[0]
-        recorded = self._engine.recording.recorded
+        recorded = self._engine.order.from_forward
         if not recorded:
             require_unwrapped(module)
         if self._frees and not recorded and self._device == "cuda":
@@ -197,12 +195,12 @@ class ModelWalk(Owner):
         if in_backward():
             self._begin_backward()
             self._engine.enter_backward(units)
-        elif not self._frees and self._engine.recording.recorded:
+        elif not self._frees and self._engine.order.from_forward:
             for unit in units:
                 if unit.guarded:  # on its way, where its owners have updated it
                     self._engine.enter_aside(unit)
         else:
-            if not self._engine.recording.recorded:
+            if not self._engine.order.from_forward:
                 self._called.add(module)
             if self._in_forward:
                 for unit in units:
@@ -229,9 +227,9 @@ class ModelWalk(Owner):
                 origin(tensor) for tensor in tensors_in((args, kwargs) if kwargs else args)
             }
 
-    def _is_freed(self, unit: UnitState) -> bool:
-        """Whether `unit` is freed when its pass has left it."""
-        return unit.comes_and_goes and unit.index not in self._engine.order.kept
+    def _is_left(self, unit: UnitState) -> bool:
+        """Whether a pass that comes to other units is done with this one."""
+        return unit.index not in self._engine.order.kept
 
     def _after_unit(self, units: list[UnitState], module: nn.Module, args: Any, output: Any) -> None:
         if in_backward():
@@ -255,7 +253,7 @@ class ModelWalk(Owner):
         if unseen or not grad:
             return
         current = self._passes.current if self._in_forward else self._passes.aside
-        uses = current.uses if any(map(self._is_freed, outermost)) else None
+        uses = current.uses if any(map(self._is_left, outermost)) else None
         hook = Hook(self._me, ModelWalk._on_output_gradient, outermost, current, uses)
         for tensor in tensors:
             # What is handed through (T5's position bias) receives its gradient in an earlier unit's backward.
@@ -278,56 +276,56 @@ class ModelWalk(Owner):
         return [tensor for tensor in left if not announced(tensor)]
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if module not in self._casting:
-            return None
-        return cast_inputs(args, kwargs, self._precision.compute, self._device)
+        dtype = self._casting.get(module)
+        return None if dtype is None else cast_inputs(args, kwargs, dtype, self._device)
 
     # ---- backward
 
     def _on_output_gradient(
         self, units: list[UnitState], current: ForwardPass, uses: int | None, gradient: Tensor
     ) -> None:
-        self._begin_backward()
+        backward = self._begin_backward()
         if current is not self._passes.aside and not keeps_graph():
-            current.consume(self._accumulates)
+            current.consume(backward.accumulates)
         if torch.is_grad_enabled():
-            self._makes_graph = True
+            backward.note_graph()
             self._engine.keep_graph()
         self._engine.enter_backward(units, current, uses)
 
     def _on_gradient(self, index: int, position: int, parameter: nn.Parameter) -> None:
-        if not self._under_way:
-            self._begin_backward()
+        self._begin_backward()
         if self._gradients.accept(index, position, parameter):
             self._engine.reductions.note_complete(index)
 
-    def _begin_backward(self) -> None:
-        if self._under_way:
-            return
-        # First of all: whatever fails from here on, the gradients that it leaves are to be dropped.
-        self._under_way, self._had_gradients = True, self._gradients.received
+    def _begin_backward(self) -> BackwardPass:
+        """The backward pass under way, which begins now unless it has before."""
+        passes = self._passes
+        if passes.backward is not None:
+            return passes.backward
         accumulates = any(True for _ in self._gradients.reached())
-        self._passes.begin_backward(self._gradients.reached())
+        # First of all: whatever fails from here on, the gradients that it leaves are to be dropped.
+        backward = passes.begin_backward(
+            self._gradients.reached(), accumulates=accumulates, amid=self._gradients.received
+        )
         if accumulates:
             self._gradients.note_loss(scaled=self._precision.scaled)
         at_end_of_backward(Hook(self._me, ModelWalk._end_backward))
-        self._start_backward(accumulates=accumulates)
-
-    def _start_backward(self, *, accumulates: bool) -> None:
-        self._accumulates, self._makes_graph = accumulates, False
         self._engine.begin_backward(accumulates=accumulates)
+        return backward
 
     def _end_backward(self) -> None:
-        if self._accumulates:
+        backward = self._passes.backward
+        assert backward is not None
+        if backward.accumulates:
             self._engine.end_backward()
-            if not self._makes_graph:
+            if not backward.makes_graph:
                 self._engine.drop()
             self._engine.free_all()
             self._passes.end_backward()
         elif not self._in_forward:
             self._engine.end_backward()
             self._engine.free_all()
-        self._under_way = False
+        self._passes.leave_backward()
 
     # ---- between passes
 
@@ -336,7 +334,7 @@ class ModelWalk(Owner):
 
         Raises `ScheduleError` when a backward pass ended in an exception and its gradients are mixed with earlier ones.
         """
-        if self._under_way or self._gradients.mixed:
+        if self._passes.backward is not None or self._gradients.mixed:
             raise ScheduleError(
                 "a backward pass of this step did not finish, so gradients are incomplete: call zero_grad(), then run "
                 "forward and backward of all its micro-batches again"
@@ -344,25 +342,27 @@ class ModelWalk(Owner):
         for unit in self.units:
             unit.note_requires_grad()
         if self._passes.unanswered or self._gradients.unreduced:
-            self._under_way, self._had_gradients = True, self._gradients.received
-            self._start_backward(accumulates=True)
+            self._passes.begin_backward((), accumulates=True, amid=self._gradients.received)
+            self._engine.begin_backward(accumulates=True)
             self._end_backward()
         self._passes.clear()
         self._engine.drop()
 
     def forget(self) -> None:
         """Drop all gradients, including those of an unfinished backward pass."""
-        if self._under_way and not in_backward():
+        if self._passes.backward is not None and not in_backward():
             self.abandon()
         self._gradients.forget()
 
     def abandon(self) -> None:
         """Abandon an unfinished pass; gradients of earlier passes cannot be separated from its own."""
-        self._gradients.forget(mixed=self._had_gradients)
+        backward = self._passes.backward
+        self._gradients.forget(mixed=backward is not None and backward.amid)
         self._engine.drop()
         self._engine.free_all()
         self._passes.clear()
         for unit in self.units:  # whose parameters an exception may have left guarded in part
             unit.unguard()
             unit.guard()
-        self._under_way = self._in_forward = False
+        self._passes.leave_backward()
+        self._in_forward = False

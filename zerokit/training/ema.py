@@ -81,9 +81,12 @@ class Ema:
     def update(self) -> None:
         """Take the current weights into the average; call it after `step`. Nothing is communicated.
 
-        Raises `UsageError` inside `applied()`.
+        After a step that was left out the average stays as it is. Raises `UsageError` inside `applied()`.
         """
         self._living().require_own_weights("update()")
+        left_out = self._runtime.control.left_out
+        if left_out is True:
+            return
         self._runtime.engine.take_changes()
         averages, weights = [], []
         for _, master, state in self._runtime.masters():
@@ -92,7 +95,10 @@ class Ema:
                 weights.append(master.tensor.detach())
             else:
                 self._runtime.inner.state[master.tensor][EMA] = master.tensor.detach().clone()
-        if averages:
+        if isinstance(left_out, Tensor):  # the host does not know yet
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(torch.where(left_out, average, torch.lerp(average, weight, 1.0 - self.decay)))
+        elif averages:
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
     def restart(self) -> None:

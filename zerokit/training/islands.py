@@ -68,16 +68,24 @@ class ZeroOptimizer(runtime.ZeroOptimizer):  # noqa: D101
 
     def with_own_ranks(self, options: Options) -> Options:
         """Options for the ranks of this one's island, if the outer stage is "local"."""
-        stage = options.stage
-        if not (isinstance(stage, tuple | list) and len(stage) == 2 and stage[0] == LOCAL):
+        stage: Any = options.stage
+        stages = list(stage.values()) if isinstance(stage, Mapping) else [stage]
+        local = [isinstance(one, tuple | list) and len(one) == 2 and one[0] == LOCAL for one in stages]
+        if not any(local):
             return options
+        if not all(local):
+            raise UsageError(
+                f"stage={stage!r}: the outer axis is {LOCAL!r} for all modules or for none, because an island is a "
+                "group of ranks: give every module such a pair"
+            )
         self.islands = islands = _divide(options)
         backend = str(dist.get_backend_config(islands.everyone))
         if "gloo" in backend and "nccl" not in backend:
             backend = "gloo"
             destroy_unused_groups(islands.everyone)
         own = islands.group(Axis.INNER, backend, islands)
-        return replace(options, stage=stage[1], mesh=None, process_group=own)
+        inner = {key: one[1] for key, one in stage.items()} if isinstance(stage, Mapping) else stage[1]
+        return replace(options, stage=inner, mesh=None, process_group=own)
 
     def require_steppable(self) -> None:
         super().require_steppable()
@@ -114,13 +122,15 @@ class ZeroOptimizer(runtime.ZeroOptimizer):  # noqa: D101
 def _divide(options: Options) -> Islands:
     """The islands of a mesh whose outer stage is "local". Raises `UsageError` where there are no two."""
     stage: Any = options.stage
-    stage_of(stage[1])
+    inner = [one[1] for one in (stage.values() if isinstance(stage, Mapping) else [stage])]
+    for each in inner:
+        stage_of(each)
     everyone = group_of_this_rank(options.process_group)
     sizes = getattr(options.mesh, "shape", options.mesh)
     if not isinstance(sizes, tuple | list) or len(sizes) != 2 or sizes[0] == 1:
         raise UsageError(
             f"stage={stage!r} with mesh={options.mesh!r}: islands need a mesh of two axes, (islands, ranks of an "
-            f"island); one island has nothing to synchronise with: pass stage={stage[1]!r} without mesh"
+            f"island); one island has nothing to synchronise with: pass stage={inner[0]!r} without mesh"
         )
     shape = mesh_of(options.mesh, everyone)
     assert shape is not None

@@ -105,7 +105,7 @@ class LocalSteps:
         form = None if wire is None else BLOCK_FORMATS[wire]
         self.every, self.fragments, self.delay, self.blend = every, fragments, delay, float(blend)
         self.steps = 0
-        """Calls of `optimizer.step()` so far; those that overflowed in fp16 count."""
+        """Calls of `optimizer.step()` so far; those that were left out count."""
         self._masters = Masters(optimizer)
         self._exchange = Exchange(islands)
         self._saves = Exchange(islands)  # apart, for saves beside the training

@@ -75,7 +75,7 @@ class Masters:
             for state in states:
                 unit, values = state.unit, shards[state.index].to(state.device)
                 given = Shards(unit, values, unit.shard(self.rank))
-                if not runtime.placement.update and not runtime.placement.use and unit.world > 1:
+                if not state.placement.update and not state.placement.use and unit.world > 1:
                     # Every rank of the island updates all of it, and each has brought its own shard.
                     whole = Shards(unit, values.new_zeros(unit.numel))
                     whole.copy(given)
@@ -90,7 +90,7 @@ class Masters:
                         target.copy_(torch.lerp(target.to(new.dtype), new, weight))
             write_back(states)
             for state in states:
-                if runtime.placement.update:
+                if state.placement.update:
                     state.gather_from_owners()
                 elif runtime.engine.is_open and state.comes_and_goes:
                     state.gather()  # whole parameters are shown
@@ -100,7 +100,7 @@ class Masters:
     def any(self, condition: bool) -> bool:
         """Whether it holds on some rank of the optimizer."""
         with self._counted():
-            return bool(self._runtime.collectives.sum_soon([float(condition)])()[0])
+            return bool(self._runtime.collectives.sum_soon([float(condition)]).read()[0])
 
     def exchanged(self) -> TrafficReport:
         """What `mix` and `any` have moved between the optimizer's ranks since the last call."""
@@ -109,12 +109,14 @@ class Masters:
 
     def predicted_exchange(self, units: Sequence[Unit]) -> dict[str, Operation]:
         """What `mix` of these units must move between the optimizer's ranks."""
-        placement = self._runtime.placement
-        if placement.use:
-            return {}
-        size = self._runtime.precision.compute.itemsize if placement.update else 4
-        elements = (self.layout.world - 1) * sum(unit.payload_numel for unit in units)
-        return {"all_gather": Operation(len(units), elements, elements * size)}
+        moved = Operation()
+        for unit in units:
+            placement = self._runtime.placement.of_unit(unit.index)
+            if not placement.use:
+                size = self._runtime.units[unit.index].dtype.itemsize if placement.update else 4
+                elements = (self.layout.world - 1) * unit.payload_numel
+                moved += Operation(1, elements, elements * size)
+        return {"all_gather": moved} if moved.calls else {}
 
     @contextmanager
     def frozen(self) -> Iterator[list[Tensor]]:

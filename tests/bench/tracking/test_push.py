@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -110,13 +110,25 @@ def test_ten_cells_pushed_twice_are_ten_runs_and_one_parent(
     assert parent.data.tags["zerokit.cells.ok"] == "8"
     rows = parent.data.tags["mlflow.note.content"].splitlines()  # shown on the run's page
     assert rows[0].startswith("| cell | step p50, ms | ")
-    assert len(rows) == 2 + 8
+    assert len(rows) == 2 + 8 + 2
     assert any(re.match(r"\| zerokit 1 · batch 2 \| [\d.,]+", row) for row in rows)
-    link = Mirror(tracking).view({"zerokit.sweep_id": sweep.id})
-    (place, _, query) = link.partition("?searchFilter=")
+    assert rows[-1].startswith("Changes are against zerokit 0 · batch 1. ")
+    made = {record.settings.key: record for record in records if record.results is not None}
+    figures = {name: value for name, value in parent.data.metrics.items() if name.startswith("step/p50_ms/")}
+    assert len(figures) == len(made) == 8
+    (one,) = (r for r in made.values() if (r.settings.stage, r.settings.batch_size) == (1, 2))
+    assert one.results is not None
+    assert figures["step/p50_ms/zerokit 1 - batch 2"] == one.results.step.p50
+    (link,) = {done.view for done in push(find_records([folder.path]), Mirror(tracking)) if done.view}
+    place, _, query = link.partition("?")
     assert place.endswith(f"/#/experiments/{parent.info.experiment_id}/runs")
-    found = client.search_runs([parent.info.experiment_id], unquote(query))
-    assert len(found) == 1 + 8
+    asked = dict(parse_qsl(query))
+    assert asked["compareRunsMode"] == "CHART"
+    ordered = [f"{asked['orderByKey']} {'ASC' if asked['orderByAsc'] == 'true' else 'DESC'}"]
+    found = client.search_runs([parent.info.experiment_id], asked["searchFilter"], order_by=ordered)
+    times = [run.data.metrics["step/p50_ms"] for run in found]
+    assert times == sorted(times)
+    assert len(times) == 8
     assert parent.data.tags["zerokit.cells.unsupported"] == "2"
     assert {artifact.path for artifact in client.list_artifacts(parent.info.run_id)} == {
         "sweep.json",

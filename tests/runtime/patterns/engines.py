@@ -79,7 +79,10 @@ class Engine:
         journal: Journal | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """`options` are the ZeroOptimizer's (`precision`, `units`), the inner optimizer's (`lr`), and `every`."""
+        """`options` are the ZeroOptimizer's (`precision`, `units`), the inner optimizer's (`lr`), `every` and `stages`.
+
+        `stages` are those of modules, by path, beside that of the setting.
+        """
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.model: Any = model
         self.setting = setting
@@ -96,10 +99,13 @@ class Engine:
             options.setdefault("bucket_mb", self.setting.bucket_mb)
         options = {"precision": "fp32", **options}
         stage: Any = self.setting.stage
+        own: dict[str, int] = options.pop("stages", {})
         if self.every is not None:
             stage, options["mesh"] = ("local", stage), (self.world, 1)
         elif self.setting.outer is not None:
             stage, options["mesh"] = (self.setting.outer, stage), (2, 2)
+            own = {path: (min(self.setting.outer, inner), inner) for path, inner in own.items()}  # type: ignore[misc]
+        stage = {**own, "*": stage} if own else stage
         self.optimizer = zerokit.ZeroOptimizer(self.model, cls, stage=stage, params=params, **options)
         if self.every is not None:
             zerokit.LocalSteps(self.optimizer, every=self.every, outer=None)
@@ -186,7 +192,7 @@ class Plain(Engine):
     plain = True
 
     def _make(self, cls: Any, params: Any, options: Options) -> None:
-        for name in ("precision", "units"):
+        for name in ("precision", "units", "stages"):
             options.pop(name, None)
         self.parameters = list(dict.fromkeys(self.model.parameters()))
         for parameter in self.parameters:

@@ -67,6 +67,36 @@ def time_step(engine: Engine) -> None:
     engine.update(square(engine.model(engine.data(3, 8), time)))
 
 
+class Experts(Mlp):
+    """Blocks whose shares a router gives, and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Sequential(nn.Linear(WIDTH, 3), nn.Softmax(-1))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        shares = self.router(x)
+        return x + sum(shares[:, [k]] * block(x) for k, block in enumerate(self.blocks))
+
+
+def _in_fp32(half: str) -> dict[str, Any]:
+    options = {
+        "precision": {"router": "fp32", "norm": "fp32", "*": half},
+        "loss_scale": zerokit.LossScale(2.0**10),
+    }
+    return {
+        "options": options,
+        "reference": "stage 0",
+        "tolerance": 1e-3,
+    }  # on two axes fp32 adds up in another order
+
+
+pattern("bf16, a router and a norm in fp32", Experts, **_in_fp32("bf16"))(CLIPPED, "router_in_fp32")
+pattern("fp16, a router and a norm in fp32", Experts, **_in_fp32("fp16"))(CLIPPED, "scaled_router_in_fp32")
+
+
 class Normed(nn.Module):
     """Convolutions with BatchNorm, by itself as a unit as well, and one that averages over all steps."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ from torch.optim import lr_scheduler
 from tests.runtime.patterns.engines import STEPS, VARIED_STEPS, Engine
 from tests.runtime.patterns.harness import CLIPPED, USUAL, Refused, Subject, always, usage, usual
 from tests.runtime.patterns.models import Mlp, Words, chain, square
+from zerokit.errors import ZerokitWarning
 
 pattern = Subject(__name__)
 
@@ -77,6 +80,23 @@ def counted(engine: Engine) -> None:
     if engine.number % 2:
         engine.clip(0.1)
     engine.finish()
+
+
+@pattern.each_step(
+    "inf or nan in one rank's gradients at times, in steps that are skipped", steps=VARIED_STEPS
+)
+def nonfinite(engine: Engine) -> None:
+    factor = (1.0, math.inf, math.nan, 1.0)[engine.number]
+    loss = engine.loss()
+    engine.record(loss)
+    if not engine.plain:
+        engine.optimizer.backward(loss * (factor if engine.rank == engine.number % engine.world else 1.0))
+    elif factor == 1.0:
+        loss.backward()
+    with warnings.catch_warnings(action="ignore", category=ZerokitWarning):  # of the first
+        if factor == 1.0 or not engine.plain:
+            engine.step()
+    engine.zero_grad()
 
 
 @pattern.each_step("micro-batches inside `accumulate()`, the last one after it or inside as well")

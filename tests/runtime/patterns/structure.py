@@ -51,6 +51,22 @@ pattern("Sequentials nested in Sequentials", lambda: Deep(4))(WIDE, "deep")
 pattern("a single Linear", lambda: nn.Linear(WIDTH, WIDTH))(WIDE, "single_linear")
 
 
+# The columns' stage is that of the other modules.
+OWN_STAGES: dict[str, Any] = {"options": {"stages": {"blocks.0": 3, "blocks.1": 2, "head": 0}}}
+pattern('`stage={"blocks.0": 3, "blocks.1": 2, "head": 0, "*": …}`', Mlp, **OWN_STAGES)(CLIPPED, "own_stages")
+
+
+def _frozen_base() -> Mlp:
+    model = Mlp()
+    model.first.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    return model
+
+
+OWN_STAGES = {"options": {"stages": {"first": 3, "blocks": 3}}}
+pattern("a frozen base at stage 3", _frozen_base, **OWN_STAGES)(CLIPPED, "frozen_base")
+
+
 @pattern.model("a module at several places, a block called several times")
 class Twice(Mlp):
     def __init__(self) -> None:

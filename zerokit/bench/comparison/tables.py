@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -156,7 +156,7 @@ def columns_of(cells: Sequence[Cell], names: Sequence[str], *, compared: bool = 
 
 
 def markdown(cells: Sequence[Cell]) -> list[str]:
-    """The main metrics of all cells that could run, as the lines of a table in Markdown, whatever their names have."""
+    """The main metrics of all cells that could run, as the lines of a table in Markdown, and what its signs mean."""
     cells = [cell for cell in cells if cell.status != "unsupported"]
     columns = columns_of(cells, usual_metrics(cells, ()))
     heads = [
@@ -168,7 +168,35 @@ def markdown(cells: Sequence[Cell]) -> list[str]:
         entries = (column.entries[place] for column in columns)
         figures = [" ".join(filter(None, (one.value, one.error, one.change))) for one in entries]
         rows.append([cell.label, *(figures if cell.status == "ok" else [str(cell.status)])])
-    return [f"| {' | '.join(map(_cell_text, row))} |" for row in rows]
+    table = [f"| {' | '.join(map(_cell_text, row))} |" for row in rows]
+    return [*table, "", _cell_text(marks_of(cells, {column.metric for column in columns}))]
+
+
+def marks_of(cells: Sequence[Cell], shown: Collection[str]) -> str:
+    """What a reader has to know of the signs above."""
+    pairs = [(cell, partner) for cell in cells if (partner := cell.baseline) is not None]
+    rounds = {len(cell.measured_records) for cell in cells}
+    marks = []
+    if pairs:
+        against = list(dict.fromkeys(partner.label for _, partner in pairs))
+        whose = printable(against[0]) if len(against) == 1 else "the same cell of the first run"
+        marks.append(f"Changes are against {whose}.")
+        if max(rounds) > 1:
+            marks.append("≈ is within the noise between runs.")
+        if any(len(one.measured_records) == 1 for pair in pairs for one in pair):
+            marks.append(
+                "? is not known: a single run does not show the noise between runs; --repeats 3 does."
+            )
+    if PACED in shown:
+        marks.append(
+            "The paced step is in units of compute-only passes next to it, so that the machine's speed cancels: it "
+            "decides where milliseconds say otherwise."
+        )
+    if max(rounds) > 1:
+        marks.append("± is half of the 95 % interval over rounds.")
+    if "comm/cost_ms" in shown and len(cells) > 1:
+        marks.append("Communication is the time that a step takes longer than a compute-only one next to it.")
+    return " ".join(marks)
 
 
 def _cell_text(text: str) -> str:

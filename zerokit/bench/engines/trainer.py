@@ -58,7 +58,7 @@ class Trainer:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped because fp16 gradients overflowed."""
+        """Steps skipped because gradients were inf or nan."""
         return 0
 
     @property

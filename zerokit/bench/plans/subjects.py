@@ -26,7 +26,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded, load
 from zerokit.documents import parse_json, read_text
 from zerokit.errors import UsageError
-from zerokit.placement import Mesh, Placement
+from zerokit.placement import AnyPlacement, Mesh, Placement
 from zerokit.planning.efficiency import SHARES, Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, Link, Reading, device_named
 from zerokit.planning.measured import MeasuredStep, beside, measured_efficiency, measured_step
@@ -220,7 +220,7 @@ class PlanBeside:
         self,
         settings: Settings,
         loaded: Loaded,
-        placement: Placement,
+        placement: AnyPlacement,
         precision: Precision,
         device: str | None,
         traces: Traces | None = None,

@@ -65,7 +65,7 @@ class Record:
         loss: of every step, warm-up first, the mean over ranks and micro-batches. For an elastic bench each step of the
             job once, as it was trained last.
         gradient_norm: of every step as for the loss, before clipping; empty when nothing was clipped.
-        skipped_steps: by fp16 overflow, warm-up included.
+        skipped_steps: for inf or nan in gradients, warm-up included.
         parts: of an elastic bench, what was trained between restarts, from the job's first step on; each repeats the
             steps of the one before after the checkpoint that it began from. Everything else here that is measured or
             counted, settings' nodes and ranks too, is of the last part alone: no figure mixes world sizes or contains

@@ -71,6 +71,11 @@ class Sweep:
         return cls(uuid.uuid4().hex, datetime.now(UTC).isoformat(timespec="seconds"), options, made)
 
     @property
+    def baseline(self) -> str | None:
+        """The label of the cell that the others are compared with; None for the first."""
+        return self.options.get("baseline")
+
+    @property
     def title(self) -> str:
         """The sweep's name: the model, and the options with several values; MLflow's tables cut it after 16 letters."""
         several = [

@@ -6,6 +6,7 @@ The same for a bench that is tracked while it runs and for one that is pushed a 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -24,6 +25,10 @@ MOST_KEYS = 60
 # MLflow cuts longer values silently.
 _PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
+# MLflow refuses other characters in the name of a metric; a slash would begin another section of its charts.
+_NOT_IN_NAMES = re.compile(r"[^\w.\- :]+")
+MAIN = "step/p50_ms"
+"""The metric in whose order a sweep's cells are listed."""
 
 
 class Tag:
@@ -163,18 +168,40 @@ def moment_ms(record: Record | Sweep) -> int:
         return 0
 
 
-def sweep_note(records: Sequence[Record]) -> str:
+def sweep_note(records: Sequence[Record], baseline: str | None = None) -> str:
     """The sweep's table, for the page of its run: the runs of its cells have everything else."""
     from zerokit.bench.comparison.cells import make_cells
     from zerokit.bench.comparison.tables import markdown
 
-    rows = markdown(make_cells([Run("", tuple(records))]))
+    rows = markdown(make_cells([Run("", tuple(records))], baseline))
     text = ""
     for row in rows:
         if len(text) + len(row) + 4 > TAG_LENGTH:
             return f"{text}\n…"
         text += f"{row}\n"
     return text
+
+
+def sweep_points(records: Sequence[Record]) -> list[Point]:
+    """The sweep's table as metrics of its run, one for each figure of each cell: `step/p50_ms/zerokit 2`.
+
+    Whole columns, as many as `MOST_KEYS` allows; a cost within its noise is no figure.
+    """
+    from zerokit.bench.comparison.cells import make_cells
+    from zerokit.bench.comparison.tables import usual_metrics, within_noise
+
+    cells = make_cells([Run("", tuple(records))])
+    moment, points = max(map(moment_ms, records), default=0), list[Point]()
+    for name in usual_metrics(cells, ()):
+        measured = {cell.label: cell.measure(name) for cell in cells}
+        column = [
+            Point(f"{name}/{_NOT_IN_NAMES.sub('-', label)}", one.value, moment, 0)
+            for label, one in measured.items()
+            if one is not None and math.isfinite(one.value) and not within_noise(name, one)
+        ]
+        if len(points) + len(column) <= MOST_KEYS:
+            points += column
+    return points
 
 
 def sweep_status(sweep: Sweep, records: Sequence[Record]) -> Status:

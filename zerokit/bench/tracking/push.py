@@ -118,15 +118,18 @@ class Mirror(Store):
         return self._parents[sweep]
 
     def end_sweep(self, sweep: Sweep, folder: SweepFolder) -> None:
-        """Write a sweep's outcome to its run: counts by status, and files. The same once more changes nothing."""
+        """Write a sweep's outcome to its run: its table as a note and as metrics, counts by status, and files.
+
+        The same once more changes nothing.
+        """
         run_id, records = self.parent(sweep.id), folder.records(sweep)
         counts = Counter(record.status for record in records)
         tags = {f"zerokit.cells.{name.replace(' ', '_')}": str(count) for name, count in counts.items()}
-        tags |= {content.NOTE: content.sweep_note(records)} if records else {}
+        tags |= {content.NOTE: content.sweep_note(records, sweep.baseline)} if records else {}
         files: dict[str, str | bytes] = {FILE: sweep_json(sweep)}
         if folder.report.exists():
             files[folder.report.name] = folder.report.read_bytes()
-        self.write(run_id, tags=tags, files=files)
+        self.write(run_id, tags=tags, points=content.sweep_points(records), files=files)
         ended = max(map(moment_ms, records), default=None)
         self.client.set_terminated(run_id, sweep_status(sweep, records), ended)
 
@@ -184,7 +187,7 @@ def push(
         outcome, run_id = mirror.push(record)
         known = record.sweep is not None and record.sweep in found.sweeps
         shown = mirror.parent(str(record.sweep)) if known else run_id
-        view = mirror.view({Tag.SWEEP: str(record.sweep)}) if known else None
+        view = mirror.view({Tag.PARENT: shown}, content.MAIN) if known else None
         results.append(Done(path, outcome, run_id or None, page=mirror.link(shown), view=view))
         show(results[-1])
     if going_on:

@@ -47,6 +47,8 @@ _ENVIRONMENT = {
 }
 # MLflow shows experiments of this kind with its pages for training, others with those for language models' traces.
 _TRAINING = {"mlflow.experimentKind": "custom_model_development"}
+_TRAINING_PAGES = {"workflowType": "machine_learning"}
+"""The same of a link: a browser that was never here opens the other pages."""
 _OLDEST_FIRST = ["attributes.start_time ASC"]
 # A server refuses calls with more than these.
 _MOST_A_CALL = {"params": 100, "tags": 100, "metrics": 1000}
@@ -263,11 +265,22 @@ class Store:
 
     def link(self, run_id: str) -> str:
         """The URL of a run; for a store without a server, the URL that `mlflow ui` would serve."""
-        return f"{self._runs}/{run_id}"
+        return f"{self._runs}/{run_id}?{urlencode(_TRAINING_PAGES)}"
 
-    def view(self, tags: Mapping[str, str]) -> str:
-        """The URL of the table of all runs with these tags."""
-        return f"{self._runs}?{urlencode({'searchFilter': _filter(tags)}, quote_via=quote)}"
+    def view(self, tags: Mapping[str, str], order: str) -> str:
+        """The URL of charts of all runs with these tags, the smallest value of the metric `order` first.
+
+        MLflow lists child runs by themselves only in the order of a metric; otherwise they are folded into the row
+        of their parent, and no chart shows them.
+        """
+        query = {
+            "searchFilter": _filter(tags),
+            "orderByKey": f"metrics.`{order}`",
+            "orderByAsc": "true",
+            "compareRunsMode": "CHART",
+            **_TRAINING_PAGES,
+        }
+        return f"{self._runs}?{urlencode(query, quote_via=quote)}"
 
     @property
     def _runs(self) -> str:

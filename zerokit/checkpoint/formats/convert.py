@@ -27,7 +27,7 @@ from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME
 from zerokit.checkpoint.prune import foreign_to_checkpoint
 from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import step_name
-from zerokit.checkpoint.safetensors import rank_file, slice_checksums
+from zerokit.checkpoint.safetensors import rank_file
 from zerokit.checkpoint.source import Source
 from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.files import path_of
@@ -226,11 +226,13 @@ def write_cut(source: Source, world: int, target: Path, options: Options) -> Pat
 def _write(source: Source, layout: Layout, step: Path, options: Options) -> bytes:
     """Everything of a step, in the directory `step`; returns its manifest."""
     manifest = source.manifest
+    if manifest.frozen:  # beside the source: the output has all of it
+        manifest = replace(manifest, frozen=None)
     source.check_files()
     described, wholes = [], {}
     with options.copying(source) as copier:
         for rank in range(layout.world):
-            file = rank_file(layout, manifest.streams, manifest.step, rank)
+            file = rank_file(layout, manifest.in_files, manifest.step, rank)
             described.append(File(file.name, file.size, len(file.header), crc32(file.header)))
             target = copier.target(step / file.name, file.size)
             write_exactly(target.fd, [file.header], 0, target.path)
@@ -248,13 +250,7 @@ def _write(source: Source, layout: Layout, step: Path, options: Options) -> byte
             target = copier.target(step / whole.name, whole.size)
             copier.copy(source, [Request(whole.name, source.path / whole.name, 0, whole.size, target, 0)])
             copier.release(target)
-    content = replace(
-        manifest,
-        layout=layout,
-        checksums=slice_checksums(layout, manifest.streams, copier.pieces),
-        files=tuple(described),
-        common=wholes[COMMON_NAME],
-        extra=wholes[EXTRA_NAME],
-    ).to_bytes()
+    cut = manifest.written(layout, tuple(described), copier.pieces)
+    content = replace(cut, common=wholes[COMMON_NAME], extra=wholes[EXTRA_NAME]).to_bytes()
     write_file(step / NAME, content)
     return content

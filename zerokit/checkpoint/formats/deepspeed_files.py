@@ -47,6 +47,7 @@ KNOWN = {
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,9})_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d+)_optim_states\.pt")
+_RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,9})_")
 _EXPERTS = re.compile(r"(layer_\d+_)?expert_\d+_.*\.pt|layer_\d+-model_.*\.pt")
 
 
@@ -119,8 +120,13 @@ def read_states(path: Path) -> tuple[dict[str, Any], list[Blob]]:
     Raises `CheckpointError`, naming the file and the value, for a member that is not as DeepSpeed writes it.
     """
     blobs: set[Blob] = set()
+    names: set[str] = set()
     with opened(path) as fd:
-        value = read_torch_file(path, fd, blobs=blobs)
+        value = read_torch_file(path, fd, blobs=blobs, names=names)
+    for name in names:
+        own, saved = (_RANK.match(one) for one in (path.name, name))
+        renamed = f"was saved as {name}.pt: files of two ranks are exchanged, so give them their names again"
+        require(own is None or saved is None or own[1] == saved[1], path, renamed)
     require(isinstance(value, dict), path, f"a {type(value).__name__}, expected DeepSpeed's dict of states")
     (_check_model if _MODEL.fullmatch(path.name) else _check_optimizer)(path, value)
     return value, sorted(blobs)

@@ -113,11 +113,18 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def read_torch_file(
-    path: Path, fd: int, offset: int = 0, size: int | None = None, *, blobs: set[Blob] | None = None
+    path: Path,
+    fd: int,
+    offset: int = 0,
+    size: int | None = None,
+    *,
+    blobs: set[Blob] | None = None,
+    names: set[str] | None = None,
 ) -> Any:
     """The value in the `torch.save` file that lies at bytes `offset` to `offset + size` of an open file.
 
-    Tensors come as `StoredTensor`, their bytes unread and added to `blobs`. Raises `CheckpointError` for what is no
+    Tensors come as `StoredTensor`, their bytes unread and added to `blobs`. The name under which it was saved, without
+    ".pt", is added to `names`; it is "archive" where no file had been named. Raises `CheckpointError` for what is no
     such file, has compressed entries, or a tensor outside its storage.
     """
     whole = size_of(fd, path)
@@ -131,6 +138,8 @@ def read_torch_file(
     unverified = "saved without checksums, by torch.serialization.set_crc32_options(False): save it with them"
     require(entries[pickles[0]].crc, path, unverified)
     prefix = pickles[0].removesuffix("data.pkl")
+    if names is not None:
+        names.add(prefix.rstrip("/"))
     content = content_of(path, fd, entries[pickles[0]])
     order = entries.get(f"{prefix}byteorder")
     little = order is None or content_of(path, fd, order) == b"little"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -26,6 +27,20 @@ from zerokit.runtime.shards import Shards, same_place
 T = TypeVar("T")
 
 _HASH_FACTOR, _HASH_MODULUS = 1_000_003, (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Numbers that are being summed over ranks: `read` waits for them, and `at` gives one to what is computed next."""
+
+    values: Tensor
+    work: Work
+    read: Callable[[], list[float]]
+
+    def at(self, index: int) -> Tensor:
+        """One of them, 0-d, which the device waits for and the host does not."""
+        self.work.wait()
+        return self.values[index]
 
 
 class Count:
@@ -247,13 +262,13 @@ class Collectives:
             if here is not values:
                 values.copy_(here)
 
-    def sum_soon(self, values: Sequence[float | Tensor]) -> Callable[[], list[float]]:
-        """Start to sum each of `values` (numbers or 0-d tensors) over ranks; the result waits for it."""
+    def sum_soon(self, values: Sequence[float | Tensor]) -> Sums:
+        """Start to sum each of `values` (numbers or 0-d tensors) over ranks."""
         control = torch.tensor([float(value) for value in values], dtype=torch.float64)
         self.all_reduce(control, dist.ReduceOp.SUM)
         if not self._asks:
             control.mul_(self.world)
-        return control.tolist
+        return Sums(control, DONE, control.tolist)
 
     def any(self, condition: bool) -> bool:
         return any(self.all_gather_objects(condition))

@@ -31,7 +31,7 @@ from zerokit.errors import UsageError
 from zerokit.layout import Cut
 from zerokit.patience import Patience
 from zerokit.placement import Axis, Mesh
-from zerokit.runtime.collectives.base import Collectives
+from zerokit.runtime.collectives.base import Collectives, Sums
 from zerokit.runtime.collectives.groups import clone
 from zerokit.runtime.collectives.route import Hop, Kind, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
@@ -166,7 +166,7 @@ class NcclCollectives(Collectives):
         self._streams, self._control = streams, streams[-1]
         self.averages = averages
 
-    def sum_soon(self, values: Sequence[float | Tensor]) -> Callable[[], list[float]]:
+    def sum_soon(self, values: Sequence[float | Tensor]) -> Sums:
         control = torch.empty(len(values), dtype=torch.float64, device=self.device)
         tensors = {at: value for at, value in enumerate(values) if isinstance(value, Tensor)}
 
@@ -178,8 +178,8 @@ class NcclCollectives(Collectives):
             self.all_reduce(control, dist.ReduceOp.SUM)
 
         reads = list(tensors.values())
-        self._control.launch(Operation("control values of a step", reduce, reads, [control]))
-        return partial(self._get, self._control.fetch(control), [control, *reads])
+        work = self._control.launch(Operation("control values of a step", reduce, reads, [control]))
+        return Sums(control, work, partial(self._get, self._control.fetch(control), reads))
 
     def _get(self, fetch: Callable[[], Tensor | None], keep: Sequence[Tensor]) -> list[float]:
         """The numbers that `fetch` gives once they have arrived; the device reads what we `keep`."""

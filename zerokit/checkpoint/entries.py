@@ -1,0 +1,105 @@
+"""Parts of a manifest: the line and its units, positions of parameters as ranges, dtypes, checksums as one text."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from zerokit.checkpoint.checksum import from_text
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.strict import bounded, member, members, shape_of
+from zerokit.layout import Layout, Parameter, Unit
+
+_MAX_POSITIONS = 1 << 22
+
+
+def ranges(positions: Iterable[int]) -> Iterator[list[int]]:
+    """Ascending positions as [start, stop) ranges."""
+    start = stop = -1
+    for position in positions:
+        if position != stop:
+            if stop >= 0:
+                yield [start, stop]
+            start = position
+        stop = position + 1
+    if stop >= 0:
+        yield [start, stop]
+
+
+def dtype_of(entry: dict[str, Any]) -> str:
+    """An entry's dtype. These functions raise `ValueError`."""
+    dtype = member(entry, "dtype", str)
+    if dtype not in ELEMENT_BYTES:
+        raise ValueError(f"dtype {dtype[:60]!r} is unknown")
+    return dtype
+
+
+def layout_of(top: dict[str, Any], world: int) -> Layout:
+    """The line, in its units, cut for `world` ranks."""
+    parameters = []
+    names: set[str] = set()
+    for entry in members(top, "parameters", dict):
+        parameter = Parameter(
+            name=member(entry, "name", str),
+            shape=shape_of(entry),
+            dtype=dtype_of(entry),
+            group=bounded(entry, "group", 0),
+            trainable=member(entry, "trainable", bool),
+            aliases=tuple(members(entry, "aliases", str)),
+        )
+        for name in (parameter.name, *parameter.aliases):
+            if name in names:
+                raise ValueError(f"two parameters are called {name[:200]!r}")
+            names.add(name)
+        parameters.append(parameter)
+    units: list[Unit] = []
+    start = 0
+    for entry in members(top, "units", dict):
+        stop = start + bounded(entry, "parameters", 1)
+        held = tuple(parameters[start:stop])
+        if stop > len(parameters):
+            raise ValueError(f"units hold {stop} parameters or more, but {len(parameters)} are listed")
+        if len({p.trainable for p in held}) > 1 or [p.group for p in held] != sorted(p.group for p in held):
+            raise ValueError(
+                f"unit {len(units)} mixes frozen and trainable parameters, or groups out of order"
+            )
+        units.append(Unit.equal(len(units), tuple(members(entry, "scopes", str)), held, world))
+        start = stop
+    if start != len(parameters):
+        raise ValueError(f"units hold {start} parameters, but {len(parameters)} are listed")
+    return Layout(world, bounded(top, "bucket_bytes", 0), tuple(units))
+
+
+class Budget:
+    """Positions of parameters, written as [start, stop) ranges. A few bytes may stand for millions of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._left = _MAX_POSITIONS
+
+    def positions(self, entry: dict[str, Any]) -> tuple[int, ...]:
+        positions: list[int] = []
+        end = 0
+        for stretch in members(entry, "parameters", list):
+            if len(stretch) != 2 or not all(type(bound) is int for bound in stretch):
+                raise ValueError(f"{str(stretch)[:60]} is not a [start, stop] of parameters")
+            start, stop = stretch
+            if not end <= start < stop <= self._count:
+                raise ValueError(
+                    f"{stretch} does not lie in the {self._count} parameters, in ascending order"
+                )
+            self._left -= stop - start
+            if self._left < 0:
+                raise ValueError(f"streams and scalars hold more than {_MAX_POSITIONS} parameters together")
+            positions.extend(range(start, stop))
+            end = stop
+        return tuple(positions)
+
+
+def checksums_of(entry: dict[str, Any], key: str, count: int) -> array[int]:
+    """The `count` checksums that an entry's member `key` holds."""
+    text = member(entry, key, str)
+    if len(text) != 8 * count:
+        raise ValueError(f"{key!r} has {len(text) / 8:g} checksums of eight digits, expected {count}")
+    return from_text(text)
