@@ -38,7 +38,7 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
 
     from zerokit.integrations.handlers import require_known, with_handlers
-    from zerokit.integrations.writing import write_weights
+    from zerokit.integrations.writing import whole_state, write_weights
 except ImportError as error:
     raise ImportError("accelerate is not installed: pip install 'zerokit[accelerate]'") from error
 
@@ -280,16 +280,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         Trained weights are the masters, so they are fp32 in half precision. Every rank holds the whole model for as
         long as it keeps this.
         """
-        state: dict[str, Any] = model.state_dict()
-        tensors = dict(model.named_parameters(remove_duplicate=False))
-        first: dict[int, str] = {}
-        for name, value in state.items():
-            original = first.setdefault(id(tensors.get(name, value)), name)
-            if original != name:
-                state[name] = state[original]
-            elif isinstance(value, Tensor) and name in tensors and _same_memory(value, tensors[name]):
-                state[name] = value.clone()  # training would go on in it
-        return state
+        return whole_state(model)
 
     def save_model(
         self,
@@ -308,8 +299,9 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             return
 
         def save() -> None:
-            state = self.get_state_dict(model)
-            if safe_serialization and any(value.is_meta for value in state.values()):
+            state: dict[str, Any] = self.get_state_dict(model)
+            later = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+            if safe_serialization and later and all(isinstance(value, Tensor) for value in state.values()):
                 write_weights(state, save_directory, max_shard_size)
             else:
                 plain(model, save_directory, max_shard_size, safe_serialization)
@@ -399,10 +391,6 @@ def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any, frozen: Frozen
     run, together = directory / CHECKPOINT_NAME, Together(zero.runtime.collectives)
     step = together.on_first(lambda: max(zerokit.list_steps(run), default=-1) + 1)
     zerokit.save(run, zero, step=step, extra=extra, keep_last=1, frozen=frozen)
-
-
-def _same_memory(value: Tensor, parameter: Tensor) -> bool:
-    return not value.is_meta and value.data_ptr() == parameter.data_ptr() and value.numel() > 0
 
 
 def _prepared(thing: object) -> bool:
