@@ -18,9 +18,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from zerokit import files
+from zerokit.runtime.torch_internals import leaves_of
 
 _STOCK: Callable[..., None] = safetensors.torch.save_file
 _STOCK_TORCH: Callable[..., None] = torch.save
@@ -111,7 +111,7 @@ def _same_view(one: Tensor, other: Tensor) -> bool:
 
 def _refuse_stand_ins(obj: Any, *args: Any, **kwargs: Any) -> None:
     """`torch.save`, which would write tensors on meta without their values."""
-    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in pytree.tree_leaves(obj)):
+    if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves_of(obj)):
         raise NeedsValues("torch.save of weights")
     _STOCK_TORCH(obj, *args, **kwargs)
 
