@@ -145,6 +145,10 @@ def test_files_have_the_dtype_of_the_model_as_it_was_built(given: tuple[int, tor
     # One rank after the other, with values where they are asked for.
     found = optimizer.runtime.weights.in_turn(lambda: model.state_dict()["weight"].sum().item())
     assert found == saved["weight"].sum().item()
+    pickled = io.BytesIO()
+    optimizer.runtime.weights.in_turn(lambda: torch.save(model.state_dict(), pickled))
+    pickled.seek(0)
+    assert torch.equal(torch.load(pickled, weights_only=True)["weight"], saved["weight"])
     assert len(_train(model, optimizer)) == 3
 
 
