@@ -38,6 +38,7 @@ try:
     from accelerate.optimizer import AcceleratedOptimizer
 
     from zerokit.integrations.handlers import require_known, with_handlers
+    from zerokit.integrations.writing import whole_state, write_weights
 except ImportError as error:
     raise ImportError("accelerate is not installed: pip install 'zerokit[accelerate]'") from error
 
@@ -279,34 +280,35 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         Trained weights are the masters, so they are fp32 in half precision. Every rank holds the whole model for as
         long as it keeps this.
         """
-        state: dict[str, Any] = model.state_dict()
-        tensors = dict(model.named_parameters(remove_duplicate=False))
-        first: dict[int, str] = {}
-        for name, value in state.items():
-            original = first.setdefault(id(tensors.get(name, value)), name)
-            if original != name:
-                state[name] = state[original]
-            elif isinstance(value, Tensor) and name in tensors and _same_memory(value, tensors[name]):
-                state[name] = value.clone()  # training would go on in it
-        return state
+        return whole_state(model)
 
     def save_model(
-        self, model: nn.Module, save_directory: str | os.PathLike[str], *more: Any, **options: Any
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
     ) -> None:
         """Write the whole weights as accelerate does, each in the dtype that it had when it was prepared. Collective.
 
-        The rank that writes holds the whole model, the others a unit of it at a time.
+        No rank holds more than a unit of them at a time, unless `safe_serialization` is False.
         """
-        zero = self.zero_optimizer
+        zero, plain = self.zero_optimizer, super().save_model
         if zero is None or zero.runtime.model is not model:
-            super().save_model(model, save_directory, *more, **options)
-        elif self.is_main_process or (
-            self.is_local_main_process and self.project_configuration.save_on_each_node
-        ):
-            with zero.runtime.weights.shown(as_built=True):
-                super().save_model(model, save_directory, *more, **options)
-        else:
-            zero.runtime.weights.attend()
+            plain(model, save_directory, max_shard_size, safe_serialization)
+            return
+
+        def save() -> None:
+            state: dict[str, Any] = self.get_state_dict(model)
+            later = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+            if safe_serialization and later and all(isinstance(value, Tensor) for value in state.values()):
+                write_weights(state, save_directory, max_shard_size)
+            else:
+                plain(model, save_directory, max_shard_size, safe_serialization)
+
+        on_each_node = self.project_configuration.save_on_each_node
+        writes = self.is_local_main_process if on_each_node else self.is_main_process
+        zero.runtime.weights.in_turn(save if writes else lambda: None)
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
@@ -389,10 +391,6 @@ def save_inside(directory: Path, zero: ZeroOptimizer, extra: Any, frozen: Frozen
     run, together = directory / CHECKPOINT_NAME, Together(zero.runtime.collectives)
     step = together.on_first(lambda: max(zerokit.list_steps(run), default=-1) + 1)
     zerokit.save(run, zero, step=step, extra=extra, keep_last=1, frozen=frozen)
-
-
-def _same_memory(value: Tensor, parameter: Tensor) -> bool:
-    return value.data_ptr() == parameter.data_ptr() and value.numel() > 0
 
 
 def _prepared(thing: object) -> bool:

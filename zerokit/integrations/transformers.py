@@ -61,8 +61,9 @@ class ZeroTrainer(Trainer):
             the model differs among trainers.
 
     `save_model` writes the masters, each in the dtype that its parameter had in `model`: fp32 for a model in fp32, bf16
-    for one that was loaded in bf16. The rank that writes holds the whole model, the others a unit of it at a time. A
-    model that an earlier trainer has sharded is taken from it when `train` begins.
+    for one that was loaded in bf16. No rank holds more than a unit of the model at a time, but where transformers makes
+    other weights of them, as of merged experts. A model that an earlier trainer has sharded is taken from it when
+    `train` begins.
 
     Other trainers are combined by inheritance, `class MyTrainer(ZeroTrainer, Seq2SeqTrainer)`. At stage 3 all ranks
     call `generate` together, which goes on until the longest text of any ends.
@@ -188,11 +189,11 @@ class ZeroTrainer(Trainer):
             with zero.gathered():
                 if self.args.should_save:
                     super()._save(output_dir)
-        elif self.args.should_save:
-            with zero.runtime.weights.shown(as_built=True):
-                super()._save(output_dir)
         else:
-            zero.runtime.weights.attend()
+            zero.runtime.weights.in_turn(
+                lambda: super(ZeroTrainer, self)._save(output_dir),
+                trained_at_once=_saves_adapters(self.model),
+            )
 
     def _save_description(self, directory: Path) -> None:
         """What a checkpoint has beside zerokit's files, so that a model and a tokenizer can be built from it."""

@@ -7,18 +7,26 @@ or a dictionary of a model (overrides and hooks of `state_dict`, tied weights, a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerokit.formulas import TrafficReport
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.guard import TICKET, Guarded
+from zerokit.runtime.saving import StandIns, Values
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
+
+T = TypeVar("T")
+
+_NONE = -1
+"""No unit."""
 
 
 class WholeWeights:
@@ -54,11 +62,79 @@ class WholeWeights:
             finally:
                 self.is_shown = False
 
-    def attend(self) -> None:
-        """Take part in `shown()` of ranks that want the weights, and hold one unit at a time."""
-        if not self._engine.is_open:
-            for _ in self._gathered(as_built=True, all_units=False):
-                pass
+    def in_turn(self, save: Callable[[], T], *, trained_at_once: bool = False) -> T:
+        """What `save` returns, which ranks call one after another; no rank holds more than one whole unit.
+
+        While it runs, tensors on `meta` stand for weights in the dtypes of the model as it was built; the other ranks
+        take part in gathering those that it writes, see `StandIns`. What is computed from weights, or written by other
+        functions, needs values: then this rank runs `save` again with the whole model. `trained_at_once` gives values
+        of trained weights from the start, where these are few. All ranks call it; an exception in `save` is raised
+        after the last rank's turn.
+        """
+        if self.is_shown or self._engine.is_open:
+            return save()
+        self._engine.make_current()
+        self._engine.take_changes()
+        done: list[T] = []
+        fault: Exception | None = None
+        with torch.no_grad(), self._collectives.counting(TrafficReport()):
+            for turn in range(self._collectives.world):
+                if turn != self._collectives.rank:
+                    while (unit := self._agree_on(_NONE)) != _NONE:
+                        self._gather(self._engine.units[unit])
+                        self._collectives.wait_for_readers()
+                    continue
+                try:
+                    done.append(self._lead(save, trained_at_once=trained_at_once))
+                except Exception as error:
+                    fault = error
+                finally:
+                    self._agree_on(_NONE)
+        if fault is not None:
+            raise fault
+        return done[0]
+
+    def _agree_on(self, unit: int) -> int:
+        """The unit that the rank whose turn it is wants gathered; others say `_NONE`."""
+        wanted = torch.tensor([unit], device=self._collectives.device)
+        self._collectives.all_reduce(wanted, dist.ReduceOp.MAX)
+        return int(wanted.item())
+
+    def _lead(self, save: Callable[[], T], *, trained_at_once: bool) -> T:
+        model = self._model()
+        assert model is not None
+        dtypes: dict[nn.Parameter, torch.dtype] = {
+            p: getattr(torch, built.dtype)
+            for unit in self._engine.units
+            for p, built in zip(unit.parameters, unit.unit.parameters, strict=True)
+        }
+        stand_ins = StandIns(dtypes, self._on_demand)
+        self.is_shown = True
+        try:
+            at_once = [p for p in dtypes if trained_at_once and p.requires_grad]
+            values = {p: value.to(dtypes[p], copy=True) for p, value in self._on_demand(at_once)}
+            try:
+                with stand_ins.intercepted(model), standing_in(model, {**stand_ins.tensors, **values}):
+                    return save()
+            except RuntimeError:  # also torch's own, of tensors on meta
+                left = self._on_demand([p for p in dtypes if p not in values])
+                values |= {p: value.to(dtypes[p], copy=True) for p, value in left}
+            with standing_in(model, values):
+                return save()
+        finally:
+            self.is_shown = False
+
+    def _on_demand(self, parameters: list[nn.Parameter]) -> Values:
+        """The whole values of `parameters`, a unit at a time, while the other ranks wait for this one's wishes."""
+        wanted = set(parameters)
+        for number, unit in enumerate(self._engine.units):
+            if not wanted.isdisjoint(unit.parameters):
+                self._agree_on(number)
+                try:
+                    views = zip(unit.parameters, self._gather(unit).views(), strict=True)
+                    yield from ((p, view) for p, view in views if p in wanted)
+                finally:  # also where a write has failed
+                    self._collectives.wait_for_readers()
 
     def each(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's name and whole value, in `dtype` if it is one, in memory of its own; one unit at a time.

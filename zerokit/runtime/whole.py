@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from zerokit.errors import UsageError
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.guard import refuse_moving
+from zerokit.runtime.saving import writers_of
 from zerokit.runtime.unit import UnitState
 from zerokit.runtime.walk import WALK
 from zerokit.runtime.weights import WholeWeights, standing_in
@@ -105,6 +106,11 @@ class ModelMethods:
         def save_pretrained(*args: Any, **kwargs: Any) -> Any:
             """The method of transformers, PEFT and diffusers also asks parts of the model for their states."""
             whole = kwargs.get("state_dict")
+            if whole is None and writers_of(own()):
+                return weights.in_turn(
+                    lambda: plain("save_pretrained", *args, **kwargs),
+                    trained_at_once=hasattr(own(), "peft_config"),
+                )
             # Trainers give one rank alone what all have gathered. It stands in the model then: the dtype of its tensors
             # goes into the configuration that is saved beside them.
             with weights.shown(as_built=True) if whole is None else standing_in(own(), _named(own(), whole)):
