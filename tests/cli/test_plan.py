@@ -92,3 +92,27 @@ def test_a_configuration_of_hugging_face_and_what_does_not_fit(tmp_path: Path) -
     assert "GiB more than there is" in done.stdout
     assert "Assumed: Trained as transformers' Qwen2ForCausalLM, with its own loss." in done.stdout
     assert "No times in bf16: nothing has been measured on device 'device'" in done.stdout
+
+
+def test_modules_have_a_stage_of_their_own(tmp_path: Path) -> None:
+    """In every row; bench has none, so only the arguments of ZeroOptimizer say how to train it."""
+    asked = (*GPT, *H100, "--gpus", "8", "--nodes", "1", "--batch-size", "2", "--stage", "2")
+    plain = zerokit_inside(tmp_path, *asked, "--json")
+    own = zerokit_inside(tmp_path, *asked, "--module-stage", "blocks.0=3", "--json")
+    assert (plain.returncode, own.returncode) == (0, 0), plain.stderr + own.stderr
+    held = [json.loads(done.stdout)["fitting"][0]["memory"]["held_bytes"] for done in (plain, own)]
+    assert held[1]["parameters"] < held[0]["parameters"]
+    assert held[1]["optimizer"] == held[0]["optimizer"]
+    table = zerokit_inside(
+        tmp_path, *asked, "--module-stage", "blocks.0=3", "--module-stage", "norm=0"
+    ).stdout
+    assert 'stage={"blocks.0": 3, "norm": 0, "*": 2}' in table
+    assert "\nmeasure" not in table
+    for given, words in (
+        ("block.0=3", "'block.0' is no module of the model, but 'blocks.0'"),
+        ("blocks.0=4", "stage 4 is unknown"),
+        ("blocks.0", "expected a module's path and its stage, such as backbone=3"),
+    ):
+        refused = zerokit_inside(tmp_path, *asked, "--module-stage", given)
+        assert refused.returncode == 2
+        assert words in refused.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.distributed import run_ranks
+from zerokit.bench.engines import zerokit as engine
 from zerokit.bench.engines.trainer import make
 from zerokit.bench.machine.accelerator import choose_accelerator
 from zerokit.bench.measure.memory import MemoryTracker, held_by
@@ -19,7 +21,7 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.training import Batches
 from zerokit.bench.workloads.build import build, load
 from zerokit.formulas import MEMORY_KINDS
-from zerokit.placement import Mesh, Placement, stage_of
+from zerokit.placement import Mesh, placed
 from zerokit.planning.memory import StepMemory, element_sizes
 from zerokit.planning.replay import Step
 from zerokit.planning.trace import Traces
@@ -29,17 +31,26 @@ QWEN = "tests.planning.models:qwen"
 Peaks = tuple[dict[str, int], dict[str, int]]
 
 
+def _built(own: dict[str, Any], *args: Any, **options: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(*args, **options | own)
+
+
 def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]]:
     """For each cell rank 0's peaks, at the most and by kind, as tracked in a third step and as planned."""
     found = []
     torch.set_num_threads(1)
     traces: dict[str, Traces] = {}
     for each in settings:
+        own: dict[str, Any] = each.get("module_stages", {})
+        each = {name: value for name, value in each.items() if name != "module_stages"}
         cell = Settings(nproc_per_node=dist.get_world_size(), device="cpu", **each)
         loaded, accelerator = load(cell), choose_accelerator("cpu")
-        if cell.model not in traces:
-            traces[cell.model] = Traces(subject_of(loaded), on_cuda=False, exactly=True)
-        trainer = make(loaded, cell, accelerator)
+        key = f"{cell.model} {own}"
+        if key not in traces:
+            traces[key] = Traces(subject_of(loaded), on_cuda=False, exactly=True, module_stages=own)
+        stage: dict[str, Any] = {"stage": {**own, "*": cell.stage}} if own else {}
+        with patch.object(engine, "ZeroOptimizer", partial(_built, stage)):
+            trainer = make(loaded, cell, accelerator)
         batches = Batches(loaded, cell, accelerator.device, ahead=False)
         zero = trainer.zero
         assert zero is not None
@@ -58,7 +69,7 @@ def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]
             most = max(readings, key=lambda sizes: sum(sizes.values()))
             highest = {kind: max(sizes[kind] for sizes in readings) for kind in MEMORY_KINDS}
             planned = PlanBeside(
-                cell, loaded, zero.runtime.placement, zero.precision, None, traces[cell.model]
+                cell, loaded, zero.runtime.placement, zero.precision, None, traces[key]
             ).planned
             found.append(((most, highest), (planned.peak_bytes, planned.highest_bytes)))
         del trainer
@@ -79,6 +90,10 @@ MODELS: list[dict[str, Any]] = [
     {"model": "llama-tiny", "precision": "fp32", "seq_len": 64, "batch_size": 8, "stage": 3},
     {"model": "mlp-mnist", "precision": "fp32", "batch_size": 16, "stage": 0},
     {"model": "tests.planning.models:residual", "precision": "fp32", "stage": 1},
+    {"model": "gpt-tiny", "precision": "bf16", "seq_len": 64, "batch_size": 8, "stage": 2}
+    | {"module_stages": {"blocks.0": 3, "positions": 3}},
+    {"model": "llama-tiny", "precision": "fp32", "seq_len": 64, "batch_size": 8, "stage": 3}
+    | {"module_stages": {"blocks.0": 0, "norm": 2}},
     {"model": QWEN, "precision": "bf16", "seq_len": 64, "batch_size": 1, "stage": 3},
     {"model": "tests.planning.models:dropping", "precision": "fp32", "batch_size": 64, "stage": 2},
 ]
@@ -106,17 +121,22 @@ def test_on_two_axes() -> None:
 TRACES = Traces(subject_named("gpt-tiny"), on_cuda=False, exactly=True)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(512, 0), (8, 1), (64, 2), (512, 3)])
-def test_layout_and_state_of_many_ranks_are_those_of_their_optimizer(world: int, stage: int) -> None:
-    trace = TRACES.get(1, "bf16", recompute=False)
+OWN: dict[str, Any] = {"blocks.0": 3, "blocks.1.mlp": 0}
+
+
+@pytest.mark.parametrize(("world", "stage"), [(512, 0), (8, 1), (64, 2), (512, 3), (64, {**OWN, "*": 2})])
+def test_layout_and_state_of_many_ranks_are_those_of_their_optimizer(world: int, stage: Any) -> None:
+    traces = TRACES
+    if isinstance(stage, dict):
+        traces = Traces(subject_named("gpt-tiny"), on_cuda=False, exactly=True, module_stages=OWN)
+    trace = traces.get(1, "bf16", recompute=False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
-        optimizer = ZeroOptimizer(
-            build("gpt-tiny"), torch.optim.AdamW, stage=stage_of(stage), precision="bf16"
-        )
+        optimizer = ZeroOptimizer(build("gpt-tiny"), torch.optim.AdamW, stage=stage, precision="bf16")
         layout = trace.layout.for_world(world)
         assert layout.digest() == optimizer.layout.digest()
-        placement = Placement.of(stage, Mesh(1, world))
+        rest = stage["*"] if isinstance(stage, dict) else stage
+        placement = placed([trace.own_stages.get(unit.index, rest) for unit in layout.units], Mesh(1, world))
         step = Step(layout, placement, element_sizes(Precision.of("bf16")), on_cuda=False)
         assert StepMemory(trace, step).of(trace).held == optimizer.predicted_memory()
     finally:

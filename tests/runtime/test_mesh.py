@@ -82,7 +82,8 @@ def test_all_pairs_are_identical_bits(name: str, mesh: Any, switch: str, base: R
 def test_a_device_waits_for_both_hops() -> None:
     """The device's way: results are nan until they have been waited for."""
     pairs = [(0, 0), (0, 3), (1, 3), (2, 2), (3, 3)]
-    runs = {str(pair): Run(stage=pair, mesh=SQUARE, clip=0.3, micro=2, steps=3) for pair in pairs}
+    stages = [*pairs, mixed("gpt", (0, 3), (1, 2), (3, 3), (0, 0))]
+    runs = {str(stage): Run(stage=stage, mesh=SQUARE, clip=0.3, micro=2, steps=3) for stage in stages}
     with device_way(LaggingStream):
         first, *others = train_all("gpt", runs).values()
     for other in others:

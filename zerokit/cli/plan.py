@@ -21,6 +21,17 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 """
 
 
+def _by_module(given: tuple[str, ...]) -> dict[str, int]:
+    """Stages by the paths of modules."""
+    found = {}
+    for one in given:
+        path, _, stage = one.rpartition("=")
+        if not path or not stage.isdecimal():
+            raise click.BadParameter(f"{one!r}: expected a module's path and its stage, such as backbone=3.")
+        found[path] = int(stage)
+    return found
+
+
 @click.command(epilog=_EPILOG)
 @click.argument("model", type=Name(lambda: list(WORKLOADS)))
 @click.option(
@@ -55,6 +66,14 @@ Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 )
 @setting_option("stage", "ZeRO stages to choose from; on two axes those of the inner one.")
 @setting_option("outer_stage", "Stages of the outer axis to choose from.")
+@click.option(
+    "--module-stage",
+    "module_stages",
+    multiple=True,
+    metavar="PATH=STAGE",
+    callback=lambda context, option, given: _by_module(given),
+    help="A stage that the module at PATH has in every cell, such as backbone=3; can be repeated.",
+)
 @setting_option("mesh", "Meshes to choose from; 1xN is one axis.", "1xN, nodes × devices")
 @setting_option("batch_size", "Micro-batches of one rank to choose from.", "1 to 64")
 @setting_option("accumulate", "Micro-batches in a step to choose from.", "1")

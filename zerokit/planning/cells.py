@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zerokit.errors import UsageError
-from zerokit.placement import Mesh
+from zerokit.placement import Mesh, StageNumber
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import Cluster
 from zerokit.planning.memory import PlannedMemory
@@ -77,6 +77,7 @@ class Question:
         samples_per_step: of all ranks together: then `accumulate` follows from the micro-batch.
         precisions: those to choose from.
         room_bytes: of a device; None where that is not known.
+        module_stages: of modules that have a stage of their own in every cell, by path.
     """
 
     cluster: Cluster
@@ -92,6 +93,7 @@ class Question:
     room_bytes: int | None = None
     on_cuda: bool = True
     bucket_mb: float | None = None
+    module_stages: Mapping[str, StageNumber] = field(default_factory=dict)
 
     @property
     def nodes(self) -> int:
@@ -126,7 +128,7 @@ class Plan:
     @property
     def bench_line(self) -> str | None:
         """The command that measures the best cell; None if nothing fits, or bench cannot build the model."""
-        if self.best is None or not self.subject.bench_options:
+        if self.best is None or not self.subject.bench_options or self.question.module_stages:
             return None
         cell, question = self.best.cell, self.question
         words = ["zerokit", "bench", *self.subject.bench_options, "--stage", str(cell.stages[1])]
@@ -150,9 +152,12 @@ class Plan:
         if self.best is None:
             return None
         cell, bucket_mb = self.best.cell, self.question.bucket_mb
-        stage = f"stage={cell.stages[1]}"
+        stages = repr(cell.stages if cell.stages[0] != cell.stages[1] else cell.stages[1])
+        if self.question.module_stages:
+            own = "".join(f'"{path}": {own}, ' for path, own in self.question.module_stages.items())
+            stages = f'{{{own}"*": {stages}}}'
+        stage = f"stage={stages}"
         if cell.mesh.outer > 1:
-            stage = stage if cell.stages[0] == cell.stages[1] else f"stage={cell.stages}"
             stage += f", mesh=({cell.mesh.outer}, {cell.mesh.inner})"
         bucket = "" if bucket_mb is None else f", bucket_mb={bucket_mb:g}"
         return f'ZeroOptimizer(model, torch.optim.AdamW, {stage}, precision="{cell.precision}"{bucket})'

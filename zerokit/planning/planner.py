@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from zerokit.errors import UsageError
-from zerokit.placement import Mesh, Placement
+from zerokit.placement import AnyPlacement, Mesh, placed
 from zerokit.planning.cells import GIB, Cell, Plan, PlannedCell, Question
 from zerokit.planning.memory import StepMemory, element_sizes
 from zerokit.planning.recording import ModelTrace
@@ -47,7 +47,11 @@ class _Planner:
         self._micro_batches = question.micro_batches or [1, 2, 4, 8, 16, 32, 64]
         one_size = len(self._micro_batches) == 1
         self._traces = Traces(
-            subject, on_cuda=question.on_cuda, bucket_mb=question.bucket_mb, exactly=one_size
+            subject,
+            on_cuda=question.on_cuda,
+            bucket_mb=question.bucket_mb,
+            exactly=one_size,
+            module_stages=question.module_stages,
         )
         first = self._traces.get(
             self._micro_batches[0], question.precisions[0], recompute=question.recompute[0]
@@ -103,7 +107,9 @@ class _Planner:
         """The memory of a cell, and its time where it fits."""
         question = self._question
         trace = self._traces.get(cell.micro_batch, cell.precision, recompute=cell.recompute)
-        placement = Placement.of(cell.stages if cell.mesh.outer > 1 else cell.stages[1], cell.mesh)
+        rest = cell.stages if cell.mesh.outer > 1 else cell.stages[1]
+        stages = [trace.own_stages.get(unit.index, rest) for unit in self._layout.units]
+        placement = placed(stages, cell.mesh)
         memory = self._memory_of(trace, placement, cell).of(trace)
         planned = PlannedCell(cell, memory, question.room_bytes)
         efficiency = question.efficiencies.get(cell.precision)
@@ -118,7 +124,7 @@ class _Planner:
         mfu = units_per_s * flops / peak if peak else None
         return PlannedCell(cell, memory, question.room_bytes, time, units_per_s, mfu)
 
-    def _memory_of(self, trace: ModelTrace, placement: Placement, cell: Cell) -> StepMemory:
+    def _memory_of(self, trace: ModelTrace, placement: AnyPlacement, cell: Cell) -> StepMemory:
         key = placement, min(cell.accumulate, 3), id(trace.events)
         if key not in self._steps:
             sizes, question = element_sizes(Precision.of(cell.precision)), self._question

@@ -7,7 +7,7 @@ activations include temporaries, logits and the loss.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -66,6 +66,7 @@ class ModelTrace:
         kept_lazily: units whose uses are all announced by modules, so that they are gathered when those are entered.
         buffer_bytes: of the model's buffers.
         has_blocks: whether the model has blocks that can be recomputed.
+        own_stages: of units whose modules have a stage of their own, by index.
     """
 
     layout: Layout
@@ -76,6 +77,7 @@ class ModelTrace:
     kept_lazily: frozenset[int]
     buffer_bytes: int
     has_blocks: bool
+    own_stages: Mapping[int, int] = field(default_factory=dict)
 
 
 SAMPLES = 997

@@ -8,7 +8,7 @@ number of ranks or on a stage: `memory` replays a trace for each.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from zerokit.by_module import REST
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes
 from zerokit.planning.as_on_cuda import as_on_cuda
@@ -25,7 +26,7 @@ from zerokit.planning.recording import SAMPLES, ModelTrace, Moment, Recorder, Re
 from zerokit.planning.subject import Subject
 from zerokit.planning.work import ModelWork
 from zerokit.runtime.hooks import origin, tensors_in
-from zerokit.runtime.model import Anatomy, announcers, take_apart
+from zerokit.runtime.model import Anatomy, announcers, settings_of, take_apart
 from zerokit.runtime.options import require_trainable_dtypes
 from zerokit.runtime.precision import FLOATING, Precision, cast_inputs, keep_statistics, modules_that_cast
 from zerokit.runtime.torch_internals import in_backward
@@ -40,6 +41,7 @@ def trace_model(
     recompute: bool = False,
     on_cuda: bool = False,
     bucket_mb: float | None = None,
+    module_stages: Mapping[str, int] | None = None,
 ) -> Recording:
     """Run one micro-batch of `subject` on fake tensors.
 
@@ -50,6 +52,7 @@ def trace_model(
         recompute: whether blocks are checkpointed, as `recompute_blocks` does it.
         on_cuda: whether operations save what they save on CUDA.
         bucket_mb: as the runtime's.
+        module_stages: of modules that have a stage of their own, by path.
 
     Raises `UsageError`, which says what failed, for a model that cannot be run so.
     """
@@ -70,7 +73,9 @@ def trace_model(
         log.disabled = True
         anatomy = take_apart(model, None, {})
         bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
-        layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes)
+        by_module = {**(module_stages or {}), REST: None}
+        own = settings_of("module stages", by_module, model, anatomy)
+        layout = build_layout(anatomy.segments, world=1, bucket_bytes=bucket_bytes, settings=own)
         stack.enter_context(FakeTensorMode())
         parameters = _become_fake(model, precision)
         named = {name: parameters[parameter] for name, parameter in anatomy.named.items()}
@@ -106,6 +111,7 @@ def trace_model(
             watch.kept_lazily(),
             buffer_bytes,
             bool(blocks),
+            {u.index: own[name] for u in layout.units if own[name := u.parameters[0].name] is not None},
         )
         uses = uses_of(recorder)
         return Recording(samples is None, trace, levels[:, 1:], uses, subject.units_per_sample)
@@ -119,12 +125,20 @@ class Traces:
         on_cuda: whether operations save what they save on CUDA.
         bucket_mb: as the runtime's.
         exactly: whether each size of a micro-batch is run by itself, for models that treat some sizes differently.
+        module_stages: of modules that have a stage of their own, by path.
     """
 
     def __init__(
-        self, subject: Subject, *, on_cuda: bool, bucket_mb: float | None = None, exactly: bool = False
+        self,
+        subject: Subject,
+        *,
+        on_cuda: bool,
+        bucket_mb: float | None = None,
+        exactly: bool = False,
+        module_stages: Mapping[str, int] | None = None,
     ) -> None:
-        record = cache(partial(trace_model, subject, on_cuda=on_cuda, bucket_mb=bucket_mb))
+        traced = partial(trace_model, subject, on_cuda=on_cuda, bucket_mb=bucket_mb)
+        record = cache(partial(traced, module_stages=module_stages))
 
         @cache
         def trace(samples: int, precision: str, recompute: bool) -> ModelTrace:

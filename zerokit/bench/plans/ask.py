@@ -13,7 +13,7 @@ from zerokit.bench.plans.subjects import speed_of, subject_named
 from zerokit.bench.record.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import parse_mesh
 from zerokit.errors import UsageError
-from zerokit.placement import Mesh
+from zerokit.placement import Mesh, stage_of
 from zerokit.planning.cells import Plan, PlannedCell, Question
 from zerokit.planning.efficiency import Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network, read_cluster
@@ -41,6 +41,7 @@ def plan(
     record: str | Path | None = None,
     stage: int | Sequence[int] | None = None,
     outer_stage: int | Sequence[int] | None = None,
+    module_stages: Mapping[str, int] | None = None,
     mesh: str | Sequence[str] | None = None,
     batch_size: int | Sequence[int] | None = None,
     accumulate: int | Sequence[int] = 1,
@@ -64,6 +65,7 @@ def plan(
         record: a record of `zerokit bench` on one such device, from which its speed is taken.
         stage: stages to choose from; on a mesh those of the inner axis.
         outer_stage: stages of a mesh's outer axis to choose from.
+        module_stages: stages that modules have in every cell, by path: {"backbone": 3}.
         mesh: meshes to choose from, such as "2x8"; "1xN" is one axis.
         batch_size: samples in a rank's micro-batch, to choose from.
         accumulate: micro-batches in a step, to choose from.
@@ -116,6 +118,7 @@ def plan(
         room_bytes=room,
         on_cuda=on_cuda,
         bucket_mb=bucket_mb,
+        module_stages={path: stage_of(own) for path, own in (module_stages or {}).items()},
     )
     found = plan_cells(subject, question)
     return replace(found, assumptions=(*notes, *reasons, *found.assumptions))
