@@ -55,6 +55,9 @@ def test_the_baseline_can_be_chosen(folder: Path) -> None:
     assert "against FSDP2 3" in (folder / "page.html").read_text(encoding="utf-8")
     (row,) = (line for line in by_name.stdout.splitlines() if line.startswith("FSDP2 3"))
     assert "%" not in row
+    unknown = compare(folder / "sweep", "--baseline", "FSDP2 9")
+    assert unknown.exit_code == 2
+    assert "or name a cell: 'zerokit 0', " in " ".join(unknown.stderr.split())
 
 
 def test_the_gate_and_json_with_values_errors_and_verdicts(folder: Path) -> None:

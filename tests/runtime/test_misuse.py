@@ -392,3 +392,20 @@ def test_a_model_whose_optimizer_was_deleted_must_be_released_or_built_anew(stag
     for one in (again, model):
         make(one, stage=stage)
         assert all(torch.equal(value, weights[name]) for name, value in one.state_dict().items())
+
+
+@on_ranks(2, (0, 2, 3))
+def test_a_rank_that_loads_a_state_alone_is_named(stage: Any) -> None:
+    """Before the first pass at once, by what each rank does, and no rank then trains on with other weights."""
+    model = nn.Linear(4, 2)
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision="fp32", lr=0.1)
+    values = {"weight": torch.ones(2, 4), "bias": torch.ones(2)}
+    call = partial(model, torch.ones(1, 4)) if dist.get_rank() else partial(model.load_state_dict, values)
+    with pytest.raises(
+        zerokit.ScheduleError, match=r"0: end of .*load_state_dict\(\), rank 1: end of forward"
+    ):
+        call()
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(zerokit.LayoutMismatch):
+        optimizer.step()

@@ -98,9 +98,14 @@ def command(
             "name at least one RUN: a record, a folder of records, or an MLflow run or experiment"
         )
     runs = [load_run(name, tracking_uri) for name in dict.fromkeys(names)]
-    by_label = baseline not in names and any(cell.label == baseline for cell in make_cells(runs))
+    labels = [cell.label for cell in make_cells(runs)]
+    by_label = baseline not in names and baseline in labels
     if baseline is not None and not by_label:
-        first = next((run for run in runs if run.name == baseline), None) or load_run(baseline, tracking_uri)
+        first = next((run for run in runs if run.name == baseline), None)
+        try:
+            first = first or load_run(baseline, tracking_uri)
+        except UsageError as error:
+            raise UsageError(f"--baseline: {error}; or name a cell: {', '.join(map(repr, labels))}") from None
         runs = [first, *(run for run in runs if run is not first)]
     runs = _once(runs)
     label = baseline if by_label else None

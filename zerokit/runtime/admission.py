@@ -17,11 +17,14 @@ from zerokit.errors import LayoutMismatch, UnsupportedOptimizer
 from zerokit.layout import Layout
 from zerokit.runtime.collectives import Collectives
 
+BUILDING = "construction of ZeroOptimizer"
+"""The place at which ranks exchange what they build."""
+
 
 def require_agreement(layout: Layout, settings: dict[str, str], collectives: Collectives) -> None:
     """Raise `LayoutMismatch` on every rank, naming ranks and differences, unless all describe the same thing."""
     digest = hashlib.sha256(layout.digest() + json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    if len(set(collectives.all_gather_objects(digest))) == 1:
+    if len(set(collectives.all_gather_objects(digest, BUILDING))) == 1:
         return
     units = [unit.name for unit in layout.units]
     mine = {
@@ -34,7 +37,7 @@ def require_agreement(layout: Layout, settings: dict[str, str], collectives: Col
         },
         "the division by units=": f"{len(units)} units ({', '.join(units[:2])}, …)",
     }
-    described = collectives.all_gather_objects(mine)
+    described = collectives.all_gather_objects(mine, BUILDING)
     lines = []
     for rank, other in enumerate(described):
         differing = [key for key in {**described[0], **other} if described[0].get(key) != other.get(key)]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.layout import build_layout, default_bucket_bytes
 from zerokit.placement import AnyPlacement, placed, without_lone_axis
-from zerokit.runtime.admission import choose_kernel, probe, require_agreement
+from zerokit.runtime.admission import BUILDING, choose_kernel, probe, require_agreement
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.gradients import Gradients
@@ -97,7 +97,9 @@ class Runtime:
             **_describe(groups, inner_options),
         }
         require_agreement(self.layout, settings, self.collectives)
-        self.collectives.reporter.distinguish(self.collectives.all_gather_objects(secrets.randbits(40))[0])
+        self.collectives.reporter.distinguish(
+            self.collectives.all_gather_objects(secrets.randbits(40), BUILDING)[0]
+        )
 
         # What they hold, and what moves it.
         self.units = self._take_over(parts, options)
@@ -182,7 +184,7 @@ def _start_of_rank_0(model: nn.Module, collectives: Collectives) -> tuple[int, f
     Raises `UsageError`, on every rank, where another one has values that rank 0 has not.
     """
     absent = frozenset(name for name, tensor in named_tensors(model) if tensor.is_meta)
-    everyone = collectives.all_gather_objects((torch.initial_seed() % 2**62, absent))
+    everyone = collectives.all_gather_objects((torch.initial_seed() % 2**62, absent), BUILDING)
     seed, first = everyone[0]
     for rank, (_, theirs) in enumerate(everyone):
         if not first <= theirs:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerokit.errors import UsageError
+from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.unit import UnitState
 
@@ -52,9 +52,15 @@ def require_rank(source: int | None, world: int) -> None:
         )
 
 
-def exchange(collectives: Collectives, source: int | None, mine: Any) -> list[Any]:
-    """Every rank's `mine`. Raises `UsageError`, on every rank, where they do not name the same `source`."""
-    everyone = collectives.all_gather_objects((source, mine))
+_END = "end of gathered() or load_state_dict()"
+
+
+def exchange(collectives: Collectives, source: int | None, mine: Any, place: str) -> list[Any]:
+    """Every rank's `mine`. Raises `UsageError`, on every rank, where they do not name the same `source`.
+
+    `place` names the call that all of them make.
+    """
+    everyone = collectives.all_gather_objects((source, mine), place)
     if len({theirs for theirs, _ in everyone}) > 1:
         named = ", ".join(f"{theirs} on rank {rank}" for rank, (theirs, _) in enumerate(everyone))
         raise UsageError(f"source= differs by rank ({named}): all ranks must name the same one")
@@ -107,10 +113,13 @@ class Changes:
         """
         self.note()
         source, collectives = self.source, self._collectives
-        asked = exchange(collectives, source, sorted(self._written))
-        records = exchange(
-            collectives, source, {index: self._record(index) for index in sorted(set().union(*asked))}
-        )
+        try:
+            asked = exchange(collectives, source, sorted(self._written), _END)
+            mine = {index: self._record(index) for index in sorted(set().union(*asked))}
+            records = exchange(collectives, source, mine, _END)
+        except ScheduleError:  # other ranks are elsewhere, and have not made these changes
+            self.end_alone()
+            raise
         apart = differing(records)
         for index in records[0]:
             exact = () if source is None else records[source][index][1]
@@ -165,7 +174,7 @@ def buffers_from(source: int, model: nn.Module, collectives: Collectives) -> Ite
         known, version = before.get(name, (None, 0))
         if buffer is not known or buffer._version != version:
             changed.append((name, buffer.shape, buffer.dtype))
-    for name, shape, dtype in collectives.all_gather_objects(changed)[source]:
+    for name, shape, dtype in collectives.all_gather_objects(changed, "end of gathered(source=)")[source]:
         own = buffers.get(name)
         if own is None or (own.shape, own.dtype) != (shape, dtype):
             path, _, last = name.rpartition(".")

@@ -304,8 +304,8 @@ class Engine:
         try:
             if source is not None or self.is_open == 1:
                 self.changes.agree() if agree else self.changes.end_alone()
-            self.take_changes()
         finally:
+            self.take_changes()
             self.is_open -= 1
             self.free_all()
 

@@ -237,7 +237,7 @@ class Gradients:
         They are those of rank `source`, if it is one, or made alike on all ranks: others raise `UsageError` on all, and
         none is kept. Nor is any after an exception.
         """
-        if not self._collectives.any(self.received):
+        if not self._collectives.any(self.received, "gathered_gradients()"):
             yield  # as in torch, there are no gradients to see
             return
         shown = [(unit, unit.show()) for unit in self.units.values()]
@@ -245,9 +245,8 @@ class Gradients:
         self.shown = True
         try:
             yield
-            records = exchange(
-                self._collectives, source, {unit.unit.index: checksums(unit.shown()) for unit, _ in shown}
-            )
+            mine = {unit.unit.index: checksums(unit.shown()) for unit, _ in shown}
+            records = exchange(self._collectives, source, mine, "end of gathered_gradients()")
             apart = differing(records)
             if apart and source is None:
                 raise UsageError(

@@ -32,7 +32,7 @@ class Recording:
         kept from the next pass on, and are not there on the other ranks now.
         """
         mine = done.trace, done.read_early, frozenset(self.lazy if self.order.from_forward else lazy)
-        everyone = self._collectives.all_gather_objects(mine)
+        everyone = self._collectives.all_gather_objects(mine, "end of forward")
         trace, _, lazy = everyone[0]
         early = [read for _, read, _ in everyone]
         kept, first = self.order.kept, sorted(self._rest.difference(lazy))
@@ -44,4 +44,4 @@ class Recording:
         """Where nothing is gathered, adopt the order in which rank 0's first gradients became complete. Collective."""
         if self.order.prefetch is None and not self.order.from_backward:
             mine = list(dict.fromkeys([*completed, *self.order.reduced]))
-            self.order = self.order.reducing(self._collectives.all_gather_objects(mine)[0])
+            self.order = self.order.reducing(self._collectives.all_gather_objects(mine, "end of backward")[0])

@@ -140,7 +140,8 @@ class Ema:
             raise UsageError("applied() inside gathered_gradients(): leave that context first")
         runtime.control.finish()
         # A rank that owns nothing cannot know by itself.
-        if not runtime.collectives.any(any(EMA in state for _, _, state in runtime.masters())):
+        begun = any(EMA in state for _, _, state in runtime.masters())
+        if not runtime.collectives.any(begun, "applied()"):
             raise UsageError("applied() before the first update(): there is no average yet")
 
     @torch.no_grad()

@@ -225,7 +225,7 @@ def _change(change: Difference | None) -> tuple[str, str]:
         return f"≈ {text}" if change.relative else text, ""
     if change.verdict == "noise unknown":
         return f"{text} ?", ""
-    return text, change.verdict
+    return text, "" if text == "0.0 %" else change.verdict
 
 
 def memory_metric(cells: Sequence[Cell]) -> tuple[str, str]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerokit.errors import ScheduleError
 from zerokit.formulas import Operation, TrafficReport, operation_name
 from zerokit.layout import Cut, Unit
 from zerokit.placement import BOTH, Axis, Mesh
@@ -270,16 +271,26 @@ class Collectives:
             control.mul_(self.world)
         return Sums(control, DONE, control.tolist)
 
-    def any(self, condition: bool) -> bool:
-        return any(self.all_gather_objects(condition))
+    def any(self, condition: bool, place: str) -> bool:
+        """Whether it holds on any rank, as `all_gather_objects`."""
+        return any(self.all_gather_objects(condition, place))
 
-    def all_gather_objects(self, value: T) -> list[T]:
-        """Every rank's `value`, in rank order; never in a step, where the route runs ahead."""
-        gathered = [value] * self.world
+    def all_gather_objects(self, value: T, place: str) -> list[T]:
+        """Every rank's `value`, in rank order; never in a step, where the route runs ahead.
+
+        `place` names the call that all ranks make. Raises `ScheduleError`, on every rank, where some make another one.
+        """
+        gathered = [(place, value)] * self.world
         if self._asks:
-            with self.reporter.waiting("all_gather_objects"):
-                dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
+            with self.reporter.waiting(place):
+                dist.all_gather_object(gathered, (place, value), group=self.group)
+        places = [theirs for theirs, _ in gathered]
+        if len(set(places)) > 1:
+            named = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(places))
+            raise ScheduleError(
+                f"ranks have come to different calls, and must make the same in one order: {named}"
+            )
+        return [theirs for _, theirs in gathered]
 
     def own(self, groups: Sequence[dist.ProcessGroup], like: dist.ProcessGroup) -> None:
         """Take gloo groups, which all ranks of `like` have made, for nobody else's."""
