@@ -103,7 +103,9 @@ def test_modules_have_a_stage_of_their_own(tmp_path: Path) -> None:
     held = [json.loads(done.stdout)["fitting"][0]["memory"]["held_bytes"] for done in (plain, own)]
     assert held[1]["parameters"] < held[0]["parameters"]
     assert held[1]["optimizer"] == held[0]["optimizer"]
-    table = zerokit_inside(tmp_path, *asked, "--module-stage", "blocks.0=3", "--module-stage", "norm=0").stdout
+    table = zerokit_inside(
+        tmp_path, *asked, "--module-stage", "blocks.0=3", "--module-stage", "norm=0"
+    ).stdout
     assert 'stage={"blocks.0": 3, "norm": 0, "*": 2}' in table
     assert "\nmeasure" not in table
     for given, words in (
