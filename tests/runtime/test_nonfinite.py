@@ -144,6 +144,16 @@ def test_on_a_mesh(given: tuple[Any, str]) -> None:
     assert loop.optimizer.skipped_steps == 1
 
 
+@on_ranks(2, ("bf16", "int8 wire"))
+def test_where_modules_have_stages_of_their_own(name: str) -> None:
+    loop = Loop(Run(stage={"0": 3, "*": 1}, precision=PRECISIONS[name]))
+    loop.step()
+    before = loop.bits()
+    with said():
+        loop.step(math.inf)
+    assert (loop.optimizer.skipped_steps, loop.bits()) == (1, before)
+
+
 @on_ranks(2, itertools.product(STAGES, (None, 1.0)))
 def test_a_look_at_the_gradients_costs_no_message(given: tuple[int, float | None]) -> None:
     stage, clip = given
@@ -229,6 +239,26 @@ def test_what_is_changed_in_gathered_gradients_is_looked_at(given: tuple[str, in
     loop.optimizer.step()
     # In fp16 the loss scale was too large all the same.
     assert (loop.optimizer.skipped_steps == 3, loop.bits() == before) == ((precision == "fp16",) * 2)
+
+
+@on_ranks(2, STAGES)
+def test_what_a_skipped_step_has_left_in_frozen_parameters_is_not_looked_at(stage: int) -> None:
+    """A part of a unit, then all of it, is frozen after the step; and gradients are cleared one by one."""
+    loop = Loop(Run(stage=stage))
+    first = next(iter(loop.model.children()))
+    with said():
+        loop.step(math.nan)
+    for parameter in first.parameters():
+        parameter.requires_grad_(False)
+        before = loop.bits()
+        loop.step()
+        assert loop.bits() != before
+    first.requires_grad_(True)
+    loop.differentiate(math.inf)
+    for parameter in loop.model.parameters():
+        parameter.grad = None
+    loop.step()
+    assert loop.optimizer.skipped_steps == 1
 
 
 @on_ranks(2, itertools.product((1, 3), (False, True)))

@@ -311,9 +311,10 @@ def _short(side: str) -> str:
 def prune(run: Path, keep_last: int | None, keep_every: int | None, dry_run: bool, as_json: bool) -> None:
     """Remove files that killed writers left in RUN and, with --keep-last, older steps.
 
-    The newest step, the newest step with optimizer states and the step that `latest` names always stay. Steps that a
-    restarted training has superseded are removed. Files with other names are not touched. Unfinished saves of living
-    processes are listed and stay; so do those of the last hour whose process cannot be checked from here.
+    The newest step, the newest step with optimizer states, the step that `latest` names and the last step before those
+    that the training skipped always stay. Steps that a restarted training has superseded are removed. Files with other
+    names are not touched. Unfinished saves of living processes are listed and stay; so do those of the last hour whose
+    process cannot be checked from here.
     """
     from zerokit.checkpoint.prune import prune as remove
 

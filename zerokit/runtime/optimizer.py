@@ -67,9 +67,8 @@ class ZeroOptimizer(ForwardingOptimizer):
         timeout: of collectives. By default the process group's.
         init_fn: initialises one module in place, for models on `meta`. By default its `reset_parameters()`.
         loss_scale: dynamic loss scaling, for fp16.
-        on_nonfinite: what becomes of a step with inf or nan in some rank's gradients: "skip" leaves it out and counts
-            it, "raise" raises `NonFiniteError` on every rank before anything changes, "ignore" writes them into the
-            weights. fp16 always skips, and lowers its loss scale.
+        on_nonfinite: of a step with inf or nan in some rank's gradients: "skip" and count it, "raise" `NonFiniteError`
+            on every rank before anything changes, or "ignore". fp16 always skips, and lowers its loss scale.
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 
     Raises:
@@ -200,9 +199,8 @@ class ZeroOptimizer(ForwardingOptimizer):
     def step(self, closure: Callable[[], float] | None = None, **options: object) -> float | None:
         """Update the parameters from the gradients of the backward passes since `zero_grad`.
 
-        A step whose gradients are inf or nan on any rank is skipped on all, unless `on_nonfinite` says otherwise. A
-        parameter without gradient is updated with zeros; one that requires no gradient any more keeps its value and its
-        states.
+        With inf or nan in some rank's gradients, `on_nonfinite` says what becomes of it. A parameter without gradient
+        is updated with zeros; one that requires no gradient any more keeps its value and its states.
 
         Args:
             closure: runs forward and backward and returns the loss, as torch's optimizers take it; run once.
