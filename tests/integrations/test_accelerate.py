@@ -45,7 +45,7 @@ from zerokit.errors import (
     ZerokitWarning,
 )
 from zerokit.integrations.accelerate import ZeroAccelerator
-from zerokit.placement import stage_of
+from zerokit.placement import StageOfAll
 
 
 def _model(norm: type[nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
@@ -62,14 +62,17 @@ def _loader(count: int = 25, batch_size: int = 3) -> DataLoader[tuple[Tensor, ..
     return DataLoader(data, batch_size=batch_size, shuffle=True, generator=torch.Generator().manual_seed(2))
 
 
-def _accelerator(stage: int | None, **options: Any) -> Any:
-    """A `ZeroAccelerator` of that stage; None is accelerate's own, and so DDP."""
+MIXED: dict[str, StageOfAll] = {"0": 3, "4": 2, "*": 1}
+
+
+def _accelerator(stage: Any, **options: Any) -> Any:
+    """A `ZeroAccelerator` of that stage, or of stages by module; None is accelerate's own, and so DDP."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return (
         Accelerator(cpu=True, **options)
         if stage is None
-        else ZeroAccelerator(cpu=True, stage=stage_of(stage), **options)
+        else ZeroAccelerator(cpu=True, stage=stage, **options)
     )
 
 
@@ -141,7 +144,7 @@ def test_the_same_training_as_under_ddp() -> None:
     """Losses, norms, learning rates and what `gather_for_metrics` gives; an epoch may end within an accumulation."""
     as_launched()
     for steps, schedule, optimizer_class, clip, stages in (
-        (1, _one_cycle, torch.optim.AdamW, "clip_grad_norm_", (1, 2, 3)),
+        (1, _one_cycle, torch.optim.AdamW, "clip_grad_norm_", (1, 2, 3, MIXED)),
         (3, _warmup, torch.optim.Adagrad, "clip_grad_norm_", (3,)),
         (2, _sequence, torch.optim.SGD, "clip_grad_value_", (1,)),
     ):
@@ -175,7 +178,7 @@ def _save(directory: Path) -> list[tuple[float, ...]]:
     return _train(accelerator, prepared, 1)
 
 
-def _load(directory: Path, stage: int) -> list[tuple[float, ...]]:
+def _load(directory: Path, stage: Any) -> list[tuple[float, ...]]:
     as_launched()
     accelerator = _accelerator(stage, gradient_accumulation_steps=2)
     prepared = _prepare(accelerator, _warmup, torch.optim.AdamW)
@@ -195,6 +198,7 @@ def _load(directory: Path, stage: int) -> list[tuple[float, ...]]:
 def test_a_state_goes_on_at_any_world_size(tmp_path: Path) -> None:
     saved = run_ranks(2, _save, tmp_path)
     assert run_ranks(2, _load, tmp_path, 3) == saved
+    assert run_ranks(2, _load, tmp_path, MIXED) == saved
     run_ranks(3, _load, tmp_path, 1)
 
 
@@ -358,6 +362,8 @@ def test_half_precision_and_what_is_refused(tmp_path: Path) -> None:
         (r"prepare\(model, optimizer\)", lambda: accelerator.save_state(str(tmp_path))),
         (r"mixed_precision='fp8'", lambda: ZeroAccelerator(cpu=True, mixed_precision="fp8")),
         (r"stage", lambda: ZeroAccelerator(cpu=True, stage=4)),  # type: ignore[arg-type]
+        (r"stage", lambda: ZeroAccelerator(cpu=True, stage={"*": 4})),  # type: ignore[dict-item]
+        (r"leave one", lambda: ZeroAccelerator(cpu=True, precision={"*": "fp16"}, mixed_precision="bf16")),
         (r"zero_options: lr", lambda: ZeroAccelerator(cpu=True, zero_options={"lr": 1.0})),
         (r"leave one", lambda: ZeroAccelerator(cpu=True, precision="fp16", mixed_precision="bf16")),
         (r"block\.compile", lambda: _accelerator(1, dynamo_backend="inductor")),

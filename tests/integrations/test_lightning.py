@@ -129,7 +129,7 @@ def _fit(
 def _beside_ddp() -> None:
     pl, ZeroStrategy = _lightning()
     for clipping, accumulated, stages in (
-        ("norm", 1, (1, 2, 3)),
+        ("norm", 1, (1, 2, 3, {"blocks": 3, "*": 2})),
         ("norm", 3, (0, 1, 2, 3)),
         ("value", 3, (3,)),
     ):

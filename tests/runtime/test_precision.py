@@ -294,6 +294,35 @@ def test_what_enters_and_leaves_a_module_of_another_precision(given: tuple[Any, 
         assert model(torch.randn(4, 8)).dtype == torch.float32
 
 
+@on_ranks(2, itertools.product((1, 3), (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "fp16"), "fp32")))
+def test_a_module_may_return_another_dtype(given: tuple[Any, Any]) -> None:
+    stage, own = given
+    first, listed, last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+    model = nn.Sequential(first, nn.ModuleList([listed]), last)
+    model.forward = lambda x: last(first(x))  # type: ignore[method-assign]
+    precision: Any = {"2": own, "1": own, "*": "bf16"}
+    optimizer = zerokit.ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision=precision, lr=0.1)
+    compute, returned = map(DTYPES.__getitem__, own if isinstance(own, tuple) else (own, "bf16"))
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        out = model(x)
+        assert out.dtype == returned
+        optimizer.backward(out.float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    with optimizer.gathered(), torch.no_grad():
+        hidden = nn.functional.linear(x.bfloat16(), first.weight, first.bias)
+        wide = nn.functional.linear(hidden.to(compute), last.weight, last.bias)
+    with torch.no_grad():
+        assert torch.equal(model(x), wide.to(returned))
+        alone = listed(x)  # a list is never called: what is in it stands for it
+    assert alone.dtype == returned
+    again = zerokit.Precision(compute="bf16", modules={"2": own, "1": own})
+    assert optimizer.precision.by_module == again.by_module
+    assert optimizer.precision.as_dict() == again.as_dict()
+    assert ("output of 2" in again.as_dict()) == isinstance(own, tuple)
+
+
 @on_ranks(1)
 def test_precisions_by_module_that_are_refused() -> None:
     def build(precision: Any, model: nn.Module | None = None) -> zerokit.ZeroOptimizer:
@@ -305,7 +334,9 @@ def test_precisions_by_module_that_are_refused() -> None:
     for precision, model, words in (
         ({"norm": "fp32"}, None, "add '*' for the rest of the model"),
         ({"router": "fp32", "*": "bf16"}, None, "'router' is no module of the model, but 'routers'"),
-        ({"norm": "bf17", "*": "bf16"}, None, "'norm' has 'bf17': modules differ in what they compute in"),
+        ({"norm": "bf17", "*": "bf16"}, None, "'norm' has 'bf17': expected what the module computes in"),
+        ({"norm": ("fp32", "fp8"), "*": "bf16"}, None, "or a pair with what it returns"),
+        ({"norm": ("fp32",), "*": "bf16"}, None, "or a pair with what it returns"),
         ({"norm": wide, "*": "bf16"}, None, "reduce, master and wire are one for all, those of '*'"),
         ({"0": "fp32", "*": "bf16"}, tied, "0.weight and 1.weight are one parameter"),
         (lambda path: "fp32", None, "by module, {'router': 'fp32', '*': 'bf16'}"),

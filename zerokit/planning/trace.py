@@ -25,10 +25,11 @@ from zerokit.planning.as_on_cuda import as_on_cuda
 from zerokit.planning.recording import SAMPLES, ModelTrace, Moment, Recorder, Recording, uses_of
 from zerokit.planning.subject import Subject
 from zerokit.planning.work import ModelWork
+from zerokit.runtime.casts import cast_inputs, keep_statistics, modules_that_cast
 from zerokit.runtime.hooks import origin, tensors_in
 from zerokit.runtime.model import Anatomy, announcers, settings_of, take_apart
 from zerokit.runtime.options import require_trainable_dtypes
-from zerokit.runtime.precision import FLOATING, Precision, cast_inputs, keep_statistics, modules_that_cast
+from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.torch_internals import in_backward
 from zerokit.training.recomputation import blocks_of, recompute_blocks
 

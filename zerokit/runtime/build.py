@@ -20,6 +20,7 @@ from zerokit.errors import UsageError
 from zerokit.layout import build_layout, default_bucket_bytes
 from zerokit.placement import AnyPlacement, placed, without_lone_axis
 from zerokit.runtime.admission import BUILDING, choose_kernel, probe, require_agreement
+from zerokit.runtime.casts import cast_outputs, compute_dtypes, keep_statistics
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.gradients import Gradients
@@ -35,7 +36,7 @@ from zerokit.runtime.options import (
     require_plain,
     warn_of_widening,
 )
-from zerokit.runtime.precision import FLOATING, cast_outputs, compute_dtypes, keep_statistics
+from zerokit.runtime.precision import FLOATING
 from zerokit.runtime.readers import guard_readers
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.torch_internals import uncompiled_module

@@ -15,11 +15,12 @@ from torch import nn
 
 from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.placement import Mesh
+from zerokit.runtime.casts import compute_dtypes
 from zerokit.runtime.guard import TICKET
 from zerokit.runtime.model import InitRule, UnitRule, require_own_memory, require_unwrapped
 from zerokit.runtime.nonfinite import require_choice
 from zerokit.runtime.ordinary import require_ordinary_tensors
-from zerokit.runtime.precision import FLOATING, Precision, compute_dtypes
+from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.torch_internals import default_group
 
 

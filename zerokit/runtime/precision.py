@@ -1,42 +1,24 @@
-"""Precision: the dtypes of computation, gradient sums and master weights, and casts of inputs.
-
-Floating-point inputs take the compute dtype where they meet weights. That is at modules that hold parameters
-themselves, in a ParameterList too, and leave none to modules inside (Linear, LayerNorm, a layer of one's own), and at
-PyTorch's own that do both (MultiheadAttention). What passes through the model untouched, a timestep or a mask, keeps
-its dtype until then: 1001 would become 1000 in bfloat16. A module that computes with parameters beside modules that
-have some, or with another module's, must cast by itself, as in any half-precision model.
-
-[Note: modules of another dtype] A module that computes in another dtype than the one around it casts its inputs to its
-own, as FSDP2's `cast_forward_inputs` does, and gives its outputs back in that of the one around: tensors of its own
-dtype, apart from scalars, such as losses, which change no other's dtype. So code outside sees the dtypes that it would
-see without the exception.
-"""
+"""Precision: the dtypes of computation, gradient sums and master weights, and the scale of the loss."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.utils.hooks import RemovableHandle
 
-from zerokit.by_module import REST, settle
+from zerokit.by_module import REST
 from zerokit.errors import LossScaleError, UsageError
 from zerokit.formulas import BLOCK_FORMATS, BlockFormat
-from zerokit.runtime.model import CONTAINERS, module_paths
-from zerokit.runtime.torch_internals import BATCH_NORMS, SPECTRAL_NORM, map_leaves
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 DtypeName = Literal["fp32", "bf16", "fp16"]  # what these dtypes are called
 BlockName = Literal["int8", "int4"]  # wires of small integers in blocks
+ModuleDtype: TypeAlias = torch.dtype | DtypeName | tuple[torch.dtype | DtypeName, torch.dtype | DtypeName]
+"""What a module computes in, or a pair: what it computes in, and what it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +33,8 @@ class Precision:
             `reduce` in fp32.
         cast_inputs: whether floating-point inputs take the compute dtype where they meet weights, at modules that hold
             parameters and have none inside, and at PyTorch's own; otherwise a model casts by itself.
-        modules: the compute dtype of modules for which it is not `compute`, by path, such as {"router": "fp32"}.
+        modules: what modules compute in where it is not `compute`, by path, as {"router": "fp32"}. A pair says what
+            they return, too: {"head": ("fp32", "fp32")}.
 
     Sums in fp32 cost little and lose nothing; the ZeRO paper's table (arXiv:1910.02054, §3.1) counts those of
     `Precision(compute=torch.float16, reduce=torch.float16)`. docs/precision.md says how each wire rounds: bits are the
@@ -67,7 +50,8 @@ class Precision:
     cast_inputs: bool = True
     wire: torch.dtype | BlockName | None = None
     """None where gradients travel in `reduce`, given so or by default."""
-    modules: tuple[tuple[str, torch.dtype], ...] = ()
+    modules: tuple[tuple[str, tuple[torch.dtype, torch.dtype | None]], ...] = ()
+    """By path what a module computes in, and what it returns, None for the dtype of the module around it."""
     feedback: InitVar[object] = None
     wire_updates: InitVar[object] = None
 
@@ -80,7 +64,8 @@ class Precision:
             master: torch.dtype | DtypeName = torch.float32,
             cast_inputs: bool = True,
             wire: torch.dtype | DtypeName | BlockName | None = None,
-            modules: Mapping[str, torch.dtype | DtypeName] | tuple[tuple[str, torch.dtype], ...] = (),
+            modules: Mapping[str, ModuleDtype]
+            | tuple[tuple[str, tuple[torch.dtype, torch.dtype | None]], ...] = (),
         ) -> None: ...
 
     def __post_init__(self, feedback: object, wire_updates: object) -> None:
@@ -101,14 +86,7 @@ class Precision:
                     "torch.float32, torch.bfloat16, torch.float16"
                     + (", 'int8', 'int4'" if role == "wire" else "")
                 )
-        modules = {path: _NAMES.get(str(dtype), dtype) for path, dtype in dict(self.modules).items()}
-        object.__setattr__(self, "modules", tuple(modules.items()))
-        for path, dtype in self.modules:
-            if dtype not in FLOATING:
-                raise UsageError(
-                    f"precision: {path!r} has {dtype!r}: modules differ in what they compute in, 'fp32', 'bf16' or "
-                    f"'fp16'; reduce, master and wire are one for all, those of {REST!r}"
-                )
+        object.__setattr__(self, "modules", tuple(_of_module(*one) for one in dict(self.modules).items()))
         if self.wire == self.reduce:
             object.__setattr__(self, "wire", None)
         elif self.wire is not None and not (
@@ -142,7 +120,7 @@ class Precision:
     @property
     def scaled(self) -> bool:
         """Whether gradients can underflow, so that the loss must be scaled: fp16 at any point of their way."""
-        return torch.float16 in (self.compute, self.reduce, *dict(self.modules).values())
+        return torch.float16 in (self.compute, self.reduce, *self.by_module.values())
 
     @property
     def blocks(self) -> BlockFormat | None:
@@ -151,17 +129,30 @@ class Precision:
 
     def as_dict(self) -> dict[str, str]:
         roles = _ROLES if self.wire is None else (*_ROLES, "wire")
-        own = {f"compute of {path}": dtype for path, dtype in self.modules}
+        own = {f"compute of {path}": compute for path, (compute, _) in self.modules}
+        own |= {f"output of {path}": output for path, (_, output) in self.modules if output is not None}
         dtypes = {role: getattr(self, role) for role in roles} | own
         return {role: str(dtype).removeprefix("torch.") for role, dtype in dtypes.items()}
 
     @property
     def by_module(self) -> dict[str, torch.dtype]:
         """The compute dtype by module, the rest included."""
-        return {**dict(self.modules), REST: self.compute}
+        return {**{path: compute for path, (compute, _) in self.modules}, REST: self.compute}
 
 
-PrecisionArgument: TypeAlias = DtypeName | Precision | Mapping[str, DtypeName | Precision]
+def _of_module(path: str, given: object) -> tuple[str, tuple[torch.dtype, torch.dtype | None]]:
+    """What is given for a module, as dtypes. Raises `UsageError` for anything else."""
+    pair = given if isinstance(given, tuple) else (given, None)
+    dtypes = [_NAMES.get(one, one) if isinstance(one, str) else one for one in pair]
+    if len(dtypes) != 2 or dtypes[0] not in FLOATING or dtypes[1] not in (*FLOATING, None):
+        raise UsageError(
+            f"precision: {path!r} has {given!r}: expected what the module computes in, 'fp32', 'bf16' or 'fp16', or a "
+            f"pair with what it returns; reduce, master and wire are one for all, those of {REST!r}"
+        )
+    return path, (dtypes[0], dtypes[1])
+
+
+PrecisionArgument: TypeAlias = DtypeName | Precision | Mapping[str, ModuleDtype | Precision]
 """What arguments called `precision` take: a name, a `Precision`, or one for "*" and names by module."""
 
 _ROLES: tuple[str, ...] = ("compute", "reduce", "master")
@@ -222,150 +213,3 @@ class LossScale:
         if self.good_steps + 1 >= self.interval:
             return dataclasses.replace(self, value=self.value * self.growth, good_steps=0)
         return dataclasses.replace(self, good_steps=self.good_steps + 1)
-
-
-_LISTS = (nn.ParameterList, nn.ParameterDict)
-
-_CASTABLE = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
-
-
-def modules_that_cast(model: nn.Module) -> set[nn.Module]:
-    """The modules whose inputs are the first to meet weights."""
-    casting = set()
-    for module in model.modules():
-        if isinstance(module, _LISTS):
-            continue  # never called: its parameters meet what enters the module around it
-        lists = [child for child in module.children() if isinstance(child, _LISTS)]
-        own = any(
-            next(part.parameters(recurse=part is not module), None) is not None for part in (module, *lists)
-        )
-        inside = any(
-            next(child.parameters(), None) is not None for child in module.children() if child not in lists
-        )
-        of_torch = type(module).__module__.startswith("torch.nn.")
-        if (own and (of_torch or not inside)) or (is_parametrized(module) and of_torch):
-            casting.add(module)
-    return casting
-
-
-def compute_dtypes(model: nn.Module, precision: Precision) -> dict[nn.Module, torch.dtype]:
-    """What each module of `model` computes in. Raises `UsageError` for a path that is no module's."""
-    paths = module_paths(model)
-    settled = settle("precision", precision.by_module, paths)
-    return {module: settled[path] for path, module in reversed(paths.items())}
-
-
-def casting(model: nn.Module, precision: Precision) -> dict[nn.Module, torch.dtype]:
-    """The modules that cast their inputs, and to what. In fp32 alone none do: PyTorch refuses other dtypes as ever."""
-    dtypes = compute_dtypes(model, precision)
-    if not precision.cast_inputs or set(dtypes.values()) == {torch.float32}:
-        return {}
-    return {module: dtypes[module] for module in {*modules_that_cast(model), *_borders(model, dtypes)}}
-
-
-def _borders(model: nn.Module, dtypes: Mapping[nn.Module, torch.dtype]) -> dict[nn.Module, torch.dtype]:
-    """The modules that compute in another dtype than the one around them, which computes in that."""
-    paths, found = module_paths(model), dict[nn.Module, torch.dtype]()
-    for path, module in paths.items():
-        around = path.rpartition(".")[0]
-        while isinstance(paths[around], CONTAINERS) and around:  # which are never called
-            around = around.rpartition(".")[0]
-        if dtypes[module] != dtypes[paths[around]] and not isinstance(module, CONTAINERS):
-            found.setdefault(module, dtypes[paths[around]])
-    return found
-
-
-def cast_outputs(model: nn.Module, precision: Precision, device: str) -> list[RemovableHandle]:
-    """Let modules of another dtype give their outputs in that of the one around; returns the hooks.
-
-    See [Note: modules of another dtype].
-    """
-    dtypes = compute_dtypes(model, precision)
-    borders = _borders(model, dtypes) if precision.cast_inputs else {}
-    return [
-        module.register_forward_hook(partial(_give_back, dtypes[module], around, device))
-        for module, around in borders.items()
-    ]
-
-
-def _give_back(
-    own: torch.dtype, around: torch.dtype, device: str, module: nn.Module, args: Any, output: Any
-) -> Any:
-    if torch.is_autocast_enabled(device):
-        return output  # the user's autocast decides
-    return _mapped(
-        output, lambda tensor: tensor.to(around) if tensor.dtype == own and tensor.dim() else tensor
-    )
-
-
-def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype, device: str) -> tuple[Any, Any] | None:
-    """`args` and `kwargs` with floating-point tensors cast to `dtype`; None if nothing changes."""
-    if not kwargs and all(
-        _fits(value, dtype) if isinstance(value, Tensor) else isinstance(value, int | float | None)
-        for value in args
-    ):
-        return None
-    if torch.is_autocast_enabled(device):
-        return None  # the user's autocast decides
-    return _mapped(args, partial(_cast, dtype)), _mapped(kwargs, partial(_cast, dtype))
-
-
-def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype == dtype or tensor.dtype not in _CASTABLE
-
-
-def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    return tensor if _fits(tensor, dtype) else tensor.to(dtype)
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with its tensors changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(changed, field.name, _mapped(getattr(value, field.name), change))
-        return changed
-    if isinstance(value, list | tuple | dict):
-        # Containers that pytree does not know are not entered.
-        return map_leaves(
-            lambda leaf: leaf if isinstance(leaf, list | tuple | dict) else _mapped(leaf, change), value
-        )
-    return value
-
-
-def keep_statistics(dtypes: Mapping[nn.Module, torch.dtype]) -> list[RemovableHandle]:
-    """Make normalisation layers with running statistics work in half precision as under autocast; returns the hooks.
-
-    `dtypes` are what modules compute in.
-
-    Their statistics stay in fp32, and meet weights in fp32: those of this pass are copies in the module's `__dict__`,
-    which hides its parameters. Spectral norm's vectors take the dtype of the weight that they are multiplied by, as
-    with `model.bfloat16()`.
-    """
-    hooks: list[RemovableHandle] = []
-    for module, compute in dtypes.items():
-        if compute == torch.float32:
-            continue
-        if isinstance(module, BATCH_NORMS) and module.running_mean is not None:
-            hooks.append(module.register_forward_pre_hook(_show_exact))
-            hooks.append(module.register_forward_hook(_hide_exact, always_call=True))
-        spectral = isinstance(module, SPECTRAL_NORM)
-        older = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
-        names = {f"{hook.name}{end}" for hook in older for end in ("_u", "_v")}
-        for name, buffer in module.named_buffers(recurse=False):
-            if (spectral or name in names) and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(compute)
-    return hooks
-
-
-def _show_exact(module: nn.Module, args: Any) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            module.__dict__[name] = parameter.float()
-
-
-def _hide_exact(module: nn.Module, args: Any, output: Any) -> None:
-    for name in module._parameters:
-        module.__dict__.pop(name, None)

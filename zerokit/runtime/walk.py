@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zerokit.errors import ScheduleError
 from zerokit.runtime.buckets import UnitGradients
+from zerokit.runtime.casts import cast_inputs, casting
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.guard import Owner
 from zerokit.runtime.hooks import (
@@ -38,7 +39,7 @@ from zerokit.runtime.hooks import (
 )
 from zerokit.runtime.model import Anatomy, announcers, parameter_ids, require_known, require_unwrapped
 from zerokit.runtime.passes import BackwardPass, ForwardPass
-from zerokit.runtime.precision import Precision, cast_inputs, casting
+from zerokit.runtime.precision import Precision
 from zerokit.runtime.torch_internals import (
     at_end_of_backward,
     excluded_from_graphs,
