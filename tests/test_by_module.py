@@ -26,12 +26,15 @@ SIZES = ElementBytes(compute=2, reduce=4, master=4, states=8, scalars=4)
         ({"backbone": 3, "*": 1}, dict(zip(MODULES, (1, 3, 3, 3, 3, 1), strict=True))),
         ({"backbone.0": 2, "backbone": 3, "*": 1}, dict(zip(MODULES, (1, 3, 2, 2, 3, 1), strict=True))),
         ({"*": 1, "backbone.0.norm": 0}, dict(zip(MODULES, (1, 1, 1, 0, 1, 1), strict=True))),
+        ({"norm": 0, "*": 1}, dict(zip(MODULES, (1, 1, 1, 0, 1, 1), strict=True))),
+        ({"norm": 0, "0.norm": 2, "backbone": 1}, dict(zip(MODULES[1:5], (1, 1, 2, 1), strict=True))),
+        ({"0.norm": 2, "backbone.0.norm": 3}, {"backbone.0.norm": 3}),
         ({"head": 2}, {"head": 2}),
         ({}, {}),
         (len, {path: len(path) for path in MODULES}),
     ],
 )
-def test_the_longest_key_decides(given: Any, expected: dict[str, int]) -> None:
+def test_the_key_of_the_innermost_module_decides(given: Any, expected: dict[str, int]) -> None:
     assert settle("stage", given, MODULES) == expected
 
 
@@ -40,6 +43,7 @@ def test_the_longest_key_decides(given: Any, expected: dict[str, int]) -> None:
     [
         ("backbon", "'backbon' is no module of the model, but 'backbone'"),
         ("back", "'back' is no module"),
+        ("orm", "'orm' is no module"),
         ("head.weight", "but 'head'"),
         ("backbone.", "'backbone.' is no module"),
         ("", "'' is no module"),

@@ -2,8 +2,10 @@
 
     stage={"backbone": 3, "backbone.norm": 2, "*": 1}
 
-A key is a module's path and covers the module with all that is inside; of several keys the longest decides, and "*" is
-the rest. A function is asked for every module by its path, which is "" for the model itself.
+A key is a module's path and covers the module with all that is inside. A key that is no module's path stands for all
+modules whose paths end with it: "router" for the router of every block. The key of the innermost module decides, of
+several the longest, and "*" is the rest. A function is asked for every module by its path, which is "" for the model
+itself.
 """
 
 from __future__ import annotations
@@ -29,28 +31,38 @@ def settle(
 ) -> dict[str, Any]:
     """What `given` says of each of the `modules`, by path; those that no key covers are left out.
 
-    Raises `UsageError` for a key that is no module's path.
+    Raises `UsageError` for a key that is the end of no module's path.
     """
     if not isinstance(given, Mapping):
         return {path: given(path) for path in modules}
-    for key in given:
-        if key != REST and (key not in modules or not key):
+    named = keys_by_path(option, given, modules)
+    covering = {path: _covering(path, named) for path in modules}
+    return {path: given[key] for path, key in covering.items() if key in given}
+
+
+def keys_by_path(option: str, keys: Iterable[str], modules: Collection[str]) -> dict[str, str]:
+    """The modules that `keys` name, by path, each with its key. Raises `UsageError` as `settle` does."""
+    named: dict[str, str] = {}
+    for key in sorted((key for key in keys if key != REST), key=lambda key: len(str(key))):
+        ends = [path for path in modules if path.endswith(f".{key}")] if key else []
+        if (key not in modules and not ends) or not key:
             near = difflib.get_close_matches(str(key), modules, n=3)
             around = str(key).rpartition(".")[0]
             guess = ", ".join(map(repr, near)) or (around in modules and around and repr(around))
             raise UsageError(
                 f"{option}: {key!r} is no module of the model{f', but {guess} is' if guess else ''}: a key is the path "
-                f"of a module, as in model.named_modules(), and covers all inside it; {REST!r} is the rest"
+                f"of a module, as in model.named_modules(), or the end of some, and covers all inside; {REST!r} is the "
+                "rest"
             )
-    covering = {path: _covering(path, given) for path in modules}
-    return {path: given[key] for path, key in covering.items() if key in given}
+        named |= dict.fromkeys([key] if key in modules else ends, key)
+    return named
 
 
-def _covering(path: str, keys: Collection[str]) -> str:
-    """The longest of `keys` that covers a module's path, else that of the rest."""
+def _covering(path: str, named: Mapping[str, str]) -> str:
+    """The key of the innermost module around a path, itself included, that has one; else that of the rest."""
     while path:
-        if path in keys:
-            return path
+        if path in named:
+            return named[path]
         path = path.rpartition(".")[0]
     return REST
 

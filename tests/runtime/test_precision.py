@@ -343,6 +343,10 @@ def test_precisions_by_module_that_are_refused() -> None:
     ):
         with pytest.raises(zerokit.UsageError, match=re.escape(words)):
             build(precision, model)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), Routed()) for _ in range(2)))
+    build({"norm": "fp32", "*": "bf16"}, blocks)
+    in_fp32 = {name for name, parameter in blocks.named_parameters() if parameter.dtype == torch.float32}
+    assert in_fp32 == {name for name, _ in blocks.named_parameters() if ".1.norm." in name}
     own = zerokit.Precision(compute="bf16", reduce="bf16", modules={"norm": "fp32"})
     assert build({"norm": "fp32", "*": wide}).precision == own == build(own).precision
     assert hash(own) != hash(wide)

@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
-from zerokit.by_module import settle
+from zerokit.by_module import keys_by_path, settle
 from zerokit.runtime.model import CONTAINERS, module_paths
 from zerokit.runtime.precision import Precision
 from zerokit.runtime.torch_internals import BATCH_NORMS, SPECTRAL_NORM, map_leaves
@@ -76,8 +76,9 @@ def _borders(
 ) -> dict[nn.Module, torch.dtype]:
     """The modules that compute in another dtype than the one around them, or return another, and what they return."""
     paths, found = module_paths(model), dict[nn.Module, torch.dtype]()
-    asked = {path: output for path, (_, output) in precision.modules}
-    returned = settle("precision", asked, paths)
+    outputs = {key: output for key, (_, output) in precision.modules}
+    returned = settle("precision", outputs, paths)
+    asked = {path: outputs[key] for path, key in keys_by_path("precision", outputs, paths).items()}
     for path, module in paths.items():
         names, around = [path], path.rpartition(".")[0]
         while isinstance(paths[around], CONTAINERS) and around:  # which are never called

@@ -55,10 +55,10 @@ class ZeroOptimizer(ForwardingOptimizer):
             (ZeRO, arXiv:1910.02054, §5). Losses are bitwise-identical at every stage. With a mesh of two axes also a
             pair (outer, inner), such as (0, 3). ("local", 3) makes islands of the inner axis: no gradients cross the
             outer one, over which `zerokit.LocalSteps` synchronises weights. Modules may have stages of their own:
-            {"backbone": 3, "*": 2} by their paths, "*" for the rest, or a function of a module's path.
+            {"backbone": 3, "*": 2} by path or its end, "*" the rest, or a function of a module's path.
         mesh: the ranks as (outer, inner), for example (nodes, ranks of a node), or a `DeviceMesh`. By default one
             axis; on gloo, several nodes with equally many ranks are the outer axis.
-        precision: "fp32", "bf16", "fp16" or a `Precision`; {"router": "fp32", "*": "bf16"} by paths of modules.
+        precision: "fp32", "bf16", "fp16" or a `Precision`; {"router": "fp32", "*": "bf16"} by module.
         params: the parameters to train, in groups as any torch optimizer takes them. By default all of them.
         units: the modules that are communicated together: a class, several, or a function of a module. By default
             the children of every `ModuleList` and `Sequential`.
