@@ -111,7 +111,7 @@ def optimizer_state_dict(engine: Engine) -> None:
 
 @amid(
     "`torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)`",
-    refused=always(Refused("KeyError", ("state",), or_right=True)),
+    refused=always(usage("get_optimizer_state_dict", or_right=True)),
 )
 def checkpoint_state_dict(engine: Engine) -> None:
     _, state = get_state_dict(engine.model, engine.optimizer)
