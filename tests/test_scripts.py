@@ -15,7 +15,7 @@ HAS_GPU = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
 
 PIP = """#!/bin/sh
 case "$*" in
-"-m pip config list") echo "$CONFIGURATION" ;;
+"-m pip config list") echo "$CONFIGURATION"; sleep 0.2; echo "global.timeout='180'" ;; # if somebody reads on
 *) echo "$*" >>"$ASKED"; exit "$STATUS" ;;
 esac
 """
