@@ -343,7 +343,11 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
     "dampened": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "dampening": 0.1}),
 }
-WAITING = ("rmsprop", "dampened")
+WAITING = {"rmsprop", "dampened"}
+if not getattr(
+    torch.optim.Adagrad([nn.Parameter(torch.ones(1))], fused=True), "_step_supports_amp_scaling", False
+):
+    WAITING.add("adagrad")  # torch 2.11's kernel
 
 
 class Direct(Loop):
