@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 
 def own_parts(step: int) -> tuple[Tensor, Tensor]:
-    """Of this rank's texts, which count up and differ in length: inputs and targets, -100 where there are none."""
+    """This rank's part of inputs and targets; texts count up and differ in length, and padding has the target -100."""
     pairs = torch.randint(8, LONGEST, (8, 2), generator=torch.Generator().manual_seed(step)).tolist()
     texts = [(torch.arange(length) + start) % VOCABULARY for length, start in pairs][reader :: mesh.size(0)]
     padded = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-100)

@@ -262,7 +262,7 @@ class MixedPlacement:
 
 
 AnyPlacement: TypeAlias = Placement | MixedPlacement
-"""Of all units: one placement, or one each."""
+"""One placement for all units, or one for each."""
 
 
 def placed(stages: Sequence[object], mesh: Mesh) -> AnyPlacement:

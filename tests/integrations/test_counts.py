@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import LlamaForCausalLM
 
 from tests.integrations.launched import as_launched
-from tests.integrations.trainers import VOCABULARY, arguments, build, history, trainer
+from tests.integrations.trainers import arguments, build, history, texts, trainer
 from tests.support.distributed import run_ranks
 from zerokit.errors import UsageError
 from zerokit.integrations.accelerate import ZeroAccelerator
@@ -35,14 +35,7 @@ from zerokit.placement import stage_of
 
 def _uneven(count: int) -> Any:
     """Texts of which 0 to 8 tokens count; the first micro-batch of a rank has none."""
-    generator = torch.Generator().manual_seed(3)
-    found = []
-    for number in range(count):
-        tokens = torch.randint(0, VOCABULARY, (9,), generator=generator)
-        labels = tokens.clone()
-        labels[: 9 if number in (2, 3) else 1 + 7 * (number % 3) // 2] = -100
-        found.append({"input_ids": tokens, "labels": labels})
-    return found
+    return texts(count, lambda number: 9 if number in (2, 3) else 1 + 7 * (number % 3) // 2, seed=3)
 
 
 class _MeansOnly(LlamaForCausalLM):

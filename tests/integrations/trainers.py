@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,14 @@ def build(dropout: float = 0.0, *, tied: bool = True) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def texts(count: int) -> Any:
-    """A list of samples of 9 tokens; how many of them count in the loss differs by sample."""
-    generator = torch.Generator().manual_seed(1)
+def texts(count: int, ignored: Callable[[int], int] = lambda number: number % 5, seed: int = 1) -> Any:
+    """A list of samples of 9 tokens, of which the loss leaves out the first ones: as many as are `ignored`."""
+    generator = torch.Generator().manual_seed(seed)
     found = []
     for number in range(count):
         tokens = torch.randint(0, VOCABULARY, (9,), generator=generator)
         labels = tokens.clone()
-        labels[: number % 5] = -100
+        labels[: ignored(number)] = -100
         found.append({"input_ids": tokens, "labels": labels})
     return found
 

@@ -141,7 +141,7 @@ def test_a_step_that_the_optimizer_refuses_changes_nothing(stage: Any) -> None:
 
 
 class Failing(torch.optim.SGD):
-    """Raises in its step where it is told to: at once, or after a part of its update."""
+    """An optimizer whose step raises an error: before its update, or halfway through it."""
 
     fails: Literal["", "at once", "halfway"] = ""
 

@@ -54,7 +54,7 @@ class Loop:
         self.number += not bad
 
     def bits(self) -> str:
-        """Of this rank's masters and all that its optimizer keeps of them, and of the whole weights."""
+        """A digest of this rank's masters, their optimizer states and the whole weights."""
         state = self.optimizer.state_dict()
         kept = [
             (f"{index} {kind}", torch.as_tensor(value))
