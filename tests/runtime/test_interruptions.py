@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerokit
 from tests.support.distributed import run_ranks, run_ranks_expecting_errors
-from tests.support.interrupting import Interruption
+from tests.support.interrupting import Interrupted, Interruption
 from tests.support.on_ranks import on_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -135,6 +137,16 @@ def test_backward_may_be_interrupted_at_any_line(given: tuple[int, tuple[int, di
             )
             tried += 1
     assert tried > 20
+
+
+@on_ranks(1, STAGES)
+def test_the_start_of_a_thread_may_be_interrupted(stage: int) -> None:
+    training, expected = Training(stage), _expected(6, 7)
+    with mock.patch.object(threading.Thread, "start", side_effect=Interrupted), contextlib.suppress(Interrupted):
+        training.backward(5)
+    training.optimizer.zero_grad()
+    training.train(6, 7)
+    torch.testing.assert_close(training.weights(), expected, rtol=0, atol=2e-5)
 
 
 @on_ranks(1, STAGES)

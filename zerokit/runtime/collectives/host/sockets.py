@@ -147,13 +147,12 @@ class _Thread:
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=_work_off, args=(self._tasks,), daemon=True)
+        weakref.finalize(self, self._tasks.put, None)
 
     def begin(self, function: Callable[[], T]) -> Future[T]:
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work_off, args=(self._tasks,), daemon=True)
+        if self._thread.ident is None:  # asked of the thread: an interrupt may have come just before its start
             self._thread.start()
-            weakref.finalize(self, self._tasks.put, None)
         future: Future[T] = Future()
 
         def run() -> None:
