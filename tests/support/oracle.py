@@ -53,7 +53,9 @@ class PaddedOptimizer:
         groups = case.groups(model) if case.groups else [{"params": list(model.parameters())}]
         self.inner = [self._inner(cls, groups, options | ({"fused": True} if run.optimizer in FUSED else {}))]
 
-    def _inner(self, cls: Any, groups: list[dict[str, Any]], options: dict[str, Any], flat: bool = True) -> Any:
+    def _inner(
+        self, cls: Any, groups: list[dict[str, Any]], options: dict[str, Any], flat: bool = True
+    ) -> Any:
         made = []
         for group in groups:
             members = [p for p in group["params"] if p.requires_grad]
