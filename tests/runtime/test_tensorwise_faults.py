@@ -202,7 +202,7 @@ REFUSED: dict[str, tuple[Classes, str, tuple[str, ...], dict[str, Any]]] = {
     "a parameter twice": (
         _two(_matrices, lambda model: list(model.parameters())),
         "UsageError",
-        ("0.weight", "AdamW"),
+        ("0.weight", "group 0", "group 1"),
         {},
     ),
     "a parameter twice in one class": (
