@@ -115,9 +115,10 @@ def clip(gradients: list[Tensor | None], run: Run, trajectory: Trajectory) -> No
     norm = global_norm(gradients, run.norm_type)
     trajectory.norms.append(norm)
     if norm > run.clip:
+        coefficient = run.clip / (torch.tensor(norm) + 1e-6)  # in fp32, as in torch's function
         for gradient in gradients:
             if gradient is not None:
-                gradient.mul_(run.clip / (norm + 1e-6))
+                gradient.mul_(coefficient)
 
 
 def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None) -> list[Trajectory]:
