@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.runtime.admission import probe
+from zerokit.runtime.trials import probe
 from zerokit.training.differences import KNOWN, LOST
 from zerokit.training.fragments import Part
 
