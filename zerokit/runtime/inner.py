@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.runtime.trials import OptimizerStates, Turns
@@ -66,15 +65,6 @@ class Part:
     def whole(self) -> bool:
         """Whether it updates whole tensors, at least those of some groups."""
         return any(states.whole is not None for states in self.states)
-
-    def batches(self, gradients: dict[nn.Parameter, Tensor]) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """The gradients of tensors that may be stepped together, all of them or each by itself."""
-        if all(states.whole is None or states.whole.batches for states in self.states):
-            if gradients:
-                yield gradients
-            return
-        for tensor, gradient in gradients.items():
-            yield {tensor: gradient}
 
 
 def parts_of(inner: Optimizer) -> Sequence[Optimizer]:

@@ -86,13 +86,12 @@ class WholeStates:
     ) -> None:
         """Raises `UnsupportedOptimizer`, with the class's `name`, where tensors depend on each other."""
         self._make, self._master = make, master
-        self.batches = self._require_apart(name)
-        """Whether tensors that are updated in one call get the bits that each gets alone."""
+        self._require_apart(name)
         self.takes_vectors = self._steps(((8,),))
         self._sizes: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
         """By pattern of shapes: each state's dimensions, and its bytes an element."""
 
-    def _require_apart(self, name: str) -> bool:
+    def _require_apart(self, name: str) -> None:
         shapes = (_SHAPE, _OTHER_SHAPE)
         try:
             alone = [self._run([number], shapes) for number in range(2)]
@@ -109,7 +108,6 @@ class WholeStates:
                         f"{name} updates a tensor depending on others (through a norm over all parameters, or what it "
                         f"counts or shares between them), so sharding would change the training. {_ADVICE}"
                     )
-        return all(torch.equal(alone[number][0], together[number]) for number in range(2))
 
     def _steps(self, shapes: Sequence[tuple[int, ...]]) -> bool:
         try:

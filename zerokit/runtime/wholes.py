@@ -91,13 +91,11 @@ class WholeTensors:
                 one.unit.complete()  # the parameters of a unit that this rank has not used since the last step
                 skipped = self._gradients.units[one.unit.index].skipped
                 for part in parts:
-                    batch = {
-                        master.tensor: gradients[master].to(master.tensor.dtype)
-                        for master in one.masters
-                        if master.group in part.groups and master.whole.position not in skipped
-                    }
-                    for turn in part.batches(batch):
-                        turns[part].take(turn)
+                    # Each by itself: a class that stacks equal shapes rounds differently with their number.
+                    for master in one.masters:
+                        if master.group in part.groups and master.whole.position not in skipped:
+                            gradient = gradients.pop(master).to(master.tensor.dtype)
+                            turns[part].take({master.tensor: gradient})
                 gradients.clear()
                 returning.append(one.spread(_values, one.unit.kept))
         finally:
