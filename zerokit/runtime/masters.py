@@ -77,7 +77,10 @@ class OwnedUnit:
         self.updated = placement.updated(unit, collectives.position)
         self.owner = placement.owner(collectives.position)
         """Which of the owners this rank is."""
-        self.masters: list[Master] = []
+        self.slices: list[MasterSlice] = []
+        """The masters that lie in this rank's shard."""
+        self.owned: list[WholeMaster] = []
+        """Those of the tensors that it owns."""
 
     def members(self, master: Master, within: Interval | None = None) -> list[Slice]:
         """The slices of parameters in `master`, padding left out; those in the interval `within`, if one is given."""
@@ -90,9 +93,8 @@ class OwnedUnit:
         return [position for position, p in enumerate(self.unit.parameters) if p.name in names]
 
     @property
-    def slices(self) -> list[MasterSlice]:
-        """The masters that lie in this rank's shard."""
-        return [master for master in self.masters if isinstance(master, MasterSlice)]
+    def masters(self) -> list[Master]:
+        return [*self.slices, *self.owned]
 
     @property
     def divided(self) -> bool:
@@ -102,11 +104,8 @@ class OwnedUnit:
 
     def divide(self, inner: Optimizer) -> None:
         """Give `inner` one master a parameter; values and states stay."""
-        before, self.masters = self.masters, []
+        before, self.slices = self.slices, []
         for old in before:
-            if isinstance(old, WholeMaster):
-                self.masters.append(old)
-                continue
             pieces: list[MasterSlice] = []
             starts = sorted(s.offset for s in self.members(old) if s.offset > old.interval.start)
             for piece in map(Interval, [old.interval.start, *starts], [*starts, old.interval.stop]):
@@ -125,7 +124,7 @@ class OwnedUnit:
             params = inner.param_groups[old.group]["params"]
             at = next(at for at, tensor in enumerate(params) if tensor is old.tensor)
             params[at : at + 1] = [new.tensor for new in pieces]
-            self.masters += pieces
+            self.slices += pieces
         self.guard_masters()
 
     def guard_masters(self) -> None:

@@ -131,11 +131,11 @@ class UnitState(OwnedUnit, UnitUse):
         for group, stretch in self.unit.groups_within(self.updated):
             if group not in self._owners.groups:
                 own = exact.at(stretch).clone() if self.separate else None
-                self.masters.append(MasterSlice(self.kept, group, stretch, own))
+                self.slices.append(MasterSlice(self.kept, group, stretch, own))
         for whole in self._owners.owned(self.index, self.owner):
             apart = self.separate or self.comes_and_goes
             values = exact.at(whole.interval).clone() if apart else None
-            self.masters.append(WholeMaster(self.whole, whole, values))
+            self.owned.append(WholeMaster(self.whole, whole, values))
 
     # ---- changes by the user
 
@@ -335,7 +335,8 @@ class UnitState(OwnedUnit, UnitUse):
             point_at(parameter, values[parameter])
         for master in self.masters:
             point_at(master.tensor, master.tensor.new_empty(0))
-        self.masters.clear()
+        self.slices.clear()
+        self.owned.clear()
         nothing = Interval(0, 0)
         self._memory = UnitMemory(Shards(self.unit, self.whole.tensor.new_empty(0), nothing), nothing)
         self.whole, self.kept = self._memory.whole, self._memory.kept

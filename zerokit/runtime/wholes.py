@@ -92,7 +92,7 @@ class WholeTensors:
                 skipped = self._gradients.units[one.unit.index].skipped
                 for part in parts:
                     # Each by itself: a class that stacks equal shapes rounds differently with their number.
-                    for master in one.masters:
+                    for master in one.unit.owned:
                         if master.group in part.groups and master.whole.position not in skipped:
                             gradient = gradients.pop(master).to(master.tensor.dtype)
                             turns[part].take({master.tensor: gradient})
@@ -126,17 +126,12 @@ class _UnitWholes:
         }
         self._crossings = owners.crossings(unit.index)
 
-    @property
-    def masters(self) -> list[WholeMaster]:
-        """The masters of what this rank owns."""
-        return [master for master in self.unit.masters if isinstance(master, WholeMaster)]
-
     def collect(self, held: Shards) -> tuple[Work, dict[WholeMaster, Tensor]]:
         """Start to bring the gradients of what this rank owns together from what ranks hold of them."""
         mine = Shards(self.unit.unit, held.at(self.unit.updated), self.unit.updated)
         memory = self._room(held.dtype)
         gradients = {}
-        for master in self.masters:
+        for master in self.unit.owned:
             flat = memory[master.whole.start : master.whole.start + master.whole.interval.numel]
             Shards(self.unit.unit, flat, master.interval).copy(mine)
             gradients[master] = flat.view(master.whole.shape)
@@ -155,7 +150,7 @@ class _UnitWholes:
     def spread(self, values_of: ValuesOf, into: Shards) -> Work:
         """Start to write the values of the owners' masters to this rank's piece of them, `into`."""
         memory = self._room(into.dtype)
-        for master in self.masters:
+        for master in self.unit.owned:
             flat = memory[master.whole.start : master.whole.start + master.whole.interval.numel]
             flat.copy_(values_of(master))
             piece = Shards(self.unit.unit, into.at(self.unit.updated), self.unit.updated)

@@ -46,7 +46,13 @@ class Outer:
                     "is given"
                 )
             named: Any = functools.update_wrapper(functools.partial(make), type(made), updated=())
-            self.kinds, self.optimizer = probe(named, {}, torch.float32).kinds, made
+            states = probe(named, {}, torch.float32)
+            if states.whole is not None:
+                raise UsageError(
+                    f"outer is {type(made).__name__}, which updates whole tensors, and each rank has pieces: take an "
+                    "elementwise optimizer, such as SGD with Nesterov momentum"
+                )
+            self.kinds, self.optimizer = states.kinds, made
 
     def stepping(self) -> Optimizer | None:
         """The outer optimizer as it is now, for `update`: a schedule may change its options before that."""
