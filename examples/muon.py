@@ -16,6 +16,8 @@ VOCABULARY = 64
 
 
 class Block(nn.Module):
+    """A norm and two layers, beside what passes by."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.up, self.down = (
@@ -47,6 +49,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
+    """Train on counting modulo 64."""
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
