@@ -32,7 +32,7 @@ _ADVICE = (
     "zerokit shards elementwise optimizers (AdamW, Adam, SGD, Adagrad, RMSprop, NAdam), and steps those that update "
     "each tensor by itself (Muon, Adafactor) on its owner"
 )
-_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, AssertionError)
+TRIAL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, AssertionError)
 """What classes raise for tensors that they do not take."""
 
 
@@ -97,7 +97,7 @@ class WholeStates:
             alone = [self._run([number], shapes) for number in range(2)]
             together = self._run([0, 1], shapes)
             in_turn = self._run([0, 1], shapes, in_turn=True)
-        except _ERRORS as error:
+        except TRIAL_ERRORS as error:
             raise UnsupportedOptimizer(
                 f"{name} cannot step one of two tensors alone ({type(error).__name__}: {error}). {_ADVICE}"
             ) from error
@@ -112,7 +112,7 @@ class WholeStates:
     def _steps(self, shapes: Sequence[tuple[int, ...]]) -> bool:
         try:
             self._run(range(len(shapes)), shapes, steps=1)
-        except _ERRORS:
+        except TRIAL_ERRORS:
             return False
         return True
 
@@ -245,7 +245,7 @@ def probe(
     try:
         with _Alone(name):
             _run(optimizer, whole, gradients)
-    except _ERRORS as error:
+    except TRIAL_ERRORS as error:
         raise UnsupportedOptimizer(
             f"{name} cannot be stepped without a closure, or not on a matrix ({type(error).__name__}: {error}). "
             f"{_ADVICE}"
@@ -257,7 +257,7 @@ def probe(
             _run(make([piece]), piece, [g.flatten().split(half)[number] for g in gradients])
         together = torch.cat([piece.detach() for piece in cut]).view(_SHAPE)
         elementwise = torch.allclose(whole.detach(), together, rtol=1e-4, atol=1e-6)
-    except _ERRORS:
+    except TRIAL_ERRORS:
         elementwise = False  # a class that wants matrices
     shapes = None if elementwise else WholeStates(name, make, master)
     if shapes is not None:
@@ -269,7 +269,7 @@ def probe(
     optimizer = make([typed])
     try:
         _run(optimizer, typed, gradients)
-    except _ERRORS as error:
+    except TRIAL_ERRORS as error:
         raise UnsupportedOptimizer(
             f"{name} cannot be stepped in {master} ({type(error).__name__}: {error}). {_ADVICE}"
         ) from error
