@@ -142,7 +142,10 @@ def test_backward_may_be_interrupted_at_any_line(given: tuple[int, tuple[int, di
 @on_ranks(1, STAGES)
 def test_the_start_of_a_thread_may_be_interrupted(stage: int) -> None:
     training, expected = Training(stage), _expected(6, 7)
-    with mock.patch.object(threading.Thread, "start", side_effect=Interrupted), contextlib.suppress(Interrupted):
+    with (
+        mock.patch.object(threading.Thread, "start", side_effect=Interrupted),
+        contextlib.suppress(Interrupted),
+    ):
         training.backward(5)
     training.optimizer.zero_grad()
     training.train(6, 7)
