@@ -128,6 +128,9 @@ def unsupported(settings: Settings) -> str | None:
     if settings.optimizer not in engine.optimizers:
         having = [other for other in ENGINES if settings.optimizer in ENGINES[other].optimizers]
         return f"{name} is benched with adamw only: {', '.join(having)} train with torch's Muon"
+    workload = describe(settings.model)
+    if settings.optimizer == "muon" and workload.config is not None and workload.text is None:
+        return f"{settings.model} has no matrices in blocks, which Muon trains: use --optimizer adamw"
     if settings.every is not None and not engine.local_steps:
         local = " and ".join(other for other in ENGINES if ENGINES[other].local_steps)
         return f"{name} synchronises in every step: {local} make local steps (--every)"
