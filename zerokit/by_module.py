@@ -40,8 +40,13 @@ def settle(
     return {path: given[key] for path, key in covering.items() if key in given}
 
 
-def keys_by_path(option: str, keys: Iterable[str], modules: Collection[str]) -> dict[str, str]:
-    """The modules that `keys` name, by path, each with its key. Raises `UsageError` as `settle` does."""
+def keys_by_path(
+    option: str, keys: Iterable[str], modules: Collection[str], what: str = "module of the model"
+) -> dict[str, str]:
+    """The modules that `keys` name, or `what` else, by path, each with its key.
+
+    Raises `UsageError` as `settle` does.
+    """
     named: dict[str, str] = {}
     for key in sorted((key for key in keys if key != REST), key=lambda key: len(str(key))):
         ends = [path for path in modules if path.endswith(f".{key}")] if key else []
@@ -50,7 +55,7 @@ def keys_by_path(option: str, keys: Iterable[str], modules: Collection[str]) -> 
             around = str(key).rpartition(".")[0]
             guess = ", ".join(map(repr, near)) or (around in modules and around and repr(around))
             raise UsageError(
-                f"{option}: {key!r} is no module of the model{f', but {guess} is' if guess else ''}: a key is the path "
+                f"{option}: {key!r} is no {what}{f', but {guess} is' if guess else ''}: a key is the path "
                 f"of a module, as in model.named_modules(), or the end of some, and covers all inside; {REST!r} is the "
                 "rest"
             )

@@ -6,10 +6,12 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import product
 
 from zerokit.layout import Layout, Unit, is_pooled
+from zerokit.owners import Owners, Shape
 from zerokit.placement import AnyPlacement, Axis, Mesh, Placement
 from zerokit.schedule import Kind, Order
 
@@ -113,6 +115,17 @@ BLOCK_FORMATS = {"int8": BlockFormat(8, 256), "int4": BlockFormat(4, 128)}
 
 
 @dataclass(frozen=True, slots=True)
+class Wholes:
+    """Tensors that are updated whole: their owners, and by group and shape the bytes of an owner's states of one.
+
+    `states_of` gives those of all states, and those of single numbers among them.
+    """
+
+    owners: Owners
+    states_of: Callable[[int, Shape], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class ElementBytes:
     """Bytes per element, for each kind of state.
 
@@ -129,6 +142,10 @@ class ElementBytes:
     wire: int | BlockFormat | None = None
     differing: Mapping[int, ElementBytes] = field(default_factory=dict)
     """Those of units that compute in another dtype than the rest, by index."""
+    groups: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """`states` and `scalars` of optimizer groups that have others, by number."""
+    wholes: Wholes | None = None
+    """The tensors that are updated whole, if there are any."""
 
     def of_unit(self, index: int) -> ElementBytes:
         """The bytes per element of a unit."""
@@ -185,10 +202,23 @@ def list_held(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: Elem
         yield Held("parameters", unit.index, unit.payload_within(kept), kept.numel, bytes_of.compute)
         summed = own.gradients(unit, position)
         yield Held("gradients", unit.index, unit.payload_within(summed), summed.numel, sizes.reduce)
-        for _, stretch in unit.groups_within(own.updated(unit, position)):
+        wholes = sizes.wholes
+        for group, stretch in unit.groups_within(own.updated(unit, position)):
+            if wholes is not None and group in wholes.owners.groups:
+                continue
+            states, scalars = sizes.groups.get(group, (sizes.states, sizes.scalars))
             payload = unit.payload_within(stretch)
-            yield Held("optimizer", unit.index, payload, stretch.numel, bytes_of.master + bytes_of.states)
-            yield Held("scalars", unit.index, sizes.scalars, sizes.scalars, 1)
+            yield Held("optimizer", unit.index, payload, stretch.numel, bytes_of.master + states)
+            yield Held("scalars", unit.index, scalars, scalars, 1)
+        if wholes is None:
+            continue
+        for tensor in wholes.owners.owned(unit.index, own.owner(position)):
+            # Where parameters come and go, the master has memory of its own in any case.
+            master = bytes_of.master or (bytes_of.compute if own.cuts_parameters else 0)
+            every, single = wholes.states_of(tensor.group, tensor.shape)
+            nbytes = master * tensor.interval.numel + every - single
+            yield Held("optimizer", unit.index, nbytes, nbytes, 1)
+            yield Held("scalars", unit.index, single, single, 1)
 
 
 def whole_units(layout: Layout, placement: AnyPlacement) -> frozenset[int]:
@@ -320,6 +350,12 @@ def predict_traffic(
         here = {unit.index for unit in units}
         used = [layout.units[index] for index in gathered if index in here]
         hop("all_gather", own.use, used, micro_batches, None)
+    if sizes.wholes is not None:
+        owners = sizes.wholes.owners
+        for index in owners.units:
+            widths = {"to_owners": sizes.reduce, "from_owners": sizes.of_unit(index).compute}
+            for (axis, elements), (name, width) in product(owners.crossings(index).items(), widths.items()):
+                report.count(operation_name(name, axis, mesh), Operation(1, elements, elements * width))
     return report
 
 

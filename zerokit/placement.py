@@ -221,11 +221,30 @@ class Placement:
         return self._held("optimizer", unit, position)
 
     def _held(self, kind: str, unit: Unit, position: int) -> Interval:
+        joined = self._joined(kind)
+        return unit.cut.joined(joined).piece(position // joined)
+
+    def _joined(self, kind: str) -> int:
+        """How many neighbouring shards each rank holds of a kind of state: all of them where it is whole."""
         cut = self._axes(kind, _CUT)
         if Axis.INNER not in cut:
-            return unit.cut.whole
-        joined = 1 if Axis.OUTER in cut else self.mesh.outer
-        return unit.cut.joined(joined).piece(position // joined)
+            return self.mesh.world
+        return 1 if Axis.OUTER in cut else self.mesh.outer
+
+    # ---- whole tensors
+
+    def owners(self, unit: Unit) -> Cut:
+        """The cut of the optimizer's states, whose pieces own the tensors that are updated whole."""
+        return unit.cut.joined(self._joined("optimizer"))
+
+    def owner(self, position: int) -> int:
+        """Which of these pieces a rank holds; where all hold the same, it is piece 0."""
+        return position // self._joined("optimizer")
+
+    def rank_of(self, owner: int, position: int) -> int:
+        """The rank that holds a piece for the one at `position`: on the same place of an axis that does not cut it."""
+        joined = self._joined("optimizer")
+        return self.mesh.rank(owner * joined + position % joined)
 
     def __str__(self) -> str:
         outer, inner = self.stages

@@ -44,19 +44,14 @@ class Odd(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         self.memory["steps"] += 1
-        self.change(self, [p for group in self.param_groups for p in group["params"]])
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.change(self, [p for p in params if p.grad is not None])
         return super().step(closure)
 
 
 def _gradient(p: nn.Parameter) -> Tensor:
     assert p.grad is not None
     return p.grad
-
-
-def _whole_norms(_: Odd, params: list[nn.Parameter]) -> None:
-    """LAMB-like: the step of an element depends on the norm of its whole parameter."""
-    for p in params:
-        _gradient(p).mul_(p.norm() / (_gradient(p).norm() + 1e-6))
 
 
 def _row_means(odd: Odd, params: list[nn.Parameter], after: int = 0) -> None:
@@ -156,16 +151,14 @@ OPTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 """Options of the constructor that are refused, and words of the error."""
 CLASSES: list[tuple[Any, dict[str, Any], str]] = [
     (torch.optim.LBFGS, {}, "AdamW"),
-    (torch.optim.Adafactor, {}, "AdamW"),
     (torch.optim.SparseAdam, {}, ""),
-    *[(Odd, {"change": change}, "norm") for change in (_whole_norms, _row_means, _falling_norms)],
+    (Odd, {"change": _falling_norms}, "norm"),
     (Odd, {"change": lambda _, params: nn.utils.clip_grad_norm_(params, 0.5)}, "norm"),
-    (Odd, {"change": partial(_row_means, after=10)}, "shape of its matrix"),
-    (Odd, {"change": _whole_norms, "lr": 0.0}, "norm"),
+    (Odd, {"change": partial(_row_means, after=10)}, "what it counts"),
     (Odd, {"change": _distances, "lr": 1.0}, "norm"),
     (Odd, {"change": _distances, "lr": 1e-3}, "norm"),
 ]
-"""Optimizers that look beyond an element, their options, and a word of the error beside their name."""
+"""Optimizers that look beyond a tensor, or count on themselves, their options, and a word of the error."""
 
 Row = tuple[Callable[[], Any], str, tuple[str, ...]]
 """What is done, the error's class, and words of its message."""
@@ -192,9 +185,6 @@ def _constructions() -> dict[str, Row]:
     for number, (cls, given, word) in enumerate(CLASSES):
         attempt = partial(make, cls=cls, **given)
         rows[f"{number}, {given}"] = attempt, "UnsupportedOptimizer", (cls.__name__, word)
-    if hasattr(torch.optim, "Muon"):
-        matrix = nn.Linear(4, 4, bias=False)
-        rows["Muon"] = lambda: make(matrix, torch.optim.Muon), "UnsupportedOptimizer", ("Muon", "AdamW")
     return rows
 
 

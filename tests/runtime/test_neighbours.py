@@ -22,7 +22,7 @@ from tests.support.recording import Group
 from tests.support.training import Run, Trajectory, one_step, require_memory_route, trained
 from zerokit.errors import UsageError
 from zerokit.placement import Axis
-from zerokit.runtime.collectives import Collectives, make_collectives
+from zerokit.runtime.collectives import Collectives, Kind, make_collectives
 from zerokit.runtime.collectives.host.memory import MemoryRoute
 from zerokit.runtime.collectives.host.node import SWITCH, Neighbours, meet
 from zerokit.runtime.collectives.host.progress import HostWork, Progress
@@ -169,7 +169,7 @@ def test_an_offer_made_while_waiting_for_the_last_one_is_waited_for_too() -> Non
     progress.pending.append(cast(HostWork, _SecondHop(board, offer)))
     route.wait_for_readers()
     assert first.taken()
-    assert not route._offered[0].taken()
+    assert not route._offered[Kind.ALL_GATHER, 0].taken()
 
 
 def test_all_that_have_ended_are_named() -> None:

@@ -20,7 +20,7 @@ from tests.support.on_ranks import on_ranks
 from tests.support.optimizers import OPTIMIZERS
 from tests.support.oracle import train_alone
 from tests.support.training import SMALL, Run, Trajectory, digest, one_step, train_all, trained, whole_weights
-from zerokit.runtime.admission import choose_kernel, probe
+from zerokit.runtime.trials import choose_kernel, probe
 
 RUN = Run(steps=5, clip=math.inf)
 

@@ -280,18 +280,18 @@ def _rank_main(job: _Job, rank: int, pipe: Connection) -> None:
 
 def _remember_probes() -> None:
     """Lets this rank try each kind of optimizer once, not for every `ZeroOptimizer`: a fourth of its time."""
-    from zerokit.runtime import admission, build
+    from zerokit.runtime import trials
 
     known: dict[tuple[object, ...], Any] = {}
-    trial = admission.probe
+    trial = trials.probe
 
-    def probe(optimizer_class: Any, options: dict[str, Any], master: Any) -> Any:
-        key = (optimizer_class, repr(sorted(options.items())), master)
+    def probe(optimizer_class: Any, options: dict[str, Any], master: Any, group: Any = None) -> Any:
+        key = (optimizer_class, repr(sorted(options.items())), master, repr(group))
         if key not in known:
-            known[key] = trial(optimizer_class, options, master)
+            known[key] = trial(optimizer_class, options, master, group)
         return known[key]
 
-    vars(build)["probe"] = probe
+    vars(trials)["probe"] = probe
 
 
 def _answer(job: _Job, rank: int) -> Outcome:

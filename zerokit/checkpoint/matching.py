@@ -20,10 +20,10 @@ from zerokit.checkpoint.state import MASTER, OUTER_PREFIX, PARAM, dtype_name, ho
 from zerokit.errors import CheckpointError, UnsupportedOptimizer
 from zerokit.layout import Layout, Parameter
 from zerokit.runtime import ZeroOptimizer
-from zerokit.runtime.admission import probe
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.masters import MasterSlice
+from zerokit.runtime.masters import Master
 from zerokit.runtime.states import EMA
+from zerokit.runtime.trials import probe
 from zerokit.runtime.unit import UnitState
 
 NOT_THE_OPTIMIZERS = frozenset({EMA})
@@ -170,7 +170,11 @@ def _match_groups(source: Layout, live: Layout, match: Match) -> list[str]:
 
 def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list[str]:
     """What the optimizer keeps beside the master, compared with what was saved, once it had stepped at all."""
-    others = {MASTER, PARAM, RESIDUAL} if EMA in runtime.states.kinds else {MASTER, PARAM, RESIDUAL, EMA}
+    others = (
+        {MASTER, PARAM, RESIDUAL}
+        if any(EMA in states.kinds for states in runtime.states)
+        else {MASTER, PARAM, RESIDUAL, EMA}
+    )
     saved = _kinds_at(
         stream
         for stream in manifest.streams
@@ -211,7 +215,7 @@ def _compare_own(manifest: Manifest, optimizer: ZeroOptimizer, match: Match) -> 
                 f"it has {_set(left)} of another outer optimizer than that of LocalSteps here: build it with outer= "
                 "as it was"
             )
-    if EMA not in runtime.states.kinds:
+    if not any(EMA in states.kinds for states in runtime.states):
         if optimizer.ema is not None and EMA not in saved:
             match.notes.append(
                 "no average of the weights is in it: zerokit.Ema begins with the next update()"
@@ -309,7 +313,7 @@ class Shared:
         averaged = unit.unit.parameters[position].name in self._averaged
         return repr((averaged, sorted(self.kinds(unit, position)), sorted(values.items())))
 
-    def apply(self, runtime: Runtime, unit: UnitState, master: MasterSlice) -> None:
+    def apply(self, runtime: Runtime, unit: UnitState, master: Master) -> None:
         """Set a master's state to the value saved for its parameters, which is equal for all of them."""
         inner = runtime.inner
         group = inner.param_groups[master.group]

@@ -22,7 +22,7 @@ from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.masters import MasterSlice
+from zerokit.runtime.masters import Master
 from zerokit.runtime.shards import Shards
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def own_slices(
                     yield Held(kind, position, part, master.like(value).at(part.memory))
 
 
-def _elementwise(value: object, master: MasterSlice) -> bool:
+def _elementwise(value: object, master: Master) -> bool:
     return isinstance(value, Tensor) and value.shape == master.tensor.shape
 
 

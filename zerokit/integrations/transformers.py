@@ -36,8 +36,8 @@ from zerokit.integrations.pretrained import read_sharded
 from zerokit.integrations.torch_optimizer import Recipe, require_frozen
 from zerokit.placement import StageArgument
 from zerokit.runtime import Precision
-from zerokit.runtime.admission import probe
 from zerokit.runtime.precision import PrecisionArgument
+from zerokit.runtime.trials import probe
 from zerokit.training import ZeroOptimizer
 
 read_sharded()

@@ -23,9 +23,9 @@ from zerokit.formulas import (
 )
 from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Replay, Step
-from zerokit.runtime.admission import OptimizerStates, probe
 from zerokit.runtime.measure import element_bytes
 from zerokit.runtime.precision import Precision
+from zerokit.runtime.trials import OptimizerStates, probe
 
 CONTEXT_BYTES = 500_000_000
 """What CUDA itself takes of a device for one process: about 0.5 GB on an H100 (pytorch/torchcomms#777)."""

@@ -5,31 +5,39 @@ The model never exists twice: units take its values one by one, and give its old
 
 from __future__ import annotations
 
-import functools
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.layout import build_layout, default_bucket_bytes
+from zerokit.owners import Owners, default_cost
 from zerokit.placement import AnyPlacement, placed, without_lone_axis
-from zerokit.runtime.admission import BUILDING, choose_kernel, probe, require_agreement
+from zerokit.runtime.admission import BUILDING, require_agreement
 from zerokit.runtime.casts import cast_outputs, compute_dtypes, keep_statistics
+from zerokit.runtime.classes import (
+    Inner,
+    OptimizerClasses,
+    classes_of,
+    require_shapes,
+    row_blocks_of,
+    warn_of_unsuited,
+)
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.masters import MasterSlice
+from zerokit.runtime.inner import Part, Several
+from zerokit.runtime.masters import Master
 from zerokit.runtime.memory import Heap
 from zerokit.runtime.model import Anatomy, Materializer, named_tensors, settings_of, take_apart
 from zerokit.runtime.options import (
     Options,
-    as_groups,
     device_of,
     group_of_this_rank,
     mesh_of,
@@ -40,9 +48,11 @@ from zerokit.runtime.precision import FLOATING
 from zerokit.runtime.readers import guard_readers
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.torch_internals import uncompiled_module
+from zerokit.runtime.trials import probe_groups
 from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.walk import WALK, ModelWalk
 from zerokit.runtime.weights import WholeWeights
+from zerokit.runtime.wholes import WholeTensors
 
 
 class Runtime:
@@ -54,24 +64,28 @@ class Runtime:
     def __init__(
         self,
         model: nn.Module,
-        optimizer_class: Callable[..., Optimizer],
+        optimizer_class: OptimizerClasses,
         options: Options,
         inner_options: dict[str, Any],
     ) -> None:
         """Take over `model`; arguments and errors as for `ZeroOptimizer`."""
-        if isinstance(optimizer_class, functools.partial):
-            inner_options = optimizer_class.keywords | inner_options
-            optimizer_class = optimizer_class.func
         self.model, self.precision = model, precision = uncompiled_module(model), options.precision
-        require_plain(model, optimizer_class)
+        require_plain(model)
         warn_of_widening(model, precision)
 
         # What is trained, and in which units.
         group = group_of_this_rank(options.process_group)
-        groups = as_groups(model, options.params)
+        classes = classes_of(model, optimizer_class, options.params, inner_options)
+        groups = [one for inner in classes for one in inner.groups]
         device = device_of(model, group)
-        inner_options = choose_kernel(optimizer_class, inner_options, device, precision.master)
-        self.states = probe(optimizer_class, inner_options, precision.master)
+        classes = [inner.tuned(device, precision.master) for inner in classes]
+        tried = [
+            probe_groups(inner.optimizer_class, inner.options, precision.master, inner.groups)
+            for inner in classes
+        ]
+        self.states = [states for states_of_groups in tried for states in states_of_groups]
+        """What each group's optimizer keeps for a tensor."""
+        warn_of_unsuited(model, groups, self.states)
         numbers = {p: number for number, g in enumerate(groups) for p in g["params"]}
         parts = take_apart(model, options.units, numbers)
         default = default_bucket_bytes(parts.segments)
@@ -87,15 +101,20 @@ class Runtime:
 
         # With which ranks, who must all have come for the same.
         of_units = [stages[unit.parameters[0].name] for unit in self.layout.units]
-        self.collectives, self.placement = _connect(group, device, options, of_units)
+        whole = [number for number, states in enumerate(self.states) if states.whole is not None]
+        self.collectives, self.placement = _connect(group, device, options, of_units, exchanges=bool(whole))
+        rows = row_blocks_of(options.row_blocks, self.layout, whole)
+        self.owners = Owners(self.layout, self.placement, whole, rows, options.update_cost or default_cost)
+        require_shapes(classes, self.layout, self.owners)
         settings = {
             "stage": str(self.placement),
             "mesh": f"{self.collectives.mesh.outer}x{self.collectives.mesh.inner}",
             "precision": str(precision.as_dict()),
             "prefetch": str(options.prefetch),
             "on_nonfinite": str(options.on_nonfinite),
-            "optimizer": optimizer_class.__name__,
-            **_describe(groups, inner_options),
+            "optimizer": " + ".join(inner.optimizer_class.__name__ for inner in classes),
+            "the owners of whole tensors": str(self.owners),
+            **_describe(classes),
         }
         require_agreement(self.layout, settings, self.collectives)
         self.collectives.reporter.distinguish(
@@ -106,7 +125,6 @@ class Runtime:
         self.units = self._take_over(parts, options)
         self.gradients = Gradients(self.units, self.collectives, precision, self.layout, self.placement)
         self.engine = Engine(self.units, self.gradients, self.collectives, options.prefetch)
-        self.weights = WholeWeights(model, self.engine, self.collectives, precision.master)
         casts = [
             *keep_statistics(compute_dtypes(model, precision)),
             *cast_outputs(model, precision, device.type),
@@ -116,7 +134,15 @@ class Runtime:
         """What was registered in the model, for its release."""
         for number, entry in enumerate(groups):
             entry["params"] = [m.tensor for unit in self.units for m in unit.masters if m.group == number]
-        self.inner = optimizer_class(groups, **inner_options)
+        made = [inner.optimizer_class(inner.groups, **inner.options) for inner in classes]
+        self.inner = made[0] if len(made) == 1 else Several(made)
+        ends = list(accumulate(len(inner.groups) for inner in classes))
+        self.parts = [
+            Part(optimizer, range(end - len(own), end), own)
+            for optimizer, own, end in zip(made, tried, ends, strict=True)
+        ]
+        self.wholes = WholeTensors(self.units, self.gradients, self.collectives, self.owners, self.parts)
+        self.weights = WholeWeights(model, self.engine, self.collectives, precision.master, self.wholes)
         self.control = StepControl(self.collectives, self.gradients, self.inner)
         # A model outlives its optimizer where a function trains it and returns it.
         if self.placement.cuts_parameters:
@@ -143,7 +169,9 @@ class Runtime:
             ]
             placement = self.placement.of_unit(unit.index)
             units.append(
-                UnitState(unit, parameters, collectives, dtype, precision.master, placement, renormed)
+                UnitState(
+                    unit, parameters, collectives, dtype, precision.master, placement, self.owners, renormed
+                )
             )
             units[-1].take_over(materializer.values_of(parameters))
             del parameters
@@ -157,7 +185,7 @@ class Runtime:
             torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
         return units
 
-    def masters(self) -> Iterator[tuple[UnitState, MasterSlice, dict[str, Any]]]:
+    def masters(self) -> Iterator[tuple[UnitState, Master, dict[str, Any]]]:
         """The masters that this rank updates, in line order, each with its optimizer state ({} before a step)."""
         for unit in self.units:
             for master in unit.masters:
@@ -171,6 +199,7 @@ class Runtime:
     def publish(self, *, frozen: bool = False) -> None:
         """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective."""
         write_back(self.units)
+        self.wholes.publish()
         if frozen:
             for unit in self.units:
                 if not unit.unit.trainable:
@@ -197,7 +226,12 @@ def _start_of_rank_0(model: nn.Module, collectives: Collectives) -> tuple[int, f
 
 
 def _connect(
-    group: dist.ProcessGroup, device: torch.device, options: Options, stages: Sequence[object]
+    group: dist.ProcessGroup,
+    device: torch.device,
+    options: Options,
+    stages: Sequence[object],
+    *,
+    exchanges: bool,
 ) -> tuple[Collectives, AnyPlacement]:
     """Collectives of zerokit's own among the ranks of `group`, over the mesh that is asked for, and the placement.
 
@@ -209,17 +243,20 @@ def _connect(
         stages = [without_lone_axis(stage, of_shape)[0] for stage in stages]
         shape = without_lone_axis(0, shape)[1]
         placed(stages, shape)  # raises before anything is made
-    collectives = make_collectives(group, device, options.timeout, units=len(stages), mesh=shape)
+    collectives = make_collectives(
+        group, device, options.timeout, units=len(stages), mesh=shape, exchanges=exchanges
+    )
     return collectives, placed(stages, collectives.mesh)
 
 
-def _describe(groups: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, str]:
+def _describe(classes: Sequence[Inner]) -> dict[str, str]:
     """Options by name, as text that is equal on ranks that were given the same."""
+    groups = [inner.options | group for inner in classes for group in inner.groups]
     return {
         name + (f" of group {number}" if len(groups) > 1 else ""): str(value)
         if value is None or isinstance(value, bool | int | float | str | list | tuple | torch.Tensor)
         else type(value).__qualname__
         for number, group in enumerate(groups)
-        for name, value in sorted((options | group).items())
+        for name, value in sorted(group.items())
         if name != "params"
     }

@@ -1,8 +1,9 @@
-"""What one rank owns of a unit: its shard, and the masters in it.
+"""What one rank owns of a unit: its shard, and its masters.
 
-A master is what the optimizer updates, in the master dtype: one for each group of parameters in the unit (a call over
-each parameter's own takes up to four times as long in deep, narrow models). The optimizer counts steps by tensor, so
-parameters that are no longer trained alike get one master each.
+A master is what the optimizer updates, in the master dtype: a slice for each group of parameters in the shard (a call
+over each parameter's own takes up to four times as long in deep, narrow models). The optimizer counts steps by tensor,
+so parameters that are no longer trained alike get one master each. Groups of optimizers that update whole tensors have
+a master for each tensor, on its owner (`zerokit.owners`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.layout import Interval, Slice, Unit
+from zerokit.owners import Whole
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.guard import TICKET, Ticket, WithoutGradient
@@ -21,21 +23,42 @@ from zerokit.runtime.shards import Shards
 from zerokit.runtime.torch_internals import change_class
 
 
-class MasterSlice(Shards):
-    """The part of one unit and optimizer group that the optimizer updates; the model computes with `kept`."""
+class Master(Shards):
+    """Elements of one unit and optimizer group that the optimizer updates; the model computes with those in `kept`."""
 
-    __slots__ = ("group", "kept")
+    __slots__ = ("group", "kept", "separate")
     tensor: nn.Parameter
 
     def __init__(self, kept: Shards, group: int, interval: Interval, exact: Tensor | None) -> None:
         """The master has memory of its own if there are `exact` values, which `kept` may have rounded."""
-        self.group, self.kept = group, kept.at(interval)
+        self.group, self.kept, self.separate = group, kept.at(interval), exact is not None
         super().__init__(kept.unit, nn.Parameter(self.kept if exact is None else exact), interval)
 
     @property
     def values(self) -> Shards:
         """The same elements, without the parameter's gradient and guards."""
         return self.like(self.tensor.detach())
+
+    def like(self, tensor: Tensor) -> Shards:
+        return super().like(tensor.reshape(-1))
+
+
+class MasterSlice(Master):
+    """The part of a unit and group that lies in this rank's shard, flat."""
+
+    __slots__ = ()
+
+
+class WholeMaster(Master):
+    """A tensor that its owner updates whole, in its own shape; `kept` is current while the unit is whole here."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, memory: Shards, whole: Whole, exact: Tensor | None) -> None:
+        """`memory` is the whole unit; `exact` [elements] is what the master has of its own, if it is separate."""
+        self.whole = whole
+        super().__init__(memory, whole.group, whole.interval, exact)
+        self.tensor = nn.Parameter(self.tensor.detach().view(whole.shape))
 
 
 class OwnedUnit:
@@ -52,32 +75,41 @@ class OwnedUnit:
         self.collectives, self.device, self.placement = collectives, collectives.device, placement
         self.own = unit.shard(collectives.position)
         self.updated = placement.updated(unit, collectives.position)
-        self.masters: list[MasterSlice] = []
+        self.owner = placement.owner(collectives.position)
+        """Which of the owners this rank is."""
+        self.slices: list[MasterSlice] = []
+        """The masters that lie in this rank's shard."""
+        self.owned: list[WholeMaster] = []
+        """Those of the tensors that it owns."""
 
-    def members(self, master: MasterSlice, within: Interval | None = None) -> list[Slice]:
+    def members(self, master: Master, within: Interval | None = None) -> list[Slice]:
         """The slices of parameters in `master`, padding left out; those in the interval `within`, if one is given."""
         piece = master.interval if within is None else master.interval.intersection(within)
         return [s for s in self.unit.slices_within(piece) if s.parameter.group == master.group]
 
-    def positions_in(self, master: MasterSlice) -> list[int]:
+    def positions_in(self, master: Master) -> list[int]:
         """The unit's parameters that have elements in `master`."""
         names = {part.parameter.name for part in self.members(master)}
         return [position for position, p in enumerate(self.unit.parameters) if p.name in names]
 
     @property
+    def masters(self) -> list[Master]:
+        return [*self.slices, *self.owned]
+
+    @property
     def divided(self) -> bool:
         """Whether parameters that share a group have separate masters."""
-        groups = [master.group for master in self.masters]
+        groups = [master.group for master in self.slices]
         return len(set(groups)) < len(groups)
 
     def divide(self, inner: Optimizer) -> None:
         """Give `inner` one master a parameter; values and states stay."""
-        before, self.masters = self.masters, []
+        before, self.slices = self.slices, []
         for old in before:
             pieces: list[MasterSlice] = []
             starts = sorted(s.offset for s in self.members(old) if s.offset > old.interval.start)
             for piece in map(Interval, [old.interval.start, *starts], [*starts, old.interval.stop]):
-                exact = old.values.at(piece).clone() if self.separate else None
+                exact = old.values.at(piece).clone() if old.separate else None
                 pieces.append(MasterSlice(self.kept, old.group, piece, exact))
                 if old.tensor in inner.state:
                     inner.state[pieces[-1].tensor] = {
@@ -92,7 +124,7 @@ class OwnedUnit:
             params = inner.param_groups[old.group]["params"]
             at = next(at for at, tensor in enumerate(params) if tensor is old.tensor)
             params[at : at + 1] = [new.tensor for new in pieces]
-            self.masters += pieces
+            self.slices += pieces
         self.guard_masters()
 
     def guard_masters(self) -> None:

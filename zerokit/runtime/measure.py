@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from zerokit.formulas import ElementBytes, MemoryReport, TrafficReport, predict_memory, predict_traffic
-from zerokit.runtime.admission import OptimizerStates
+from zerokit.formulas import (
+    ElementBytes,
+    MemoryReport,
+    TrafficReport,
+    Wholes,
+    predict_memory,
+    predict_traffic,
+)
+from zerokit.owners import Shape
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.masters import WholeMaster
 from zerokit.runtime.precision import FLOATING, Precision
+from zerokit.runtime.trials import OptimizerStates, tensors_in
 from zerokit.runtime.use import State
 from zerokit.schedule import Kind
 
@@ -94,6 +104,10 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
         for master in state.masters:
             payload = master.payload_numel
             add("optimizer", master.tensor, payload)
+            if isinstance(master, WholeMaster):
+                for value in tensors_in(runtime.inner.state.get(master.tensor, {})):
+                    add("optimizer" if value.dim() else "scalars", value, elements=True)
+                continue
             for value in runtime.inner.state.get(master.tensor, {}).values():
                 if isinstance(value, Tensor):
                     elementwise = value.shape == master.tensor.shape
@@ -108,13 +122,27 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
 def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
     """Bytes per element, with those of units that compute in another dtype than the rest."""
     precision = runtime.precision
-    of = partial(element_bytes, states=runtime.states, averaged=averaged)
+    average = precision.master.itemsize if averaged else 0
+    flat = {
+        number: (states.element_bytes + average, states.scalar_bytes)
+        for number, states in enumerate(runtime.states)
+        if states.whole is None
+    }
+
+    def states_of(group: int, shape: Shape) -> tuple[int, int]:
+        whole = runtime.states[group].whole
+        assert whole is not None
+        every, single = whole.nbytes(shape)
+        return every + average * math.prod(shape), single
+
+    wholes = Wholes(runtime.owners, states_of) if runtime.owners else None
+    of = partial(element_bytes, states=runtime.states[0], averaged=averaged)
     differing = {
         unit.index: of(replace(precision, compute=unit.dtype))
         for unit in runtime.units
         if unit.dtype != precision.compute and unit.dtype in FLOATING
     }
-    return replace(of(precision), differing=differing)
+    return replace(of(precision), differing=differing, groups=flat, wholes=wholes)
 
 
 def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bool) -> ElementBytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 
@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
+from zerokit.owners import Cost
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
+from zerokit.runtime.classes import OptimizerClasses
 from zerokit.runtime.counts import Count, require_count
 from zerokit.runtime.hooks import differentiate, profiled
 from zerokit.runtime.interface import refuse_step_options
@@ -50,7 +51,9 @@ class ZeroOptimizer(ForwardingOptimizer):
 
     Args:
         model: its parameters become views of flat storages in the compute dtype; those on `meta` are initialised here.
-        optimizer_class: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, or any class that updates each element by itself.
+        optimizer_class: AdamW, Adam, SGD, Adagrad, RMSprop, NAdam, or any class that updates each element by itself;
+            also one that updates each tensor by itself (Muon, Adafactor, SOAP, LAMB), which the tensor's owner does. Or
+            several classes, each with its `params`: tensors, names or groups.
         stage: what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters
             (ZeRO, arXiv:1910.02054, §5). Losses are bitwise-identical at every stage. With a mesh of two axes also a
             pair (outer, inner), such as (0, 3). ("local", 3) makes islands of the inner axis: no gradients cross the
@@ -70,11 +73,15 @@ class ZeroOptimizer(ForwardingOptimizer):
         loss_scale: dynamic loss scaling, for fp16.
         on_nonfinite: of a step with inf or nan in some rank's gradients: "skip" and count it, "raise" `NonFiniteError`
             on every rank before anything changes, or "ignore". fp16 always skips, and lowers its loss scale.
+        row_blocks: parameters whose blocks of rows are tensors of their own for optimizers that update tensors whole,
+            by name or its end: {"attn.qkv.weight": 3} equal ones, or the rows of each.
+        update_cost: the cost of one tensor's update by its shape, from which owners are chosen. By default 4m²n + 2m³
+            for a matrix with m ≤ n, and the number of elements for others.
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 
     Raises:
         UsageError: for arguments that do not exist or do not fit together.
-        UnsupportedOptimizer: for an optimizer that is not elementwise.
+        UnsupportedOptimizer: for an optimizer whose update of a tensor depends on other tensors.
         LayoutMismatch: on every rank, when ranks disagree about the model or the settings.
     """
 
@@ -86,7 +93,7 @@ class ZeroOptimizer(ForwardingOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer_class: Callable[..., Optimizer],
+        optimizer_class: OptimizerClasses,
         *,
         stage: StageArgument = 2,
         mesh: tuple[int, int] | DeviceMesh | None = None,
@@ -100,13 +107,26 @@ class ZeroOptimizer(ForwardingOptimizer):
         init_fn: Callable[[nn.Module], None] | None = None,
         loss_scale: LossScale | None = None,
         on_nonfinite: OnNonfinite = "skip",
+        row_blocks: Mapping[str, int | Sequence[int]] | None = None,
+        update_cost: Cost | None = None,
         **optimizer_options: Any,
     ) -> None:
         self.precision = Precision.of(precision)
         scale = LossScale.of(loss_scale)
         self.scaler = scale if self.precision.scaled else None
         ranks = stage, mesh, process_group, timeout
-        options = Options(*ranks, self.precision, params, units, bucket_mb, prefetch, init_fn, on_nonfinite)
+        options = Options(
+            *ranks,
+            self.precision,
+            params,
+            units,
+            bucket_mb,
+            prefetch,
+            init_fn,
+            on_nonfinite,
+            row_blocks,
+            update_cost,
+        )
         self.runtime = made = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
         self._collectives, self._control = made.collectives, made.control
@@ -227,7 +247,9 @@ class ZeroOptimizer(ForwardingOptimizer):
         self.refuse(INTERRUPTED)
         if agreed.updates:
             with profiled("update"), unless_updated(self._inner, self._note_no_update):
-                update_masters(self.runtime.units, self._gradients, self._inner, agreed.left_out)
+                update_masters(
+                    self.runtime.units, self._gradients, self._inner, self.runtime.wholes, agreed.left_out
+                )
         self._last_traffic = self._collectives.take_traffic()
         if agreed.updates:
             self._engine.gather_updated()

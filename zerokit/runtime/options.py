@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerokit.errors import UsageError, ZerokitWarning
+from zerokit.owners import Cost
 from zerokit.placement import Mesh
 from zerokit.runtime.casts import compute_dtypes
 from zerokit.runtime.guard import TICKET
@@ -42,6 +43,8 @@ class Options:
     prefetch: int
     init_fn: InitRule
     on_nonfinite: object
+    row_blocks: Mapping[str, int | Sequence[int]] | None
+    update_cost: Cost | None
 
     def __post_init__(self) -> None:
         require_choice(self.on_nonfinite)
@@ -93,13 +96,8 @@ def mesh_of(mesh: object, group: dist.ProcessGroup) -> Mesh | None:
     return Mesh(outer, inner)
 
 
-def require_plain(model: nn.Module, optimizer_class: object) -> None:
-    """Raise `UsageError` for what is no optimizer class, and for a model that cannot be taken over."""
-    if not callable(optimizer_class):
-        raise UsageError(
-            f"{optimizer_class!r} is not an optimizer class: pass the class itself, such as torch.optim.AdamW, and its "
-            "options as keywords; zerokit builds it over flat parameters"
-        )
+def require_plain(model: nn.Module) -> None:
+    """Raise `UsageError` for a model that cannot be taken over."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"the first argument is a {type(model).__name__}: pass the model itself, ZeroOptimizer(model, "
@@ -174,35 +172,6 @@ def warn_of_widening(model: nn.Module, precision: Precision) -> None:
             ZerokitWarning,
             stacklevel=4,
         )
-
-
-def as_groups(model: nn.Module, params: Iterable[Any] | None) -> list[dict[str, Any]]:
-    """torch's ways to pass parameters, as a list of groups of parameters; each parameter in exactly one."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    if params is None:
-        return [{"params": list(names)}]
-    given = list(params)
-    groups = [dict(one) for one in given] if given and isinstance(given[0], dict) else [{"params": given}]
-    seen: dict[nn.Parameter, int] = {}
-    for number, group in enumerate(groups):
-        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        group["params"] = [member[1] if isinstance(member, tuple) else member for member in members]
-        for parameter in group["params"]:
-            if parameter not in names:
-                shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else parameter
-                raise UsageError(f"params: group {number} holds {shape}, which is no parameter of the model")
-            if parameter in seen:
-                raise UsageError(
-                    f"params: {names[parameter]} is in group {seen[parameter]} and in group {number}: keep one"
-                )
-            seen[parameter] = number
-    left = [name for parameter, name in names.items() if parameter.requires_grad and parameter not in seen]
-    if left:
-        raise UsageError(
-            f"params: {', '.join(left[:5])}{' …' if len(left) > 5 else ''} require gradients but are in no group: "
-            "add them, or freeze them with requires_grad_(False)"
-        )
-    return groups
 
 
 def device_of(model: nn.Module, group: dist.ProcessGroup) -> torch.device:

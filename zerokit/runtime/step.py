@@ -21,9 +21,11 @@ from zerokit.errors import LayoutMismatch, UsageError
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.collectives.base import Sums
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.inner import parts_of
 from zerokit.runtime.nonfinite import warn_of_skip
 from zerokit.runtime.torch_internals import leaves_out_steps, leaving_out
 from zerokit.runtime.unit import UnitState, write_back
+from zerokit.runtime.wholes import WholeTensors
 from zerokit.skips import Skips
 
 _RECEIVED, _COUNTED, _COUNT, _NONFINITE = 4, 5, 7, 8
@@ -45,7 +47,7 @@ class StepControl:
 
     def __init__(self, collectives: Collectives, gradients: Gradients, inner: Optimizer) -> None:
         self.collectives, self.gradients, self.inner = collectives, gradients, inner
-        self.leaves_out = leaves_out_steps(inner)
+        self.leaves_out = all(leaves_out_steps(optimizer) for optimizer in parts_of(inner))
         """Whether a step can be left out on a device, unknown to the host."""
         self._pending: tuple[Sums, Tensor | None] | None = None
         """A step's numbers that the host has not looked at, and whether that step was left out."""
@@ -260,38 +262,47 @@ INTERRUPTED = (
 
 
 def update_masters(
-    units: Sequence[UnitState], gradients: Gradients, inner: Optimizer, left_out: Tensor | None = None
+    units: Sequence[UnitState],
+    gradients: Gradients,
+    inner: Optimizer,
+    wholes: WholeTensors,
+    left_out: Tensor | None = None,
 ) -> None:
     """Run `inner` over all masters with the reduced gradients, and write them back.
 
     Nothing changes where `left_out`, which is on the device, is true.
     """
+    optimizers = parts_of(inner)
     trainable = [unit for unit in units if unit.unit.trainable]
     for unit in trainable:
         own = gradients.units[unit.index]
         skipped = own.skipped
         if skipped and not all(
             skipped.issuperset(positions) or skipped.isdisjoint(positions)
-            for positions in map(unit.positions_in, unit.masters)
+            for positions in map(unit.positions_in, unit.slices)
         ):
             unit.divide(inner)
         unit.unguard_masters()
-        for master in unit.masters:
+        for master in unit.slices:
             if skipped and skipped.issuperset(unit.positions_in(master)):
                 master.tensor.grad = None  # of an update that failed
                 continue  # as in torch, what has no gradient keeps its value and its states
             gradient = own.held.at(master.interval)
             tensor = master.tensor
             tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
-    if isinstance(inner, SGD):
-        _level_momentum(inner, all_begin=left_out is not None)
     try:
-        with leaving_out(inner, left_out):
-            inner.step()
+        with wholes.updating():
+            for optimizer in optimizers:
+                if optimizer in wholes.optimizers:
+                    continue
+                if isinstance(optimizer, SGD):
+                    _level_momentum(optimizer, all_begin=left_out is not None)
+                with leaving_out(optimizer, left_out):
+                    optimizer.step()
         write_back(units)
     finally:
         for unit in trainable:
-            for master in unit.masters:
+            for master in unit.slices:
                 master.tensor.grad = None
             unit.guard_masters()
 

@@ -20,6 +20,7 @@ from torch.autograd import profiler
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
+from zerokit.owners import Owners
 from zerokit.placement import Axis, Placement
 from zerokit.runtime.collectives import Collectives, Exchange, Work
 from zerokit.runtime.guard import TICKET, Owner, Ticket, guarded_class, refuse_moving
 from zerokit.runtime.hooks import profiled
-from zerokit.runtime.masters import MasterSlice, OwnedUnit
+from zerokit.runtime.masters import MasterSlice, OwnedUnit, WholeMaster
 from zerokit.runtime.memory import UnitMemory, unit_memory
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.torch_internals import (
@@ -52,11 +53,12 @@ class UnitState(OwnedUnit, UnitUse):
         dtype: torch.dtype,
         master: torch.dtype,
         placement: Placement,
+        owners: Owners,
         renormed: Collection[int] = (),
     ) -> None:
         OwnedUnit.__init__(self, unit, parameters, collectives, placement)
         UnitUse.__init__(self)
-        self.dtype, self._master = dtype, master
+        self.dtype, self._master, self._owners = dtype, master, owners
         self.separate = unit.trainable and master != dtype
         self.comes_and_goes = placement.cuts_parameters
         """Whether whole parameters have memory only while they are gathered."""
@@ -118,13 +120,22 @@ class UnitState(OwnedUnit, UnitUse):
         self.collectives.broadcast(exact.tensor)
         if self.separate:
             self.whole.copy(exact)
+        if self.unit.trainable:
+            self._make_masters(exact)
         if self.comes_and_goes:
             self._memory.store()
             self.free()
-        if self.unit.trainable:
-            for group, stretch in self.unit.groups_within(self.updated):
+
+    def _make_masters(self, exact: Shards) -> None:
+        """Create the masters from the unit's whole values."""
+        for group, stretch in self.unit.groups_within(self.updated):
+            if group not in self._owners.groups:
                 own = exact.at(stretch).clone() if self.separate else None
-                self.masters.append(MasterSlice(self.kept, group, stretch, own))
+                self.slices.append(MasterSlice(self.kept, group, stretch, own))
+        for whole in self._owners.owned(self.index, self.owner):
+            apart = self.separate or self.comes_and_goes
+            values = exact.at(whole.interval).clone() if apart else None
+            self.owned.append(WholeMaster(self.whole, whole, values))
 
     # ---- changes by the user
 
@@ -134,10 +145,11 @@ class UnitState(OwnedUnit, UnitUse):
             return
         self._memory.store()
         with torch.no_grad():
-            for master in self.masters if self.separate else ():
-                values = master.tensor.detach()
-                changed = values.to(self.dtype) != master.kept
-                values.copy_(torch.where(changed, master.kept.to(values.dtype), values))
+            for master in self.masters:
+                if master.separate:
+                    values = master.values.tensor
+                    changed = values.to(self.dtype) != master.kept
+                    values.copy_(torch.where(changed, master.kept.to(values.dtype), values))
         self.note_versions()
 
     def take_exact(self, position: int, values: Tensor) -> None:
@@ -170,8 +182,9 @@ class UnitState(OwnedUnit, UnitUse):
             if source is None:
                 self._memory.store()
                 # Their precision may differ by rank, too.
-                for master in self.masters if self.separate else ():
-                    master.tensor.detach().copy_(master.kept)
+                for master in self.masters:
+                    if master.separate:
+                        master.values.tensor.copy_(master.kept)
             elif self.collectives.rank != source:
                 exact = {at: torch.empty_like(self._views[at], dtype=dtype) for at, dtype, _ in given}
             for values in exact.values():
@@ -322,7 +335,8 @@ class UnitState(OwnedUnit, UnitUse):
             point_at(parameter, values[parameter])
         for master in self.masters:
             point_at(master.tensor, master.tensor.new_empty(0))
-        self.masters.clear()
+        self.slices.clear()
+        self.owned.clear()
         nothing = Interval(0, 0)
         self._memory = UnitMemory(Shards(self.unit, self.whole.tensor.new_empty(0), nothing), nothing)
         self.whole, self.kept = self._memory.whole, self._memory.kept
@@ -365,7 +379,7 @@ def write_back(units: Sequence[UnitState]) -> None:
     """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end."""
     kept, masters = [], []
     for unit in units:
-        for master in unit.masters if unit.separate else ():
+        for master in unit.slices if unit.separate else ():  # whole tensors travel
             kept.append(master.kept)
             masters.append(master.tensor.detach())
     if kept:

@@ -22,6 +22,7 @@ from zerokit.runtime.guard import TICKET, Guarded
 from zerokit.runtime.saving import StandIns, Values
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
+from zerokit.runtime.wholes import WholeTensors
 
 T = TypeVar("T")
 
@@ -36,10 +37,15 @@ class WholeWeights:
     """
 
     def __init__(
-        self, model: nn.Module, engine: Engine, collectives: Collectives, master: torch.dtype
+        self,
+        model: nn.Module,
+        engine: Engine,
+        collectives: Collectives,
+        master: torch.dtype,
+        wholes: WholeTensors,
     ) -> None:
         self._model, self._engine = weakref.ref(model), engine
-        self._collectives, self._master = collectives, master
+        self._collectives, self._master, self._wholes = collectives, master, wholes
         self.is_shown = False
 
     @contextmanager
@@ -195,8 +201,9 @@ class WholeWeights:
             self._collectives.gather(whole, axes=place.use, own=unit.kept).start().wait()
             return whole
         whole = unit.whole.like(torch.zeros(unit.unit.numel, dtype=self._master, device=unit.device))
-        for master in unit.masters:
+        for master in unit.slices:
             whole.copy(master.values)
+        self._wholes.spread(unit, lambda master: master.values.tensor, whole).wait()
         self._collectives.gather(whole, axes=(*place.use, *place.update)).start().wait()
         return whole
 

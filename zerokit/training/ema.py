@@ -54,7 +54,7 @@ class Ema:
         require_zero_optimizer(optimizer, "Ema(optimizer, decay=0.999)")
         if optimizer.ema is not None:
             raise UsageError("this optimizer has an average already: use optimizer.ema")
-        if EMA in optimizer.runtime.states.kinds:
+        if any(EMA in states.kinds for states in optimizer.runtime.states):
             raise UsageError(
                 f"{type(optimizer.runtime.inner).__name__} keeps a state called {EMA!r} itself: its checkpoints could "
                 "not tell the two apart"
@@ -63,7 +63,8 @@ class Ema:
         # It holds this object: a cycle would keep the model's memory.
         self._optimizer = weakref.ref(optimizer)
         self._runtime = optimizer.runtime
-        _keep_aside(optimizer.runtime.inner)
+        for part in optimizer.runtime.parts:
+            _keep_aside(part.optimizer)
         optimizer.ema = self
 
     @property

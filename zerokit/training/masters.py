@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from zerokit.errors import UsageError
 from zerokit.formulas import Operation, TrafficReport
 from zerokit.layout import Layout, Unit
 from zerokit.runtime.optimizer import ZeroOptimizer
@@ -24,6 +25,11 @@ class Masters:
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._runtime = optimizer.runtime
+        if self._runtime.owners:
+            raise UsageError(
+                "LocalSteps mixes shards of weights, but optimizers that update whole tensors keep them on owners: "
+                "train islands with an elementwise optimizer, such as AdamW, or synchronise in every step"
+            )
         self.rank = self._runtime.collectives.rank
         self.layout: Layout = optimizer.layout
         self._traffic = TrafficReport()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
-from zerokit.runtime.admission import probe
+from zerokit.runtime.trials import probe
 from zerokit.training.differences import KNOWN, LOST
 from zerokit.training.fragments import Part
 
@@ -46,7 +46,13 @@ class Outer:
                     "is given"
                 )
             named: Any = functools.update_wrapper(functools.partial(make), type(made), updated=())
-            self.kinds, self.optimizer = probe(named, {}, torch.float32).kinds, made
+            states = probe(named, {}, torch.float32)
+            if states.whole is not None:
+                raise UsageError(
+                    f"outer is {type(made).__name__}, which updates whole tensors, and each rank has pieces: take an "
+                    "elementwise optimizer, such as SGD with Nesterov momentum"
+                )
+            self.kinds, self.optimizer = states.kinds, made
 
     def stepping(self) -> Optimizer | None:
         """The outer optimizer as it is now, for `update`: a schedule may change its options before that."""

@@ -21,10 +21,10 @@ from zerokit.runtime.collectives.base import Collectives, Exchange
 from zerokit.runtime.collectives.groups import timeout_of
 from zerokit.runtime.collectives.host import make_host
 from zerokit.runtime.collectives.nccl import communicators_of, make_nccl, require_current_device
-from zerokit.runtime.collectives.route import DONE, Route, Wire, Work
+from zerokit.runtime.collectives.route import DONE, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 
-__all__ = ["DONE", "Collectives", "Exchange", "Wire", "Work", "make_collectives"]
+__all__ = ["DONE", "Collectives", "Exchange", "Kind", "Parcels", "Wire", "Work", "make_collectives"]
 
 _GRACE = datetime.timedelta(minutes=1)
 
@@ -36,10 +36,12 @@ def make_collectives(
     *,
     units: int,
     mesh: Mesh | None = None,
+    exchanges: bool = False,
 ) -> Collectives:
     """The collectives for `device` over communicators of their own with the ranks of `group`, for `units` units.
 
-    Without a mesh there is one axis; on hosts whose nodes have several ranks each, nodes are the outer axis.
+    Without a mesh there is one axis; on hosts whose nodes have several ranks each, nodes are the outer axis. With
+    `exchanges` pieces of units move between any two ranks.
     """
     backend = _backend_of(group, device)
     if backend not in ("fake", "gloo", "nccl"):
@@ -55,7 +57,7 @@ def make_collectives(
         timeout = timeout_of(group, device)
     waits = timeout or dist.default_pg_timeout
     if backend == "gloo":
-        return make_host(group, mesh, device, reporter, waits, units)
+        return make_host(group, mesh, device, reporter, waits, units, exchanges=exchanges)
     if backend == "nccl":
         # NCCL's watchdog counts from a collective's launch, `until` from the host's wait for it, up to a step later: it
         # would end the process before ranks and units are named.
@@ -64,7 +66,7 @@ def make_collectives(
     members = [shape.members(axis, group.rank()) for axis in shape.axes]
     fakes = [dist.ProcessGroup(ranks.index(group.rank()), len(ranks)) for ranks in members]  # type: ignore[call-arg]
     routes = [Route(one, reporter) for one in fakes]
-    return Collectives(group, shape, routes, device, reporter, waits)
+    return Collectives(group, shape, routes, device, reporter, waits, Route(group, reporter))
 
 
 def _backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -21,7 +21,7 @@ from zerokit.formulas import Operation, TrafficReport, operation_name
 from zerokit.layout import Cut, Unit
 from zerokit.placement import BOTH, Axis, Mesh
 from zerokit.runtime.collectives.groups import clone, note_user
-from zerokit.runtime.collectives.route import DONE, Hop, Kind, Route, Wire, Work
+from zerokit.runtime.collectives.route import DONE, Hop, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards, same_place
 
@@ -99,14 +99,17 @@ class Collectives:
         device: torch.device,
         reporter: StallReporter,
         timeout: datetime.timedelta,
+        between_all: Route | None = None,
     ) -> None:
         self.group, self.mesh, self.device, self.reporter = group, mesh, device, reporter
         self.rank, self.world = group.rank(), group.size()
         self.position = mesh.position(self.rank)
         self._traffic = TrafficReport()
         self.routes = dict(zip(mesh.axes, routes, strict=True))
+        self.between_all = between_all or self.routes[Axis.INNER]
+        """The route between all ranks, which are one axis unless a route of their own is given; for `exchange`."""
         self._counts: dict[tuple[object, ...], Count] = {}
-        self._schedule = [0, 0]
+        self._schedule = [0] * len(Kind)
         self._own_groups: dict[str, dist.ProcessGroup] = {}  # groups that nobody else uses, by their purpose
         self._asks = self.others_answer and self.world > 1
         self._timeout = timeout
@@ -118,8 +121,10 @@ class Collectives:
     @property
     def schedule(self) -> int:
         """A rolling hash of the collectives so far; gathers and reductions may interleave differently."""
-        gathers, reductions = self._schedule
-        return (gathers * _HASH_FACTOR + reductions) % _HASH_MODULUS
+        total = 0
+        for number in self._schedule:
+            total = (total * _HASH_FACTOR + number) % _HASH_MODULUS
+        return total
 
     @property
     def traffic(self) -> TrafficReport:
@@ -208,6 +213,18 @@ class Collectives:
         gathers, counted = self._gather(out, back)
         return Exchange(self, Kind.REDUCE_SCATTER, bucket.unit, [*hops, *gathers], [*counts, *counted])
 
+    def counter(self, name: str, kind: Kind, unit: int, moved: Operation, received: int) -> Count:
+        """What counts an exchange, of so much over all ranks; so many bytes arrive at this one."""
+        return self._counts.setdefault((name, kind, unit, moved, received), Count(name, moved, received))
+
+    def exchange(
+        self, route: Route, kind: Kind, unit: int, parcels: Parcels, counts: Sequence[Count]
+    ) -> Work:
+        """Start to move pieces of a unit between ranks. What is sent may change after `wait_for_readers`."""
+        for count in counts:
+            count.start()
+        return self.start(kind, unit, [route.exchange(kind, unit, parcels)])
+
     def start(self, kind: Kind, unit: int, hops: Sequence[Hop]) -> Work:
         """Start a unit's hops one behind the other; for `Exchange`."""
         self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit + 1) % _HASH_MODULUS
@@ -215,7 +232,7 @@ class Collectives:
 
     def wait_for_readers(self) -> None:
         """Wait until this rank's pieces of gathered units and buckets may be changed or dropped."""
-        for route in self.routes.values():
+        for route in dict.fromkeys((*self.routes.values(), self.between_all)):
             route.wait_for_readers()
 
     def wait_to_free(self, unit: Unit) -> None:

@@ -33,7 +33,7 @@ from zerokit.patience import Patience
 from zerokit.placement import Axis, Mesh
 from zerokit.runtime.collectives.base import Collectives, Sums
 from zerokit.runtime.collectives.groups import clone
-from zerokit.runtime.collectives.route import Hop, Kind, Route, Wire, Work
+from zerokit.runtime.collectives.route import Hop, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards
 
@@ -155,6 +155,30 @@ class NcclRoute(Route):
         operation = Operation(name, reduce, [flat], [out, flat])
         return partial(self._reductions.launch, operation)
 
+    def exchange(self, kind: Kind, unit: int, parcels: Parcels) -> Hop:
+        # Peer by peer in one buffer each way: a device copies faster than NCCL starts messages.
+        peers = range(self.size)
+        leaving = sorted(parcels.outgoing(), key=lambda piece: piece[0])
+        arriving = sorted(((peer, into) for peer, _, into in parcels.receives), key=lambda piece: piece[0])
+
+        def move() -> None:
+            memory = parcels.memory
+            packed = torch.cat([piece for _, piece in leaving]) if leaving else memory.new_empty(0)
+            arrived = memory.new_empty(sum(piece.numel() for _, piece in arriving))
+            dist.all_to_all_single(
+                arrived,
+                packed,
+                output_split_sizes=[sum(p.numel() for to, p in arriving if to == peer) for peer in peers],
+                input_split_sizes=[sum(p.numel() for to, p in leaving if to == peer) for peer in peers],
+                group=self._reduce_group,
+            )
+            into = [piece for _, piece in arriving]
+            if into:
+                torch._foreach_copy_(into, arrived.split([piece.numel() for piece in into]))
+
+        reads, writes = [piece for _, piece in leaving], [piece for _, piece in arriving]
+        return partial(self._reductions.launch, Operation(kind.of(unit), move, reads, writes))
+
 
 class NcclCollectives(Collectives):
     """Collectives on a device: the host never waits. The last of the `streams` carries control values."""
@@ -228,8 +252,19 @@ def make_nccl(
         NcclRoute((gather, reduce), (streams[gather], streams[reduce]), reporter, averages=averages)
         for gather, reduce in axes
     ]
+    between_all = None
+    if mesh.outer > 1:
+        between_all = NcclRoute((control, control), (streams[control],) * 2, reporter)
     return NcclCollectives(
-        control, mesh, routes, device, reporter, timeout, streams=list(streams.values()), averages=averages
+        control,
+        mesh,
+        routes,
+        device,
+        reporter,
+        timeout,
+        between_all,
+        streams=list(streams.values()),
+        averages=averages,
     )
 
 

@@ -1,12 +1,13 @@
 """The seam between the mesh and what moves elements: a `Route` joins the ranks of one axis.
 
-A stretch of a unit has a cut there, piece r that of rank r. A route moves elements from piece to whole (a gather) or
-from whole to piece (a reduction). A `Wire` is the form in which pieces of a sum travel.
+A stretch of a unit has a cut there, piece r that of rank r. A route moves elements from piece to whole (a gather), from
+whole to piece (a reduction), or from rank to rank (an exchange). A `Wire` is the form in which pieces of a sum travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerokit.layout import Cut, Unit
+from zerokit.layout import Cut, Interval, Unit
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards
 
@@ -25,10 +26,29 @@ class Kind(IntEnum):
 
     ALL_GATHER = 0
     REDUCE_SCATTER = 1
+    TO_OWNERS = 2
+    FROM_OWNERS = 3
 
     def of(self, unit: int) -> str:
         """The collective's name in messages."""
         return f"{self.name.lower().replace('_', '-')} of unit {unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parcels:
+    """What one rank sends in an exchange of pieces, and what it receives, in an order that both ends have.
+
+    `sends`: for each piece the rank that gets it, and its elements in `memory`, which is contiguous. `receives`: the
+    rank that it comes from, its first element in that rank's `memory`, and the contiguous tensor that it fills.
+    """
+
+    memory: Tensor
+    sends: Sequence[tuple[int, Interval]]
+    receives: Sequence[tuple[int, int, Tensor]]
+
+    def outgoing(self) -> list[tuple[int, Tensor]]:
+        """The rank that gets it and the tensor, of each piece that is sent."""
+        return [(peer, self.memory[piece.start : piece.stop]) for peer, piece in self.sends]
 
 
 class Work(Protocol):
@@ -113,6 +133,10 @@ class Route:
             return DONE
 
         return start
+
+    def exchange(self, kind: Kind, unit: int, parcels: Parcels) -> Hop:
+        """What moves pieces of a unit from rank to rank, once. What is sent stays as it is until `wait_for_readers`."""
+        return lambda after: DONE
 
     def wait_for_readers(self, unit: int | None = None) -> None:
         """Wait until this rank's pieces of gathered units, or of one unit, may be changed or dropped."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerokit.runtime.collectives.host.node import Neighbours
 from zerokit.runtime.collectives.host.progress import HostHop, HostRoute, Progress
-from zerokit.runtime.collectives.route import Kind, Wire
+from zerokit.runtime.collectives.route import Kind, Parcels, Wire
 
 _Read: TypeAlias = Callable[[Mapping[int, int]], None]
 _CHUNK_BYTES = 1 << 19
@@ -30,29 +30,42 @@ class MemoryRoute(HostRoute):
     def __init__(self, group: dist.ProcessGroup, progress: Progress, neighbours: Neighbours) -> None:
         super().__init__(group, progress)
         self.neighbours = neighbours
-        self._offered: dict[int, _Reading] = {}  # gathers that others may still be reading from, by unit
+        self._offered: dict[tuple[Kind, int], _Reading] = {}
+        """What others may still be reading from, reductions apart: these are waited for where they end."""
 
     def wait_for_readers(self, unit: int | None = None) -> None:
-        for each in list(self._offered) if unit is None else [unit]:
-            reading = self._offered.get(each)
-            if reading is not None and not reading.taken():
-                with self.reporter.waiting("end of the all-gathers"):
-                    self.progress.until(reading.taken, reading)
-            # A second hop that began meanwhile may have made another offer.
-            if self._offered.get(each) is reading:
-                self._offered.pop(each, None)
+        for each in list(self._offered) if unit is None else [(Kind.ALL_GATHER, unit)]:
+            self._wait_for_readers(each)
+
+    def _wait_for_readers(self, each: tuple[Kind, int]) -> None:
+        reading = self._offered.get(each)
+        if reading is not None and not reading.taken():
+            with self.reporter.waiting(f"end of the {each[0].of(each[1])}"):
+                self.progress.until(reading.taken, reading)
+        # A second hop that began meanwhile may have made another offer.
+        if self._offered.get(each) is reading:
+            self._offered.pop(each, None)
 
     def _gather(self, pieces: Sequence[Tensor], unit: int, finish: Callable[[], None]) -> _Reading:
-        # The board has one address a unit: others would read this offer for the last.
-        self.wait_for_readers(unit)
-
         def read(addresses: Mapping[int, int]) -> None:
             for peer, address in addresses.items():
                 self.neighbours.read(peer, address, pieces[peer])
             finish()
 
-        own = pieces[self.rank]
-        reading = self._offered[unit] = _Reading(self.neighbours, Kind.ALL_GATHER, unit, own, read)
+        return self._offer(Kind.ALL_GATHER, unit, pieces[self.rank], read)
+
+    def _exchange(self, kind: Kind, unit: int, parcels: Parcels, finish: Callable[[], None]) -> _Reading:
+        def read(addresses: Mapping[int, int]) -> None:
+            for peer, start, into in parcels.receives:
+                self.neighbours.read(peer, addresses[peer] + start * into.element_size(), into)
+            finish()
+
+        return self._offer(kind, unit, parcels.memory, read)
+
+    def _offer(self, kind: Kind, unit: int, offered: Tensor, read: _Read) -> _Reading:
+        # The board has one address a kind and unit: others would read this offer for the last.
+        self._wait_for_readers((kind, unit))
+        reading = self._offered[kind, unit] = _Reading(self.neighbours, kind, unit, offered, read)
         return reading
 
     def _reduce(self, pieces: Sequence[Tensor], out: Tensor, unit: int, wire: Wire) -> _Reading:
@@ -128,4 +141,4 @@ class _Reading(HostHop):
         return True
 
     def released(self) -> bool:
-        return self._kind is Kind.ALL_GATHER or self.taken()
+        return self._kind is not Kind.REDUCE_SCATTER or self.taken()

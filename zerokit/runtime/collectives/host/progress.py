@@ -20,7 +20,7 @@ from torch import Tensor
 from zerokit.layout import Cut
 from zerokit.patience import Patience
 from zerokit.runtime.collectives.base import Collectives
-from zerokit.runtime.collectives.route import DONE, Hop, Kind, Route, Wire, Work
+from zerokit.runtime.collectives.route import DONE, Hop, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards
 
@@ -148,7 +148,7 @@ class HostCollectives(Collectives):
     def wait_for_readers(self) -> None:
         # A unit that this rank did not use is still to be read, so that the others may go on.
         for work in list(self._progress.pending):
-            if work.kind is Kind.ALL_GATHER:
+            if work.kind is not Kind.REDUCE_SCATTER:
                 work.finish()
         super().wait_for_readers()
 
@@ -195,6 +195,25 @@ class HostRoute(Route, ABC):
             return lambda after: self._reduce(pieces, out, unit, wire)
         rows = bucket.rows(cut)
         return lambda after: self._reduce(list(wire.pack(rows).cpu()), out, unit, wire)
+
+    def exchange(self, kind: Kind, unit: int, parcels: Parcels) -> Hop:
+        if parcels.memory.device.type == "cpu":
+            return lambda after: self._exchange(kind, unit, parcels, DONE.wait)
+        arriving = [
+            (peer, start, torch.empty_like(into, device="cpu")) for peer, start, into in parcels.receives
+        ]
+
+        def take() -> None:
+            for (_, _, arrived), (_, _, into) in zip(arriving, parcels.receives, strict=True):
+                into.copy_(arrived, non_blocking=True)
+
+        return lambda after: self._exchange(
+            kind, unit, Parcels(parcels.memory.cpu(), parcels.sends, arriving), take
+        )
+
+    @abstractmethod
+    def _exchange(self, kind: Kind, unit: int, parcels: Parcels, finish: Callable[[], None]) -> HostHop:
+        """Move pieces that lie on the host, and then `finish`."""
 
     @abstractmethod
     def _gather(self, pieces: Sequence[Tensor], unit: int, finish: Callable[[], None]) -> HostHop:

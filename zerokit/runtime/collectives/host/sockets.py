@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerokit.runtime.collectives.host.progress import HostHop, HostRoute, Progress
-from zerokit.runtime.collectives.route import Kind, Wire
+from zerokit.runtime.collectives.route import Kind, Parcels, Wire
 
 T = TypeVar("T")
 
 _INLINE_BYTES = 1 << 20
 """Up to here the system takes a message at once, and a thread that posts it costs more than posting does (0.2 ms)."""
-_TURNS = 1 << 15
+_TURNS = 1 << 14
 _UNITS = 1 << 14
 
 
@@ -40,11 +40,16 @@ class SocketRoute(HostRoute):
         # Counted by unit: ranks may interleave gathers and reductions differently, and begin second hops in any order.
         self._turns: defaultdict[tuple[Kind, int], int] = defaultdict(int)
         self._poster = _Thread()
-        self._waiters = [_Thread(), _Thread()]
+        self._waiters = [_Thread() for _ in Kind]
 
     def _gather(self, pieces: Sequence[Tensor], unit: int, finish: Callable[[], None]) -> _Messages:
-        targets = [(peer, pieces[peer], pieces[self.rank]) for peer in self.peers]
-        return self._exchange(Kind.ALL_GATHER, unit, targets, finish)
+        arriving = [(peer, pieces[peer]) for peer in self.peers]
+        leaving = [(peer, pieces[self.rank]) for peer in self.peers]
+        return self._send(Kind.ALL_GATHER, unit, arriving, leaving, finish)
+
+    def _exchange(self, kind: Kind, unit: int, parcels: Parcels, finish: Callable[[], None]) -> _Messages:
+        arriving = [(peer, into) for peer, _, into in parcels.receives]
+        return self._send(kind, unit, arriving, parcels.outgoing(), finish)
 
     def _reduce(self, pieces: Sequence[Tensor], out: Tensor, unit: int, wire: Wire) -> _Messages:
         own = pieces[self.rank]
@@ -73,21 +78,27 @@ class SocketRoute(HostRoute):
             if total is not out:
                 out.copy_(total)
 
-        targets = [(peer, terms[peer], pieces[peer]) for peer in self.peers]
-        return self._exchange(Kind.REDUCE_SCATTER, unit, targets, finish)
+        arriving = [(peer, terms[peer]) for peer in self.peers]
+        leaving = [(peer, pieces[peer]) for peer in self.peers]
+        return self._send(Kind.REDUCE_SCATTER, unit, arriving, leaving, finish)
 
-    def _exchange(
-        self, kind: Kind, unit: int, targets: Sequence[tuple[int, Tensor, Tensor]], finish: Callable[[], None]
+    def _send(
+        self,
+        kind: Kind,
+        unit: int,
+        arriving: Sequence[tuple[int, Tensor]],
+        leaving: Sequence[tuple[int, Tensor]],
+        finish: Callable[[], None],
     ) -> _Messages:
-        """Messages from and to each of some peers: what arrives, and what leaves."""
+        """Messages from and to peers; several between two ranks arrive in their order."""
         self._turns[kind, unit] = turn = (self._turns[kind, unit] + 1) % _TURNS
-        tag = (turn * _UNITS + unit % _UNITS) * 2 + kind
+        tag = (turn * _UNITS + unit % _UNITS) * len(Kind) + kind
 
         def post() -> list[dist.Work]:
-            receives = [self.group.recv([into], peer, tag) for peer, into, _ in targets]
-            return receives + [self.group.send([out], peer, tag) for peer, _, out in targets]
+            receives = [self.group.recv([into], peer, tag) for peer, into in arriving]
+            return receives + [self.group.send([out], peer, tag) for peer, out in leaving]
 
-        small = sum(sent.nbytes for _, _, sent in targets) <= _INLINE_BYTES
+        small = sum(sent.nbytes for _, sent in leaving) <= _INLINE_BYTES
         works = post() if small else None
         posted = self._poster.begin(post).result if works is None else lambda: works
         return _Messages(kind.of(unit), posted, self._waiters[kind], finish)
@@ -151,7 +162,9 @@ class _Thread:
         weakref.finalize(self, self._tasks.put, None)
 
     def begin(self, function: Callable[[], T]) -> Future[T]:
-        if self._thread.ident is None:  # asked of the thread: an interrupt may have come just before its start
+        if (
+            self._thread.ident is None
+        ):  # asked of the thread: an interrupt may have come just before its start
             self._thread.start()
         future: Future[T] = Future()
 
