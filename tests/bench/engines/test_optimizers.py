@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.distributed import run_ranks
 from zerokit.bench.engines.fsdp2 import TRAINS_ON_CPU, FullTensorMuon
-from zerokit.bench.engines.optimizers import shares_of, spread
+from zerokit.bench.engines.optimizers import shares_of
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import load
 from zerokit.errors import UsageError
@@ -74,14 +74,6 @@ def test_a_model_without_blocks_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(UsageError, match=r"has no torch.optim.Muon: install torch 2.9 or later"):
         shares_of(Mixed(), MUON)
-
-
-def test_ranks_have_nearly_equal_work() -> None:
-    matrices = [nn.Parameter(torch.empty(rows, columns)) for rows, columns in [(8, 32), (32, 8), (8, 8)] * 3]
-    shares = spread(matrices, 2)
-    assert sorted(map(id, shares[0] + shares[1])) == sorted(map(id, matrices))
-    assert [sum(one.numel() == 256 for one in share) for share in shares] == [3, 3]
-    assert [len(share) for share in spread(matrices[:1], 3)] == [1, 0, 0]
 
 
 def weights_after(nesterov: bool, mesh: dict[str, int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -142,6 +142,8 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], text: 
         ({"engine": "parameter-server", "stage": 0, "optimizer": "muon"}, "is benched with adamw only"),
         ({"model": "resnet50", "optimizer": "muon"}, "resnet50 has no matrices in blocks"),
         ({"model": "mine:net", "optimizer": "muon"}, None),
+        ({"every": 8, "optimizer": "muon"}, "zerokit's local steps mix shards"),
+        ({"every": 8, "optimizer": "muon", "engine": "post-local-sgd", "stage": 0}, None),
         ({"mesh": "2x2", "stage": 3, "outer_stage": 1}, None),
         ({"mesh": "2x2", "stage": 3, "outer_stage": 1, "engine": "fsdp2"}, "its outer stage is 0"),
         ({"mesh": "2x2", "stage": 3, "outer_stage": 0, "engine": "fsdp2"}, None),

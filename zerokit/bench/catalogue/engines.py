@@ -134,6 +134,8 @@ def unsupported(settings: Settings) -> str | None:
     if settings.every is not None and not engine.local_steps:
         local = " and ".join(other for other in ENGINES if ENGINES[other].local_steps)
         return f"{name} synchronises in every step: {local} make local steps (--every)"
+    if settings.every is not None and name == "zerokit" and settings.optimizer != "adamw":
+        return "zerokit's local steps mix shards of weights, and Muon's matrices are whole: use --optimizer adamw"
     if name == "post-local-sgd" and (settings.every is None or settings.fragments > 1 or settings.delay):
         return "post-local-sgd averages all weights once in --every steps, without --fragments and --delay"
     if settings.mesh is not None and name not in ("zerokit", "fsdp2"):

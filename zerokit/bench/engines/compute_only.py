@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.bench.engines.optimizers import shares_of, spread
+from zerokit.bench.engines.optimizers import shares_of
 from zerokit.bench.engines.trainer import Trainer
+from zerokit.owners import deal, default_cost
 
 
 class ComputeOnlyTrainer(Trainer):
     """At stage 0 each rank steps the whole optimizer, at other stages only the share of a sharded one.
 
     The share is the rank-th of N parts of every parameter, as even as elements can be divided. It is a parameter of its
-    own in the same memory. Of parameters that are updated as a whole, each is one rank's.
+    own in the same memory. Each parameter that is updated as a whole is one rank's, as zerokit deals them out.
     """
 
     def make_optimizers(self) -> Sequence[Optimizer]:
@@ -34,7 +35,9 @@ class ComputeOnlyTrainer(Trainer):
         for share in shares_of(self.model, self.settings):
             stepped = share.parameters
             if self.settings.stage > 0 and share.whole:
-                stepped = spread(stepped, dist.get_world_size())[dist.get_rank()]
+                owners = deal([default_cost(one.shape) for one in stepped], dist.get_world_size())
+                dealt = zip(stepped, owners, strict=True)
+                stepped = [one for one, owner in dealt if owner == dist.get_rank()]
             elif self.settings.stage > 0:
                 stepped = [self._part(whole) for whole in stepped]
             self._stepped += stepped

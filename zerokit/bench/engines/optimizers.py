@@ -7,7 +7,7 @@ embeddings, heads, norms, biases. Muon's updates are scaled to the size of AdamW
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,19 +94,3 @@ def matrices_of(model: nn.Module) -> list[nn.Parameter]:
         for parameter in trainable(inside.values())
         if parameter.ndim == 2 and id(parameter) not in embedded
     ]
-
-
-def spread(matrices: Sequence[nn.Parameter], ranks: int) -> list[list[nn.Parameter]]:
-    """The matrices of each rank: the dearest to orthogonalise first, each to whoever has least to do so far."""
-
-    def cost(matrix: nn.Parameter) -> int:
-        short, long = sorted(matrix.shape)
-        return 4 * short**2 * long + 2 * short**3  # FLOPs of an iteration
-
-    shares: list[list[nn.Parameter]] = [[] for _ in range(ranks)]
-    costs = [0] * ranks
-    for matrix in sorted(matrices, key=cost, reverse=True):
-        least = costs.index(min(costs))
-        shares[least].append(matrix)
-        costs[least] += cost(matrix)
-    return shares
