@@ -114,6 +114,7 @@ class Runtime:
             "on_nonfinite": str(options.on_nonfinite),
             "optimizer": " + ".join(inner.optimizer_class.__name__ for inner in classes),
             "row_blocks": str(rows),
+            "update_cost": str(sorted(self.owners.costs.items())),
             **_describe(classes),
         }
         require_agreement(self.layout, settings, self.collectives)
