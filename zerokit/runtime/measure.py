@@ -133,7 +133,7 @@ def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
         whole = runtime.states[group].whole
         assert whole is not None
         every, single = whole.nbytes(shape)
-        return every + average * math.prod(shape), single
+        return every + average * math.prod(shape), single + (0 if shape else average)
 
     wholes = Wholes(runtime.owners, states_of) if runtime.owners else None
     of = partial(element_bytes, states=runtime.states[0], averaged=averaged)
