@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -111,6 +112,15 @@ class Owners:
 
     def __bool__(self) -> bool:
         return bool(self._by_unit)
+
+    def __str__(self) -> str:
+        """Text that is equal where the same own the same."""
+        own = [
+            (t.unit, t.interval.start, t.shape, t.owner)
+            for tensors in self._by_unit.values()
+            for t in tensors
+        ]
+        return f"{len(own)} tensors, {zlib.crc32(repr(own).encode()):08x}"
 
     @property
     def units(self) -> Collection[int]:

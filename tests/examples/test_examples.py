@@ -153,6 +153,13 @@ def test_batches(tmp_path: Path) -> None:
     assert extra["batches"] == {"step": 48, "epoch": 3, "sample": 0, "seed": 0, "samples": 512}
 
 
+def test_muon(tmp_path: Path) -> None:
+    printed = _run(tmp_path, "muon")
+    first, last, moved = _numbers(r"(?s)step 20: loss (\S+),.*step 60: loss (\S+), (\d+) bytes", printed)
+    assert last < first < 2.0
+    assert 0 < moved <= 4 * 4 * 2 * 64 * 256 / 2  # half of 8 matrices of 64 x 256 in fp32
+
+
 def test_ema(tmp_path: Path) -> None:
     printed = _run(tmp_path, "ema")
     own, averaged, again = _numbers(

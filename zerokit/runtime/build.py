@@ -113,8 +113,7 @@ class Runtime:
             "prefetch": str(options.prefetch),
             "on_nonfinite": str(options.on_nonfinite),
             "optimizer": " + ".join(inner.optimizer_class.__name__ for inner in classes),
-            "row_blocks": str(rows),
-            "update_cost": str(sorted(self.owners.costs.items())),
+            "the owners of whole tensors": str(self.owners),
             **_describe(classes),
         }
         require_agreement(self.layout, settings, self.collectives)
