@@ -42,7 +42,8 @@ def measure_memory(runtime: Runtime) -> MemoryReport:
     for one in list_holdings(runtime):
         lines[one.line] += one.used
         lines["padding"] += one.padding
-    return MemoryReport(**lines | {"transient": runtime.gradients.transient})
+    most = {"transient": runtime.gradients.transient, "exchange": runtime.wholes.most}
+    return MemoryReport(**lines | most)
 
 
 def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
