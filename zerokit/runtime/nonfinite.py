@@ -12,6 +12,8 @@ from typing import Literal, get_args
 from torch.optim import Optimizer
 
 from zerokit.errors import NonFiniteError, UsageError, ZerokitWarning
+from zerokit.runtime.inner import parts_of
+from zerokit.runtime.torch_internals import leaves_out_steps
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
@@ -27,8 +29,9 @@ def require_choice(given: object) -> None:
 
 def warn_of_waiting(inner: Optimizer) -> None:
     """Say that this optimizer makes the host wait for the device."""
+    names = [type(one).__name__ for one in parts_of(inner) if not leaves_out_steps(one)]
     warnings.warn(
-        f"this {type(inner).__name__} cannot leave out a step on the device, as fused Adam, AdamW, Adagrad and SGD "
+        f"this {' and '.join(names)} cannot leave out a step on the device, as fused Adam, AdamW, Adagrad and SGD "
         "without dampening do, so the host waits for the device once a step to know whether gradients are finite: "
         "choose one of these, or on_nonfinite='ignore'",
         ZerokitWarning,
