@@ -20,8 +20,8 @@ from zerokit.schedule import Kind, Order
 class MemoryReport:
     """The bytes that one rank holds between backward and step.
 
-    `parameters`, `gradients` and `optimizer` (masters and element states) are the paper's three terms for trainable
-    parameters; the other lines are what the paper leaves out.
+    `parameters`, `gradients` and `optimizer` (masters and states; those of a tensor that is updated whole are its
+    owner's) are the paper's three terms for trainable parameters; the other lines are what the paper leaves out.
     """
 
     parameters: int = 0

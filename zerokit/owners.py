@@ -83,6 +83,7 @@ class Owners:
         self.costs = {shape: _checked(cost(shape), shape) for shape in {each.shape for each in tensors}}
         """By shape; ranks that have others would have other owners."""
         self._by_unit: dict[int, tuple[Whole, ...]] = {}
+        self._crossings: dict[int, dict[Axis, int]] = {}
         alike: dict[int, list[Whole]] = {}  # by the number of pieces: units of other stages may have others
         for tensor in tensors:
             alike.setdefault(len(self.cut(layout.units[tensor.unit])), []).append(tensor)
@@ -149,14 +150,15 @@ class Owners:
 
     def crossings(self, index: int) -> dict[Axis, int]:
         """Elements that cross each axis to the owners of a unit's tensors, and so many again back, over all ranks."""
-        placement, mesh = self.placement.of_unit(index), self.placement.mesh
-        copies = mesh.world // len(self.cut(self._units[index]))
-        crossing: dict[Axis, int] = {}
-        for move in self.moves(index):
-            ends = [placement.rank_of(end, 0) // mesh.inner for end in (move.piece, move.tensor.owner)]
-            axis = Axis.INNER if ends[0] == ends[1] else Axis.OUTER
-            crossing[axis] = crossing.get(axis, 0) + copies * move.interval.numel
-        return crossing
+        if index not in self._crossings:
+            placement, mesh = self.placement.of_unit(index), self.placement.mesh
+            copies = mesh.world // len(self.cut(self._units[index]))
+            crossing = self._crossings[index] = {}
+            for move in self.moves(index):
+                ends = [placement.rank_of(end, 0) // mesh.inner for end in (move.piece, move.tensor.owner)]
+                axis = Axis.INNER if ends[0] == ends[1] else Axis.OUTER
+                crossing[axis] = crossing.get(axis, 0) + copies * move.interval.numel
+        return self._crossings[index]
 
     @cached_property
     def balance(self) -> float:
@@ -167,14 +169,19 @@ class Owners:
     @cached_property
     def loads(self) -> list[float]:
         """The cost of what each rank updates, by its position in the mesh."""
+        return self.sums(lambda tensor: self.costs[tensor.shape])
+
+    def sums(self, value_of: Callable[[Whole], float]) -> list[float]:
+        """The sum of a value over the tensors that each rank updates, by its position in the mesh."""
         world = self.placement.mesh.world
-        loads = [0.0] * world
+        sums = [0.0] * world
         for index, tensors in self._by_unit.items():
             each = world // len(self.cut(self._units[index]))  # ranks that hold the same
             for tensor in tensors:
+                value = value_of(tensor)
                 for position in range(tensor.owner * each, (tensor.owner + 1) * each):
-                    loads[position] += self.costs[tensor.shape]
-        return loads
+                    sums[position] += value
+        return sums
 
 
 def _checked(cost: object, shape: Shape) -> float:

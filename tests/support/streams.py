@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -132,7 +132,7 @@ class _Place:
 
     def tensor(self) -> Tensor | None:
         """The tensor; None where its memory was dropped."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         dtype, *form = self._form
         return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, *form)
 
