@@ -107,7 +107,9 @@ def test_memory_and_traffic_equal_predictions(world: int) -> None:
                 assert exchanged[0] == exchanged[1], what
                 if not run.mesh and not isinstance(stage, dict):
                     assert sum(exchanged) <= 2 * whole * (world - 1) / world, what
-                    assert bool(sum(exchanged)) == (stage > 0 and world > 1), what
+                    moves = stage > 0 and world > 1
+                    # Small tensors lie in one piece each.
+                    assert not exchanged[0] if not moves or name == "lora" else exchanged[0], what
 
 
 def _received(run: Run) -> tuple[int, int]:

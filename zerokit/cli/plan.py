@@ -125,7 +125,7 @@ def command(
 
     console = Console(stderr=True, highlight=False)
     with console.status("looking at the model"):
-        found = plan(model, **options)
+        found = plan(model, **options | {"optimizer": options["optimizer"] or "adamw"})
     if page is not None:
         from zerokit.bench.report.plan_page import write_plan
 

@@ -189,8 +189,8 @@ class Plan:
         division, held = self.best.division, self.best.memory.held.exchange
         return (
             f"Each matrix is updated by the rank that owns it. The busiest rank computes {division.balance:.2f} times "
-            f"the mean; {division.exchanged_bytes / GIB:,.2f} GiB move there and back in a step, over all ranks, of which "
-            f"a rank holds at most {held / GIB:,.2f} GiB at once."
+            f"the mean; {division.exchanged_bytes / GIB:,.2f} GiB move there and back in a step, over all ranks, of "
+            f"which a rank holds at most {held / GIB:,.2f} GiB at once."
         )
 
     @property
