@@ -100,7 +100,7 @@ def test_states_of_many_ranks_are_those_of_their_optimizer(stage: Any) -> None:
     try:
         model = build("gpt-tiny")
         shares = shares_of(model, Settings(model="gpt-tiny", optimizer="muon"))
-        classes = {partial(share.optimizer_class): share.parameters for share in shares}
+        classes: dict[Any, Any] = {partial(share.optimizer_class): share.parameters for share in shares}
         options: dict[str, Any] = {"mesh": (8, 8)} if mesh.outer > 1 else {}
         optimizer = ZeroOptimizer(model, classes, stage=stage, precision="bf16", **options)
         assert layout.digest() == optimizer.layout.digest()
