@@ -81,9 +81,8 @@ def slices(manifest: dict[str, Any], rank: int) -> dict[int, tuple[int, int]]:
 
 
 def is_apart(manifest: dict[str, Any], stream: dict[str, Any]) -> bool:
-    major: int = manifest["version"][0]
     kind: str = stream["kind"]
-    return major == 2 and kind == "param"
+    return "frozen" in manifest and kind == "param"
 
 
 def beside(
@@ -295,8 +294,8 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "weights with more": (put("content", value="weights"), "but there is optimizer state: 'exp_avg'"),
     "another format": (put("format", value="torch"), "format is 'torch', expected 'zerokit.checkpoint'"),
     "another major version": (
-        put("version", value=[3, 0]),
-        r"version is 3.0, this zerokit reads 1.x and 2.x: use",
+        put("version", value=[4, 0]),
+        r"version is 4.0, this zerokit reads 1.x to 3.x: use",
     ),
     "frozen nowhere": (put("version", value=[2, 0]), "'frozen' is missing"),
     "frozen elsewhere": (

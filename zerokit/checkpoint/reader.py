@@ -200,29 +200,28 @@ class Checkpoint(Source):
                         f"{where}: {stream.kind}/{name}, elements {cut.start} to {cut.stop}: "
                         f"{damaged(piece.crc, crc)}"
                     )
-        for file in (self.manifest.common, self.manifest.extra):
+        for file in self.manifest.whole_files:
             if (copied := pieces.whole.get(file.name)) is not None and copied.crc != file.crc:
                 lines.append(f"{file.name}: {damaged(copied.crc, file.crc)}")
         return lines
 
     @property
     def data_size(self) -> int:
-        whole = self.manifest.common.size + self.manifest.extra.size
+        whole = sum(file.size for file in self.manifest.whole_files)
         return whole + sum(
             map(_data_size, (self.manifest, *([self.base.manifest] if self.manifest.frozen else [])))
         )
 
     def held_files(self) -> list[tuple[str, int]]:
-        manifest = self.manifest
-        return [(file.name, file.size) for file in (*manifest.files, manifest.common, manifest.extra)]
+        return [(file.name, file.size) for file in self.manifest.all_files]
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
         for position in self.streams[stream].parameters:
             yield self.layout.parameters[position].name, self.manifest.whole(stream, position)
 
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
-        yield self.manifest.common, None
-        yield self.manifest.extra, None
+        for file in self.manifest.whole_files:
+            yield file, None
 
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:

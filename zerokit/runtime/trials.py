@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +88,8 @@ class WholeStates:
         self._make, self._master = make, master
         self._require_apart(name)
         self.takes_vectors = self._steps(((8,),))
-        self._sizes: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
-        """By pattern of shapes: each state's dimensions, and its bytes an element."""
+        self._trials: dict[tuple[int, ...], _States] = {}
+        """By pattern of shapes."""
 
     def _require_apart(self, name: str) -> None:
         shapes = (_SHAPE, _OTHER_SHAPE)
@@ -142,29 +142,51 @@ class WholeStates:
         Found on a small tensor of as many dimensions, whose sizes tell which dimension of a state is which. States that
         a class leaves out above some size are counted.
         """
-        pattern = tuple(min(size, 2) for size in shape)
-        if pattern not in self._sizes:
-            self._sizes[pattern] = self._trial_sizes(pattern)
-        sizes = self._sizes[pattern]
+        sizes = self._states(shape).sizes
         whole = sum(
             width * math.prod(shape[-at - 1] if at < 0 else at for at in dims) for dims, width in sizes
         )
         return whole, sum(width for dims, width in sizes if not dims)
 
-    def _trial_sizes(self, pattern: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
+    def kinds(self, shape: tuple[int, ...]) -> tuple[frozenset[str], frozenset[str]]:
+        """The states that have this shape of their tensor from the first step on, and all that there may be."""
+        states = self._states(shape)
+        return states.alike, states.all
+
+    def _states(self, shape: tuple[int, ...]) -> _States:
+        pattern = tuple(min(size, 2) for size in shape)
+        if pattern not in self._trials:
+            self._trials[pattern] = self._try(pattern)
+        return self._trials[pattern]
+
+    def _try(self, pattern: tuple[int, ...]) -> _States:
         # Sizes that no count or other dimension is taken for.
         small = tuple(1 if size == 1 else 11 + 2 * at for at, size in enumerate(pattern))
         (start,), ((gradient,),) = _trial_data([small], 1)
         tensor = nn.Parameter(start.to(self._master))
         optimizer = self._make([tensor])
         _begin(optimizer)
+        alike: frozenset[str] | None = None
         for _ in range(2):
             Turns(optimizer).take({tensor: gradient.to(self._master)})
+            state = optimizer.state[tensor]
+            same = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == tensor.shape}
+            alike = frozenset(same) if alike is None else alike & same
         which = {size: -at - 1 for at, size in enumerate(small) if size > 1}
-        return [
+        sizes = [
             (tuple(which.get(size, size) for size in value.shape), value.element_size())
-            for value in tensors_in(list(optimizer.state[tensor].values()))
+            for value in tensors_in(list(state.values()))
         ]
+        return _States(sizes, alike or frozenset(), frozenset(state))
+
+
+class _States(NamedTuple):
+    """The states of a small tensor: each one's dimensions, and its bytes an element; and their kinds."""
+
+    sizes: list[tuple[tuple[int, ...], int]]
+    alike: frozenset[str]
+    """Those of the tensor's shape."""
+    all: frozenset[str]
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
