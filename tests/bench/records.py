@@ -75,7 +75,7 @@ def make_timeline() -> MemoryTimeline:
     return MemoryTimeline(parts, [0.0, 1.0, 2.0], readings)
 
 
-_LATER = ("mesh", "outer_stage", "recompute", "every", "fragments", "delay", "target_loss")
+_LATER = ("mesh", "outer_stage", "recompute", "every", "fragments", "delay", "target_loss", "optimizer")
 """Settings that came later must not change what is drawn."""
 
 
@@ -160,7 +160,8 @@ def make_cell(
             for name in ("reduce_scatter", "all_gather")
         ],
         phases=Phases(
-            5, step_ms * 0.24, step_ms * 0.55, step_ms * 0.09, step_ms * 0.11 if own else None, "clock"
+            *(5, step_ms * 0.24, step_ms * 0.55, step_ms * 0.09, step_ms * 0.11 if own else None, "clock"),
+            optimizer_share=0.09 / 0.88,
         ),
         system=[
             Samples(

@@ -144,6 +144,35 @@ def test_mlflow_holds_the_record(finished: Finished, client: MlflowClient) -> No
     assert run.data.tags["zerokit.record_id"] == record.id
 
 
+def test_muon_is_named_with_its_share_of_the_step_and_its_figures_are_the_formulas(
+    tmp_path: Path, mlflow_uri: str
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    options = ("--stage", "3", "--optimizer", "muon", "--nproc-per-node", "2", "--experiment", "muon", *TINY)
+    process = zerokit_inside(tmp_path, "bench", *options, "--tracking-uri", mlflow_uri, OMP_NUM_THREADS="1")
+    assert process.returncode == 0, process.stderr
+    record = Finished(tmp_path, process, mlflow_uri).record
+    assert (record.settings.optimizer, record.settings.stage) == ("muon", 3)
+    assert all(rank.memory_bytes == rank.predicted_memory_bytes for rank in record.ranks)
+    traffic, model, phases = record.traffic, record.model, record.phases
+    assert traffic is not None
+    assert model is not None
+    assert phases is not None
+    assert traffic.elements == traffic.predicted_elements
+    # A layer has four matrices, of 12·width² elements; at most half of them move to owners, and back.
+    width, layers = model.config["width"], model.config["layers"]
+    to_owners, back = (traffic.by_operation[name]["elements"] for name in ("to_owners", "from_owners"))
+    assert 0 < to_owners == back <= 12 * width**2 * layers / 2
+    assert phases.optimizer_share is not None
+    assert 0.0 < phases.optimizer_share < 1.0
+    for wanted in ("fp32, muon, 2 ranks", "optimizer's share", "Muon's matrices to their owners and back"):
+        assert wanted in process.stdout
+    run = only_run(MlflowClient(tracking_uri=mlflow_uri), "muon")
+    assert run.data.params["optimizer"] == "muon"
+    assert run.data.metrics["phase/optimizer_share"] == pytest.approx(phases.optimizer_share)
+
+
 def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdout(tmp_path: Path) -> None:
     """Stage 3 on one rank and other options on the way."""
     process = zerokit_inside(

@@ -46,6 +46,19 @@ def test_every_cell_is_shown_at_any_width(width: int) -> None:
         assert text in words
 
 
+def test_the_optimizer_and_its_share_of_the_step_are_named() -> None:
+    (share,) = re.findall(r"^optimizer's share +10.2 % +(.*)", table([make_cell()], 160), re.MULTILINE)
+    assert share.strip() == "adamw: clipping, its step and zeroing of these steps"
+    muon = [make_cell("ddp", 0, optimizer="muon"), make_cell("fsdp2", 3, optimizer="muon")]
+    both = table([make_cell("ddp", 0), *muon], 160)
+    for text in ("DDP · adamw", "DDP · muon", "FSDP2 3 · muon", "optimizer's share"):
+        assert text in both
+    assert table(muon, 160).startswith("gpt-34m (33.7 M parameters), fp32, muon, 2 ranks")
+    # Of many cells, where one has another optimizer than AdamW.
+    assert "optimizer's share" not in " ".join(table(make_sweep(), 200).split())
+    assert "optimizer's share" in " ".join(table([*make_sweep(), *muon], 300).split())
+
+
 def test_rounds_have_an_error_and_single_runs_say_that_nothing_is_known() -> None:
     single, shown = table(make_sweep(), 200), table(make_sweep(3), 200)
     assert single.startswith("gpt-34m (33.7 M parameters), fp32, 2 ranks on 2 nodes, batch 2, gloo\n")

@@ -45,6 +45,7 @@ from zerokit.errors import (
     ZerokitWarning,
 )
 from zerokit.integrations.accelerate import ZeroAccelerator
+from zerokit.integrations.optimizer_list import OptimizerList
 from zerokit.placement import StageOfAll
 
 
@@ -82,6 +83,11 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
         {"params": matrices, "weight_decay": 0.1, "lr": 2e-2},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
+
+
+def _muon(groups: list[dict[str, Any]], lr: float) -> OptimizerList:
+    """Muon for the matrices, and AdamW for the rest."""
+    return OptimizerList([torch.optim.Muon(groups[:1], lr=lr), torch.optim.AdamW(groups[1:], lr=lr)])
 
 
 def _warmup(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -147,6 +153,7 @@ def test_the_same_training_as_under_ddp() -> None:
         (1, _one_cycle, torch.optim.AdamW, "clip_grad_norm_", (1, 2, 3, MIXED)),
         (3, _warmup, torch.optim.Adagrad, "clip_grad_norm_", (3,)),
         (2, _sequence, torch.optim.SGD, "clip_grad_value_", (1,)),
+        (2, _warmup, _muon, "clip_grad_norm_", (0, 2, 3)),
     ):
         found = []
         for stage in (None, *stages):

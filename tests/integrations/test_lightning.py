@@ -158,6 +158,30 @@ def _beside_ddp() -> None:
             assert isinstance(trainer.optimizers[0], zerokit.ZeroOptimizer)
 
 
+def _muon_beside_ddp() -> None:
+    """Muon for the matrices of the blocks and AdamW for the rest, with one schedule for both."""
+    pl, ZeroStrategy = _lightning()
+    OptimizerList = import_module("zerokit.integrations.optimizer_list").OptimizerList
+
+    def configure(self: Any) -> Any:
+        matrices = [p for p in self.blocks.parameters() if p.ndim == 2]
+        rest = [p for p in self.blocks.parameters() if p.ndim < 2] + [*self.head.parameters(), self.scale]
+        optimizer = OptimizerList([torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=5e-3)])
+        schedule = LinearLR(optimizer, 0.1, total_iters=6)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    found = []
+    for strategy in ("ddp", ZeroStrategy(stage=1), ZeroStrategy(stage=3)):
+        module = _module(pl, configure_optimizers=configure)
+        module, trainer = _fit(pl, strategy, module, accumulate_grad_batches=2, gradient_clip_val=0.4)
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        found.append((module.losses, module.norms, rates))
+    for losses, norms, rates in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-5)
+        assert norms == pytest.approx(found[0][1], rel=1e-4)  # Muon rounds to bf16
+        assert rates == found[0][2] == pytest.approx([1e-2, 5e-3])
+
+
 def _by_hand_beside_ddp() -> None:
     pl, ZeroStrategy = _lightning()
 
@@ -205,6 +229,7 @@ def _half_precision() -> None:
 @on_ranks(2)
 def test_losses_norms_and_steps_are_those_of_ddp() -> None:
     _beside_ddp()  # one after the other: a process imports Lightning for seconds
+    _muon_beside_ddp()
     _by_hand_beside_ddp()
     _half_precision()
 

@@ -31,6 +31,7 @@ from tests.integrations.trainers import arguments, build, history, texts, traine
 from tests.support.distributed import run_ranks
 from tests.support.on_ranks import on_ranks
 from zerokit.errors import CheckpointError, UnsupportedOptimizer, UsageError
+from zerokit.integrations.optimizer_list import OptimizerList
 from zerokit.integrations.transformers import ZeroTrainer
 
 
@@ -101,6 +102,9 @@ def test_losses_schedules_and_streams_as_under_ddp(tmp_path: Path) -> None:
         "smoothing": {"label_smoothing_factor": 0.1, "optim": "rmsprop"},
         "a stream": {"stream": True, "max_steps": 5, "gradient_accumulation_steps": 2, "optim": "adagrad"},
         "own optimizer": {"own_optimizer": True},
+        "muon": {"own_classes": True, "gradient_accumulation_steps": 2},
+        "a factory of optimizers": {"factory": True},
+        "adafactor": {"optim": "adafactor"},
         "recomputed": {"activation_checkpointing": True, "optim": "adamw_torch_fused"},
         "reduced at once": {
             "gradient_accumulation_steps": 2,
@@ -122,6 +126,11 @@ def test_losses_schedules_and_streams_as_under_ddp(tmp_path: Path) -> None:
                 optimizer = torch.optim.NAdam(options["model"].parameters(), lr=1e-2)
                 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
                 options["optimizers"] = (optimizer, schedule)
+            if changed.pop("own_classes", False):
+                options["model"] = build()
+                options["optimizers"] = (_muon(options["model"], lr=1e-2), None)
+            if changed.pop("factory", False):
+                options["optimizer_cls_and_kwargs"] = (lambda: _muon, {"lr": 1e-2})
             made = trainer(stage, arguments(tmp_path, **changed), **options)
             made.train()
             metrics = made.evaluate()
@@ -130,6 +139,13 @@ def test_losses_schedules_and_streams_as_under_ddp(tmp_path: Path) -> None:
         assert len(expected) > 3, name
         # RMSprop and Adagrad divide by the root of what is nearly zero in the first steps.
         _close(other, expected, norms=1e-4)
+
+
+def _muon(model: torch.nn.Module, lr: float) -> OptimizerList:
+    """Muon for the matrices of the layers, and AdamW for the rest."""
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
+    return OptimizerList([torch.optim.Muon(hidden, lr=lr), torch.optim.AdamW(rest, lr=lr, weight_decay=0.1)])
 
 
 def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
@@ -414,7 +430,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"deepspeed": True}, "stage=1, 2 or 3"),
     ({"parallelism_config": True}, "data-parallel"),
     ({"accelerator_config": {"even_batches": False}}, "even_batches"),
-    ({"optim": "adafactor"}, 'optim="adamw_torch"'),
 ]
 
 
@@ -430,6 +445,8 @@ def test_what_does_not_fit_is_refused_at_construction(tmp_path: Path) -> None:
             setattr(args, name, value)  # their own checks want packages and devices that are not here
         with pytest.raises((UsageError, UnsupportedOptimizer), match=words):
             ZeroTrainer(build(), args, train_dataset=texts(4))
+    with pytest.raises(UnsupportedOptimizer, match=r'LBFGS.*optim="adamw_torch"'):
+        ZeroTrainer(build(), arguments(tmp_path), optimizer_cls_and_kwargs=(torch.optim.LBFGS, {}))
     args = arguments(tmp_path, bf16=True)
     for options, words in (
         ({"precision": "fp16"}, "leave one of them out"),

@@ -16,19 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import CASES, Case
-from tests.support.optimizers import FUSED, OPTIMIZERS
+from tests.support.optimizers import FUSED, MIXES, OPTIMIZERS
 from tests.support.training import Run, Trajectory, build_seeded, digest, draw
 
 PADDING = 64
 
+#: Classes of mixes that step flat tensors as well.
+FLAT = (torch.optim.AdamW, torch.optim.SGD)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PaddedOptimizer:
-    """A torch optimizer over one flat, padded fp32 tensor a parameter, which views it or a rounded copy."""
+    """Torch optimizers over one flat, padded fp32 tensor a parameter, which views it or a rounded copy.
+
+    Classes that look at whole tensors have tensors of the parameters' own shapes.
+    """
 
     def __init__(self, model: nn.Module, case: Case, run: Run) -> None:
-        cls, options = OPTIMIZERS[run.optimizer]
         self.own = {path: DTYPES[name] for path, name in by_module(run.precision).items()}
         self.dtype = self.own.pop("*")
         self.dtypes = {
@@ -36,43 +40,56 @@ class PaddedOptimizer:
         }
         for frozen in (p for p in model.parameters() if not p.requires_grad):
             frozen.data = frozen.data.to(self.dtypes.get(frozen, self.dtype))
-        if run.optimizer in FUSED:
-            options = options | {"fused": True}
-        groups = case.groups(model) if case.groups else [{"params": list(model.parameters())}]
         self.parameters: list[nn.Parameter] = []
-        self.flats: list[Tensor] = []
-        flat_groups = []
+        self.masters: list[Tensor] = []
+        if run.optimizer in MIXES:
+            classes = MIXES[run.optimizer](model)
+            self.inner = [
+                self._inner(cls, groups, {"fused": True} if cls is torch.optim.AdamW else {}, cls in FLAT)
+                for cls, groups in classes.items()
+            ]
+            return
+        cls, options = OPTIMIZERS[run.optimizer]
+        groups = case.groups(model) if case.groups else [{"params": list(model.parameters())}]
+        self.inner = [self._inner(cls, groups, options | ({"fused": True} if run.optimizer in FUSED else {}))]
+
+    def _inner(
+        self, cls: Any, groups: list[dict[str, Any]], options: dict[str, Any], flat: bool = True
+    ) -> Any:
+        made = []
         for group in groups:
             members = [p for p in group["params"] if p.requires_grad]
-            flats = [self._pad(p) for p in members]
+            masters = [self._master(p, flat) for p in members]
             self.parameters += members
-            self.flats += flats
-            flat_groups.append({**group, "params": flats})
-        self.inner = cls(flat_groups, **options)
+            self.masters += masters
+            made.append({**group, "params": masters})
+        return cls(made, **options)
 
-    def _pad(self, parameter: nn.Parameter) -> Tensor:
-        flat = torch.zeros(max(1, math.ceil(parameter.numel() / PADDING)) * PADDING)
-        flat[: parameter.numel()] = parameter.detach().flatten()
-        # In half precision `to` makes a copy, aligned like its source; in fp32 it is the flat tensor itself.
+    def _master(self, parameter: nn.Parameter, flat: bool) -> Tensor:
+        size = max(1, math.ceil(parameter.numel() / PADDING)) * PADDING
+        master = torch.zeros(size if flat else parameter.numel())
+        master[: parameter.numel()] = parameter.detach().flatten()
+        # In half precision `to` makes a copy, aligned like its source; in fp32 it is the master itself.
         dtype = self.dtypes.get(parameter, self.dtype)
-        parameter.data = flat.to(dtype)[: parameter.numel()].view(parameter.shape)
-        return flat
+        parameter.data = master.to(dtype)[: parameter.numel()].view(parameter.shape)
+        return master if flat else master.view(parameter.shape)
 
     def exact(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """The model's parameters by name, in fp32 where they are trained."""
-        pairs = zip(self.parameters, self.flats, strict=True)
-        masters = {p: flat.detach()[: p.numel()].view(p.shape) for p, flat in pairs}
+        pairs = zip(self.parameters, self.masters, strict=True)
+        masters = {p: master.detach().view(-1)[: p.numel()].view(p.shape) for p, master in pairs}
         return [(name, masters.get(p, p)) for name, p in model.named_parameters()]
 
     def step(self, gradients: list[Tensor | None]) -> None:
-        for flat, gradient in zip(self.flats, gradients, strict=True):
-            flat.grad = torch.zeros_like(flat)
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = torch.zeros_like(master)
             if gradient is not None:
-                flat.grad[: gradient.numel()] = gradient.flatten()
-        self.inner.step()
-        for parameter, flat in zip(self.parameters, self.flats, strict=True):
+                master.grad.view(-1)[: gradient.numel()] = gradient.flatten()
+        for inner in self.inner:
+            inner.step()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
             if parameter.dtype != torch.float32:
-                parameter.data.copy_(flat[: parameter.numel()].view(parameter.shape))
+                parameter.data.copy_(master.view(-1)[: parameter.numel()].view(parameter.shape))
 
 
 def by_module(precision: Any) -> dict[str, str]:
@@ -98,9 +115,10 @@ def clip(gradients: list[Tensor | None], run: Run, trajectory: Trajectory) -> No
     norm = global_norm(gradients, run.norm_type)
     trajectory.norms.append(norm)
     if norm > run.clip:
+        coefficient = run.clip / (torch.tensor(norm) + 1e-6)  # in fp32, as in torch's function
         for gradient in gradients:
             if gradient is not None:
-                gradient.mul_(run.clip / (norm + 1e-6))
+                gradient.mul_(coefficient)
 
 
 def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None) -> list[Trajectory]:

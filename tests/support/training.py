@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ import zerokit
 from tests.support.distributed import run_ranks
 from tests.support.machine import may_read
 from tests.support.models import CASES, Batch, Case
-from tests.support.optimizers import OPTIMIZERS
+from tests.support.optimizers import MIXES, OPTIMIZERS
 
 #: MiB: no two neighbours ever join, so that small models have many units.
 SMALL = 1e-6
@@ -110,17 +111,16 @@ def draw(case: Case, run: Run, step: int, micro: int, rank: int) -> Batch:
 
 def wrap(model: nn.Module, case: Case, run: Run, **options: Any) -> zerokit.ZeroOptimizer:
     """The optimizer that `run` describes."""
-    cls, defaults = OPTIMIZERS[run.optimizer]
-    return zerokit.ZeroOptimizer(
-        model,
-        cls,
-        stage=run.stage,
-        mesh=run.mesh,
-        precision=run.precision,
-        params=case.groups(model) if case.groups else None,
-        bucket_mb=run.bucket_mb,
-        **(defaults | options),
-    )
+    if run.optimizer in MIXES:
+        cls: Any = MIXES[run.optimizer](model)
+    else:
+        cls, defaults = OPTIMIZERS[run.optimizer]
+        options = {"params": case.groups(model) if case.groups else None} | defaults | options
+    options = {"precision": run.precision, "bucket_mb": run.bucket_mb} | options
+    with warnings.catch_warnings():
+        if run.optimizer in MIXES:  # embeddings and one-row matrices, which a user should be told of
+            warnings.simplefilter("ignore", zerokit.errors.ZerokitWarning)
+        return zerokit.ZeroOptimizer(model, cls, stage=run.stage, mesh=run.mesh, **options)
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:

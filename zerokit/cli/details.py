@@ -57,6 +57,7 @@ def notes(record: Record) -> dict[str, str]:
         f"{settings.samples_per_step * model.units_per_sample:,} {model.unit} a step",
         "memory/peak_host_mib": "of the largest process, construction included",
         "comm/exposed_ms": "time in which a step only waits for communication",
+        "phase/optimizer_share": f"{settings.optimizer}: clipping, its step and zeroing of these steps",
         "skipped_steps": "gradients were inf or nan",
         "loss_last": f"from {loss(results.loss_first)}; {counted(len(record.loss), 'step')}, "
         f"{settings.warmup} of them warm-up",

@@ -26,7 +26,7 @@ from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.integrations.marks import is_unsharded, mark, take_back
 from zerokit.integrations.mixed_precision import choose_precision
-from zerokit.integrations.torch_optimizer import ZERO_OPTIONS, Recipe, hand_over, require_frozen
+from zerokit.integrations.torch_optimizer import JOINED, ZERO_OPTIONS, Recipe, hand_over, require_frozen
 from zerokit.placement import StageArgument, require_stage
 from zerokit.runtime.counts import Count
 from zerokit.runtime.precision import PrecisionArgument
@@ -179,7 +179,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             raise UsageError(
                 f"prepare() was given {len(new_models)} trainable models and {len(new_optimizers)} optimizers"
                 f"{' after one of each' if self.zero_optimizer is not None else ''}: a ZeroAccelerator takes one model "
-                "together with its optimizer, prepare(model, optimizer, ...); put several models into one module"
+                "together with its optimizer, prepare(model, optimizer, ...); put several models into one module, and "
+                f"several optimizers into one: {JOINED}"
             )
         model, optimizer = new_models[0], new_optimizers[0]
         on_device = next(

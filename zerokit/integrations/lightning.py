@@ -55,8 +55,9 @@ _ForwardRedirection: Any = import_module(f"{_NAME}.strategies.strategy")._Forwar
 class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
     """Trains a LightningModule with `ZeroOptimizer`, and checkpoints it with `zerokit.save`.
 
-    `configure_optimizers` returns an elementwise torch optimizer as always (AdamW, SGD, …); before training it is
-    turned into a `ZeroOptimizer` of the same class, groups and options, and schedulers are attached to that one.
+    `configure_optimizers` returns a torch optimizer as always (AdamW, Muon, an `OptimizerList` of both); before
+    training it is turned into a `ZeroOptimizer` of the same classes, groups and options, and schedulers are attached to
+    that one.
     Losses, steps and norms are those of `strategy="ddp"`.
 
         trainer = lightning.Trainer(strategy=ZeroStrategy(stage=3), devices=8, precision="bf16-mixed")
@@ -77,7 +78,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             `self.manual_backward(loss_sum, count=n)`.
         frozen: "never" leaves frozen parameters, such as the base under adapters, out of checkpoints: `fit` then
             continues with a module that was built with the same ones, and refuses others.
-        units, bucket_mb, prefetch, mesh, init_fn, loss_scale, on_nonfinite: as for `ZeroOptimizer`.
+        units, bucket_mb, prefetch, mesh, init_fn, loss_scale, on_nonfinite, row_blocks, update_cost: as for
+            `ZeroOptimizer`.
         **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method,
             timeout.
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
+from zerokit.integrations.torch_optimizer import JOINED
 from zerokit.training import ZeroOptimizer
 
 
@@ -15,7 +16,8 @@ def only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
     if len(optimizers) != 1:
         raise UsageError(
             f"configure_optimizers returned {len(optimizers)} optimizers, but a module takes one: return one "
-            "with a parameter group for each part, which may have its own options"
+            "with a parameter group for each part, which may have its own options, or join optimizers of several "
+            f"classes: {JOINED}"
         )
     (given,) = optimizers
     if type(given).__name__ == "_MockOptimizer":

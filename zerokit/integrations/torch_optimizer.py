@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,10 +14,21 @@ from torch.optim import Optimizer
 
 from zerokit.checkpoint.frozen import Frozen
 from zerokit.errors import UsageError
+from zerokit.runtime.inner import parts_of
 from zerokit.training import ZeroOptimizer
 
-ZERO_OPTIONS = frozenset({"units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale", "on_nonfinite"})
+ZERO_OPTIONS = frozenset(
+    {
+        *("units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale", "on_nonfinite"),
+        *("row_blocks", "update_cost"),
+    }
+)
 """Arguments of `ZeroOptimizer` that are the same in every library."""
+
+JOINED = (
+    "zerokit.integrations.optimizer_list.OptimizerList([torch.optim.Muon(matrices), torch.optim.AdamW(rest)])"
+)
+"""What to write where several optimizers are to be one."""
 
 
 def require_frozen(frozen: object) -> Frozen:
@@ -30,16 +42,16 @@ def require_frozen(frozen: object) -> Frozen:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
-    """What `ZeroOptimizer` needs to be built like an optimizer: its class, its options, its groups."""
+class Part:
+    """A class of optimizers, its options, and its groups of parameters."""
 
     optimizer_class: type[Optimizer]
     options: dict[str, Any]
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Recipe:
-        """Take `optimizer` apart. Raises `UsageError` if it has stepped or cannot be built again from its defaults."""
+    def of(cls, optimizer: Optimizer) -> Part:
+        """Take an optimizer of one class apart. Raises `UsageError`, see `Recipe.of`."""
         name = type(optimizer).__name__
         # Adagrad begins with states.
         if any(state and state.get("step", 1) for state in optimizer.state.values()):
@@ -59,13 +71,27 @@ class Recipe:
                     f"{name} cannot be built again: its argument {key!r} is not among its defaults. Build "
                     f"zerokit.ZeroOptimizer(model, {name}, {key}=...) yourself, in a loop of your own"
                 )
-        return cls(
-            type(optimizer), options, [_own(group, optimizer.defaults) for group in optimizer.param_groups]
-        )
+        groups = [_own(group, optimizer.defaults) for group in optimizer.param_groups]
+        return cls(type(optimizer), options, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What `ZeroOptimizer` needs to be built like an optimizer: its class, or each of an `OptimizerList`."""
+
+    parts: list[Part]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Recipe:
+        """Take `optimizer` apart. Raises `UsageError` if it has stepped or cannot be built again from its defaults."""
+        return cls([Part.of(part) for part in parts_of(optimizer)])
 
     def build(self, model: nn.Module, **zero_options: Any) -> ZeroOptimizer:
         """A `ZeroOptimizer` over `model`; its errors are those of `ZeroOptimizer`."""
-        return ZeroOptimizer(model, self.optimizer_class, params=self.groups, **zero_options, **self.options)
+        classes: dict[Any, Any] = {
+            partial(part.optimizer_class, **part.options): part.groups for part in self.parts
+        }
+        return ZeroOptimizer(model, classes, **zero_options)
 
 
 def hand_over(optimizer: Optimizer, zero: ZeroOptimizer) -> None:

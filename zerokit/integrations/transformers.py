@@ -69,7 +69,7 @@ class ZeroTrainer(Trainer):
     call `generate` together, which goes on until the longest text of any ends.
 
     Raises `UsageError` for arguments that shard or compile the model in another way, that need whole weights, or that
-    do not fit several ranks, and `UnsupportedOptimizer` for an `optim` that is not elementwise.
+    do not fit several ranks, and `UnsupportedOptimizer` for an `optim` whose update of a tensor depends on others.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ZeroTrainer(Trainer):
         self._frozen = require_frozen(frozen)
         self._generators: dict[str, bytes] = {}
         super().__init__(model, args=args, **options)
-        self._require_elementwise()
+        self._try_optimizer()
 
     @property
     def zero_optimizer(self) -> ZeroOptimizer | None:
@@ -126,25 +126,27 @@ class ZeroTrainer(Trainer):
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
-    def _require_elementwise(self) -> None:
-        """Try the optimizer on a small matrix now; `train` would find out only after the model is loaded and cut."""
+    def _try_optimizer(self) -> None:
+        """Try the optimizer on small tensors now; `train` would find out only after the model is loaded and cut.
+
+        A factory of optimizers is asked for one when `train` begins.
+        """
         if self.optimizer is not None:
-            recipe = Recipe.of(self.optimizer)
-            optimizer_class, options = recipe.optimizer_class, recipe.options
-        elif self.optimizer_cls_and_kwargs is not None:
-            optimizer_class, options = self.optimizer_cls_and_kwargs
+            tried: list[Any] = [(one.optimizer_class, one.options) for one in Recipe.of(self.optimizer).parts]
         else:
             model: Any = self.model
-            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-        advice = 'write TrainingArguments(optim="adamw_torch"), or "sgd", "adagrad", "rmsprop"'
-        if not issubclass(optimizer_class, torch.optim.Optimizer):  # or one of transformers' factories
-            raise UnsupportedOptimizer(
-                f"optim={self.args.optim!r} makes groups of whole matrices, which ranks do not have: {advice}"
-            )
-        try:
-            probe(optimizer_class, dict(options), self._zero_arguments["precision"].master)
-        except UnsupportedOptimizer as error:
-            raise UnsupportedOptimizer(f"optim={self.args.optim!r}: {error}: {advice}") from error
+            chosen = self.optimizer_cls_and_kwargs
+            tried = [chosen or self.get_optimizer_cls_and_kwargs(self.args, model)]
+        for optimizer_class, options in tried:
+            if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+                continue
+            try:
+                probe(optimizer_class, dict(options), self._zero_arguments["precision"].master)
+            except UnsupportedOptimizer as error:
+                raise UnsupportedOptimizer(
+                    f"optim={self.args.optim!r}: {error}: write "
+                    'TrainingArguments(optim="adamw_torch"), or "adafactor", "sgd", "adagrad", "rmsprop"'
+                ) from error
 
     # ---- the loop
 

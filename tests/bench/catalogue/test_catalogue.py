@@ -124,6 +124,13 @@ def test_it_is_what_the_runtime_predicts_without_padding(stage: int, precision: 
     assert kept == pytest.approx(bound, rel=1e-3)
 
 
+@pytest.mark.parametrize("engine", ["zerokit", "ddp", "fsdp2"])
+def test_muon_keeps_one_moment_and_adamw_two(engine: str) -> None:
+    stage = ENGINES[engine].default_stage
+    adamw, muon = (state_of(engine, stage, "fp32", name) for name in ("adamw", "muon"))
+    assert (adamw.whole + adamw.shared) - (muon.whole + muon.shared) == 4
+
+
 HUGE, XL = Settings(model="gpt3-175b", nodes=2), Settings(model="gpt2-xl", nodes=2, stage=0)
 LLAMA = Settings(model="llama-7b", nproc_per_node=4, engine="ddp", stage=0)  # 16 × 6.7 = 100.4 GiB a rank
 DEVICE, SMALL = int(101 * GIB), Machine(int(16 * GIB), ())

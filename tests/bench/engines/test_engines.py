@@ -143,8 +143,12 @@ AGREE = {
 """Cells by what they train; the library's models only where the library is installed."""
 
 OF_A_LIBRARY = ("gpt2", "bert", "resnet")
+# Muon makes matrices orthogonal in bf16, where a sum in another order may round an element the other way.
+MUON_TOLERANCE = 1e-4
+MUON = cells_of([peer for peer in PEERS if peer[0] != "parameter-server"], replace(BOTH, optimizer="muon"))
 HALF = cells_of([("zerokit", 2), *FEW_PEERS], replace(TINY, precision="bf16", lr=1e-3))
 ALONE = replace(TINY, engine="compute-only", stage=0)
+MUON_ALONE = [replace(ALONE, stage=stage, optimizer="muon") for stage in (0, 1)]
 EXACT = replace(TINY, engine="ddp", stage=0)
 WIRES = [replace(cell, wire=wire) for cell in (CLIPPED, EXACT) for wire in ("own", "bf16")]
 POWERSGD = replace(EXACT, wire="powersgd")
@@ -158,7 +162,7 @@ def trained() -> dict[Settings, list[Curve]]:
     """What two ranks saw, all in one process group: importing torch's engines and the library takes long."""
     library = importlib.util.find_spec("transformers") is not None
     cells = [cell for name, cells in AGREE.items() if library or name not in OF_A_LIBRARY for cell in cells]
-    cells += [*HALF, ALONE, *WIRES, POWERSGD, LOCAL, NAMED, PEER, *NARROW]
+    cells += [*HALF, *MUON, *MUON_ALONE, ALONE, *WIRES, POWERSGD, LOCAL, NAMED, PEER, *NARROW]
     return dict(zip(cells, curves(cells), strict=True))
 
 
@@ -200,6 +204,25 @@ def test_powersgd_begins_with_exact_steps_and_trains_on(trained: dict[Settings, 
     assert second.losses[:3] == pytest.approx(first.losses[:3], rel=TOLERANCE)
     assert second.losses[3] != first.losses[3]
     assert second.losses[3] == pytest.approx(first.losses[3], rel=0.1)
+
+
+def test_engines_agree_about_muon(trained: dict[Settings, list[Curve]]) -> None:
+    require_agreement(MUON, [trained[cell] for cell in MUON], MUON_TOLERANCE)
+    own = [trained[cell] for cell in MUON if cell.engine == "zerokit"]
+    assert len(own) == 4
+    assert all(stage == own[0] for stage in own)  # to the bit
+    muon, adamw = (trained[cell][0] for cell in (MUON[0], replace(MUON[0], optimizer="adamw")))
+    assert muon.losses[0] == adamw.losses[0]
+    assert muon.losses[2:] != pytest.approx(adamw.losses[2:], rel=10 * MUON_TOLERANCE)
+    assert muon.losses[-1] < muon.losses[0] - 0.1
+
+
+def test_compute_only_shares_out_whole_matrices(trained: dict[Settings, list[Curve]]) -> None:
+    """Its ranks train alone: the one that has fewer matrices has other losses from the second step on."""
+    (whole, _), (part, _) = (trained[cell] for cell in MUON_ALONE)
+    assert part.losses[0] == whole.losses[0]
+    assert part.losses[1:] != whole.losses[1:]
+    assert part.losses[-1] < part.losses[0]
 
 
 def test_compute_only_is_one_process_alone(trained: dict[Settings, list[Curve]]) -> None:

@@ -126,9 +126,12 @@ def test_parts_are_those_of_the_slowest_rank_and_engines_that_can_be_asked_tell_
     assert calls == ["forward", "forward", "update"] * 3
     parts = (own.steps, own.forward_ms, own.backward_ms, own.optimizer_ms, own.exposed_communication_ms)
     assert parts == pytest.approx((3, 8.0, 16.0, 12.0, 2.0))
+    assert own.optimizer_share == pytest.approx(12.0 / 36.0)
     for phases in by_engine:
         assert (phases.steps, phases.source) == (STEPS, "clock")
         assert min(phases.forward_ms, phases.backward_ms, phases.optimizer_ms) > 0.0
+        assert phases.optimizer_share is not None
+        assert 0.0 < phases.optimizer_share < 1.0
     waited, unknown = (phases.exposed_communication_ms for phases in by_engine)
     assert waited is not None
     assert (waited > 0.0, unknown) == (True, None)
@@ -138,7 +141,8 @@ def test_parts_of_ranks_and_traces_are_combined() -> None:
     """A trace knows better than the clock; without an answer from every step nothing is said of exposure."""
     fast, slow, slower = Parts(1.0, 2.0, 3.0, 0.5), Parts(2.0, 4.0, 1.0, 0.25), Parts(10.0, 20.0, 30.0, 7.0)
     unknown = Parts(1.0, 1.0, 1.0, None)
-    assert combine([[fast, fast, slower], [slow, slow, fast]], []) == Phases(3, 2.0, 4.0, 1.0, 0.25, "clock")
+    expected = Phases(3, 2.0, 4.0, 1.0, 0.25, "clock", optimizer_share=1 / 7)
+    assert combine([[fast, fast, slower], [slow, slow, fast]], []) == expected
     assert combine([[fast, unknown]], []).exposed_communication_ms is None
     traced = combine([[unknown]] * 2, [(12.0, 3.0), (13.0, 4.0)])
     assert (traced.exposed_communication_ms, traced.source) == (4.0, "trace")

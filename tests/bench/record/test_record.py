@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from tests.bench.records import make_cell, make_record, make_sweep
 from zerokit.bench.record.measured import Results
+from zerokit.bench.record.metrics import metrics_of
 from zerokit.bench.record.record import Record, read_record, summarise, write_record
 from zerokit.bench.record.status import Progress, read_progress, write_progress
 
@@ -104,6 +105,17 @@ def test_the_schema_accepts_records_of_every_kind_and_fields_with_a_default_may_
     kept = {name: content[name] for name in ("id", "cell", "status", "created", "settings", "format")}
     validator.validate(kept)
     assert Record.from_json(json.dumps(kept)).ranks == []
+
+
+def test_records_from_before_the_choice_of_an_optimizer_are_of_adamw() -> None:
+    content = json.loads(make_cell().to_json())
+    del content["settings"]["optimizer"], content["phases"]["optimizer_share"]
+    record = Record.from_json(json.dumps(content))
+    assert record.settings.optimizer == "adamw"
+    assert record.phases is not None
+    assert record.phases.optimizer_share is None
+    assert "phase/optimizer_share" not in metrics_of(record)
+    assert metrics_of(make_cell())["phase/optimizer_share"] == pytest.approx(0.09 / 0.88)
 
 
 def test_the_reader_sees_the_newest_whole_line(tmp_path: Path) -> None:

@@ -66,6 +66,10 @@ def test_a_label_tells_what_varies() -> None:
     wires = product({"engine": ("zerokit", "ddp"), "wire": ("own", "bf16")}, TINY)
     assert label_of(wires[1], varying(wires)) == ["zerokit 2", "bf16 wire"]
     assert label_of(Settings(engine="ddp", stage=0), ("precision",)) == ["DDP"]
+    both = product({"engine": ("ddp", "fsdp2"), "optimizer": ("adamw", "muon")}, TINY)
+    assert [" ".join(label_of(cell, varying(both))) for cell in both] == [
+        *("DDP adamw", "DDP muon", "FSDP2 3 adamw", "FSDP2 3 muon"),
+    ]
 
 
 def test_a_slug_is_fit_for_a_file_name() -> None:
@@ -100,6 +104,7 @@ def test_numbers_that_no_record_holds_are_refused(option: str, value: float, mes
         ({"stage": 4}, "stage 4 is unknown"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown"),
         ({"wire": "fp16"}, "wire 'fp16' is unknown"),
+        ({"optimizer": "sgd"}, "optimizer 'sgd' is unknown: choose one of ('adamw', 'muon')"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
         ({"nodes": 0}, "nodes must be at least 1, not 0"),
         ({"steps": 0}, "steps must be at least 1"),
@@ -132,6 +137,13 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], text: 
         ({"engine": "ddp", "stage": 0, "wire": "bf16"}, None),
         ({"engine": "zerokit", "stage": 3, "precision": "fp16", "wire": "bf16"}, None),
         ({"engine": "zerokit", "stage": 0}, None),
+        ({"engine": "fsdp2", "stage": 3, "optimizer": "muon"}, None),
+        ({"engine": "deepspeed", "optimizer": "muon"}, "deepspeed is benched with adamw only: zerokit, ddp"),
+        ({"engine": "parameter-server", "stage": 0, "optimizer": "muon"}, "is benched with adamw only"),
+        ({"model": "resnet50", "optimizer": "muon"}, "resnet50 has no matrices in blocks"),
+        ({"model": "mine:net", "optimizer": "muon"}, None),
+        ({"every": 8, "optimizer": "muon"}, "zerokit's local steps mix shards"),
+        ({"every": 8, "optimizer": "muon", "engine": "post-local-sgd", "stage": 0}, None),
         ({"mesh": "2x2", "stage": 3, "outer_stage": 1}, None),
         ({"mesh": "2x2", "stage": 3, "outer_stage": 1, "engine": "fsdp2"}, "its outer stage is 0"),
         ({"mesh": "2x2", "stage": 3, "outer_stage": 0, "engine": "fsdp2"}, None),

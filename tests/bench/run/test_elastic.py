@@ -150,3 +150,20 @@ def test_checkpoints_and_twins_of_an_elastic_bench() -> None:
     assert twin_settings(replace(elastic, elastic=False)) is not None
     for alone in (elastic, Settings(), Settings(nodes=2, twin=False)):
         assert twin_settings(alone) is None  # its world may change, it has no peers, or none was asked for
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "optimizer", "expected"),
+    [
+        ("zerokit", 3, "muon", 1),
+        ("ddp", 0, "muon", 0),
+        ("fsdp2", 3, "adamw", 1),
+        ("fsdp2", 3, "muon", 0),  # every rank orthogonalises every matrix
+    ],
+)
+def test_a_twin_steps_what_a_rank_of_its_cell_steps(
+    engine: str, stage: int, optimizer: str, expected: int
+) -> None:
+    twin = twin_settings(Settings(engine=engine, stage=stage, optimizer=optimizer, nodes=2))
+    assert twin is not None
+    assert (twin.engine, twin.stage, twin.optimizer) == ("compute-only", expected, optimizer)

@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_left_out_and_names_are_such_as_mlflow_accepts() -
     assert [point.step for point in run_points(record) if point.name == "loss"] == [0, 2]
     for nodes in (1, 2, 16):
         names = {point.name for point in run_points(make_cell(device="cuda", nodes=nodes))}
-        assert len(names) < MOST_KEYS
+        assert len(names) <= MOST_KEYS
         assert all(re.fullmatch(r"[A-Za-z0-9_\-./: ]+", name) for name in names)
 
 

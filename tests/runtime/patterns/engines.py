@@ -30,7 +30,17 @@ OPTIMIZERS: dict[str, tuple[Any, Options]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "weight_decay": 1e-2}),
     # A larger eps than usual: gradients that are rounding errors must not decide the sign of an update.
     "adamw": (partial(torch.optim.AdamW, eps=1e-5), {"lr": 1e-3, "weight_decay": 0.1}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-3, "weight_decay": 0.1}),
 }
+
+
+def by_name(name: str) -> tuple[Any, Options]:
+    """The class and its options; that of a package, which few patterns are tried with, is imported when it is used."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    import pytorch_optimizer
+
+    return partial(pytorch_optimizer.Lamb, eps=1e-5), {"lr": 1e-3, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Engine:
         self.journal = Journal() if journal is None else journal
         self.journal.engines.append(self)
         self.generator = generator or torch.Generator().manual_seed(1000 + self.rank)
-        cls, defaults = OPTIMIZERS[setting.optimizer]
+        cls, defaults = by_name(setting.optimizer)
         options = {**defaults, **(options or {})}
         self.every = options.pop("every", None)
         self._make(cls, params, options)
@@ -199,7 +209,9 @@ class Plain(Engine):
             dist.broadcast(parameter.detach(), 0)  # as every engine for data parallelism does
         self.steps = 0
         self.frozen: set[nn.Parameter] = set()
-        self.optimizer = cls(self.parameters if params is None else params, fused=True, **options)
+        if self.setting.optimizer in ("sgd", "adamw"):
+            options["fused"] = True
+        self.optimizer = cls(self.parameters if params is None else params, **options)
 
     def loss(self, *shape: int) -> Tensor:
         self.frozen = {parameter for parameter in self.parameters if not parameter.requires_grad}

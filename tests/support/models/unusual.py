@@ -166,3 +166,25 @@ class Lora(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+@case("odd_shapes", regress(9, 5), loss=squared)
+class OddShapes(nn.Module):
+    """Three and four dimensions, one row, one column, no element, and a few matrices of equal shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(9, 12)
+        self.experts = nn.Parameter(torch.randn(3, 12, 12) / 4)
+        self.blocks = nn.ModuleList(Dense(12) for _ in range(3))
+        self.kernel = nn.Parameter(torch.randn(4, 1, 2, 3) / 3)
+        self.column = nn.Linear(1, 12, bias=False)
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.head = nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for expert, block in zip(self.experts, self.blocks, strict=True):
+            x = block(x + torch.tanh(x @ expert))
+        image = F.conv2d(x.view(-1, 1, 3, 4), self.kernel).flatten(1).mean(1, keepdim=True)
+        return self.head(x + self.column(image)) + self.empty.sum()

@@ -31,6 +31,8 @@ class Engine:
     install: str = "pip install torch"
     fp16: bool = False
     wires: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ("adamw", "muon")
+    """Of `--optimizer`."""
     local_steps: bool = False
     """Whether islands can train by themselves (`--every`)."""
     module: str | None = None
@@ -54,8 +56,10 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "zero-redundancy-optimizer": Engine("ZeroRedundancy", (1,), 1, module="ddp"),
         # Stage 2 keeps parameters between forward and backward.
         "fsdp2": Engine("FSDP2", (2, 3), 3),
-        "deepspeed": Engine("DeepSpeed", (0, 1, 2, 3), 2, "deepspeed", _DEEPSPEED, fp16=True),
-        "parameter-server": Engine("parameter server", (0,), 0),
+        "deepspeed": Engine(
+            "DeepSpeed", (0, 1, 2, 3), 2, "deepspeed", _DEEPSPEED, fp16=True, optimizers=("adamw",)
+        ),
+        "parameter-server": Engine("parameter server", (0,), 0, optimizers=("adamw",)),
         # The floor, and the twin that a cell's communication is measured against. At stages 1 to 3 each rank steps the
         # optimizer for a 1/N share of the parameters only, as the engines with these stages do.
         "compute-only": Engine("compute only", (0, 1), 0, fp16=True),
@@ -121,9 +125,17 @@ def unsupported(settings: Settings) -> str | None:
         only = len(engine.stages) == 1
         has = f"stage {engine.stages[0]} only" if only else f"stages {', '.join(map(str, engine.stages))}"
         return f"{name} has no stage {settings.stage}: it has {has}"
+    if settings.optimizer not in engine.optimizers:
+        having = [other for other in ENGINES if settings.optimizer in ENGINES[other].optimizers]
+        return f"{name} is benched with adamw only: {', '.join(having)} train with torch's Muon"
+    workload = describe(settings.model)
+    if settings.optimizer == "muon" and workload.config is not None and workload.text is None:
+        return f"{settings.model} has no matrices in blocks, which Muon trains: use --optimizer adamw"
     if settings.every is not None and not engine.local_steps:
         local = " and ".join(other for other in ENGINES if ENGINES[other].local_steps)
         return f"{name} synchronises in every step: {local} make local steps (--every)"
+    if settings.every is not None and name == "zerokit" and settings.optimizer != "adamw":
+        return "zerokit's local steps mix shards of weights, and Muon's matrices are whole: use --optimizer adamw"
     if name == "post-local-sgd" and (settings.every is None or settings.fragments > 1 or settings.delay):
         return "post-local-sgd averages all weights once in --every steps, without --fragments and --delay"
     if settings.mesh is not None and name not in ("zerokit", "fsdp2"):
@@ -165,24 +177,26 @@ class State:
         return " + ".join(f"{count}{unit}" for count, unit in parts if count)
 
 
-def state_of(engine: str, stage: int, precision: str) -> State:
-    """The least state that an engine keeps for each parameter; AdamW's two moments are in fp32."""
+def state_of(engine: str, stage: int, precision: str, optimizer: str = "adamw") -> State:
+    """The least state that an engine keeps for each parameter; AdamW's two moments and Muon's one are in fp32."""
+    moments = 8 if optimizer == "adamw" else 4
     if engine == "parameter-server":  # rank 0, the only one that steps, keeps moments as well
         return State(whole=4 + 4, shared=0)
     half = precision != "fp32"
     if engine == "fsdp2":
         # Everything is sharded in fp32; at stage 2, between forward and backward and so without gradients, whole
         # parameters in the compute precision stay as well.
-        return State(whole=0, shared=4 + 4 + 8) if stage == 3 else State(whole=2 if half else 4, shared=4 + 8)
+        whole = 0 if stage == 3 else 2 if half else 4
+        return State(whole, shared=(0 if whole else 4) + 4 + moments)
     # DDP and the like keep fp32 under autocast; zerokit and DeepSpeed keep half-precision parameters and a master.
-    parameter, gradient, optimizer = 4, 4, 8
+    parameter, gradient, updated = 4, 4, moments
     if half and engine in ("zerokit", "deepspeed"):
-        parameter, gradient, optimizer = 2, 4 if engine == "zerokit" else 2, 12
+        parameter, gradient, updated = 2, 4 if engine == "zerokit" else 2, 4 + moments
     if engine == "compute-only":
         stage = min(stage, 1)  # it can share out nothing but the optimizer's work
     elif engine == "deepspeed" and stage == 1:
         stage = 2  # gradients that are not its own may go as backward goes
-    kept = [parameter, gradient, optimizer]
+    kept = [parameter, gradient, updated]
     return State(whole=sum(kept[: 3 - stage]), shared=sum(kept[3 - stage :]))
 
 
@@ -196,8 +210,8 @@ def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
         return None
     on_cuda = settings.device == "cuda" or (settings.device is None and bool(machine.device_bytes))
     precision = settings.precision or ("bf16" if on_cuda else "fp32")
-    state = state_of(settings.engine, settings.stage, precision)
-    least = state_of(settings.engine, 3, precision)
+    state = state_of(settings.engine, settings.stage, precision, settings.optimizer)
+    least = state_of(settings.engine, 3, precision, settings.optimizer)
     for index, there in enumerate(machine.device_bytes if on_cuda else (machine.host_bytes,)):
         # Ranks go round the devices.
         sharing = len(range(index, settings.world, len(machine.device_bytes) if on_cuda else 1))

@@ -256,7 +256,7 @@ def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:
 # What decides which losses come out, in exact arithmetic. How a step is divided among ranks does not.
 _DECISIVE = (
     *("model", "batch_size", "accumulate", "seq_len", "image_size", "nodes", "nproc_per_node"),
-    *("precision", "wire", "data", "seed", "lr", "clip", "every", "fragments", "delay"),
+    *("precision", "wire", "data", "seed", "optimizer", "lr", "clip", "every", "fragments", "delay"),
 )
 
 

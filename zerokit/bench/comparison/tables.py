@@ -15,7 +15,7 @@ from zerokit.text import printable
 
 GIB_FROM = 10 * 1024.0
 """MiB from which GiB read better."""
-_SHARES = ("mfu", "step/spread", "step/drift")
+_SHARES = ("mfu", "step/spread", "step/drift", "phase/optimizer_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +84,24 @@ _DETAILS = (
     "step/skew_p50_ms",
     "memory/state_mib",
     "comm/exposed_ms",
-    *("phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms", "traffic/mib_per_step", "loss_last"),
+    *("phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms", "phase/optimizer_share"),
+    *("traffic/mib_per_step", "loss_last"),
 )
 OF_A_PAGE = ("memory/state_mib", "loss_last")
 
 
 def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -> list[str]:
-    """The main metrics; with `details`, which is the default for few cells, more of them."""
+    """The main metrics; with `details`, which is the default for few cells, more of them.
+
+    The optimizer's share of the step is among them once a cell has another optimizer than AdamW.
+    """
     if details is None:
         details = _DETAILS if len(cells) <= FEW else ()
     wanted = {"step/p50_ms", "mfu", memory_metric(cells)[0], "comm/cost_ms", *details}
     if len(cells) > 1:
         wanted.add(PACED)
+    if any(cell.settings["optimizer"] != "adamw" for cell in cells):
+        wanted.add("phase/optimizer_share")
     wanted |= {f"throughput/{unit}_per_s" for unit in UNITS} | {f"to_target/{unit}" for unit in UNITS}
     if len(steps_of(cells)) > 1:
         wanted.discard("loss_last")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zerokit.bench.engines.trainer import Trainer, adamw, trainable
+from zerokit.bench.engines.optimizers import shares_of
+from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
 
 if TYPE_CHECKING:
@@ -63,27 +65,30 @@ class PostLocalSgdTrainer(DdpTrainer):
         engine.register_comm_hook(state, local.post_localSGD_hook)
         return engine
 
-    def make_optimizer(self) -> PostLocalSGDOptimizer:
+    def make_optimizers(self) -> Sequence[PostLocalSGDOptimizer]:
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.optim import PostLocalSGDOptimizer
 
         assert self.settings.every is not None
-        averager = PeriodicModelAverager(period=self.settings.every, warmup_steps=0)
-        return PostLocalSGDOptimizer(adamw(self.model.parameters(), self.settings), averager)
+        averagers = partial(PeriodicModelAverager, period=self.settings.every, warmup_steps=0)
+        return [
+            PostLocalSGDOptimizer(share.build(), averagers())
+            for share in shares_of(self.model, self.settings)
+        ]
 
 
 class ZeroRedundancyOptimizerTrainer(DdpTrainer):
     """DDP with ZeroRedundancyOptimizer; each rank steps some whole parameters and broadcasts them."""
 
-    optimizer: ZeroRedundancyOptimizer
-
-    def make_optimizer(self) -> ZeroRedundancyOptimizer:
+    def make_optimizers(self) -> Sequence[ZeroRedundancyOptimizer]:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(
-            trainable(self.model.parameters()),
-            optimizer_class=torch.optim.AdamW,
-            parameters_as_bucket_view=True,  # as for DDP's gradients: a copy saved, and memory with it
-            lr=self.settings.lr,
-            fused=True,
-        )
+        return [
+            ZeroRedundancyOptimizer(
+                share.parameters,
+                optimizer_class=share.optimizer_class,
+                parameters_as_bucket_view=True,  # as for DDP's gradients: a copy saved, and memory with it
+                **share.options,
+            )
+            for share in shares_of(self.model, self.settings)
+        ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.bench.engines.trainer import Batch, Trainer, adamw
+from zerokit.bench.engines.optimizers import shares_of
+from zerokit.bench.engines.trainer import Batch, Trainer
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded
 
@@ -34,17 +36,17 @@ class DeepspeedTrainer(Trainer):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at import
         deepspeed: Any = importlib.import_module("deepspeed")
         model = self.build(loaded)
+        (share,) = shares_of(model, self.settings)
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=adamw(model.parameters(), self.settings),
+            optimizer=share.build(),
             config=configuration(self.settings, model),
             dist_init_required=False,
         )
         return engine
 
-    def make_optimizer(self) -> Optimizer:
-        optimizer: Optimizer = self.model.optimizer
-        return optimizer
+    def make_optimizers(self) -> Sequence[Optimizer]:
+        return [self.model.optimizer]
 
     @property
     def skipped_steps(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
+from zerokit.bench.engines.optimizers import outermost_blocks, shares_of
 from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
 from zerokit.errors import UsageError
@@ -54,6 +56,13 @@ class Fsdp2Trainer(Trainer):
             initialise(model, loaded.init_fn, device)
         return model
 
+    def make_optimizers(self) -> Sequence[Optimizer]:
+        """torch's classes, with `FullTensorMuon` for Muon."""
+        return [
+            FullTensorMuon(share.parameters, **share.options) if share.whole else share.build()
+            for share in shares_of(self.model, self.settings)
+        ]
+
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.model, FSDPModule)
         self.model.set_is_last_backward(last)
@@ -65,13 +74,40 @@ class Fsdp2Trainer(Trainer):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def outermost_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The children of every outermost ModuleList: the layers of a transformer, the stages of a ResNet."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from outermost_blocks(child)
+class FullTensorMuon(Optimizer):
+    """`torch.optim.Muon` on DTensors, as programs with FSDP2 run it: each rank gathers each matrix by `full_tensor()`.
+
+    The momentum stays sharded, and what is gathered is the update before it is made orthogonal: one gather a matrix,
+    where a step of the class on whole weights, gradients and momenta would take three. All ranks compute the same
+    orthogonal matrix, and each updates its own shard.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
+        checked = torch.optim.Muon(params, **options)
+        super().__init__(checked.param_groups, checked.defaults)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no bench has a closure
+        """Update the shards from their gradients."""
+        for group in self.param_groups:
+            names = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+            options = {name: group[name] for name in names}
+            for shard in group["params"]:
+                if shard.grad is None:
+                    continue
+                momentum = self.state[shard].setdefault("momentum_buffer", torch.zeros_like(shard.grad))
+                momentum.lerp_(shard.grad, 1 - group["momentum"])
+                update = shard.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                shard.mul_(1 - group["lr"] * group["weight_decay"])
+                shard.add_(part_of(_orthogonal_step(update.full_tensor(), options), shard))
+
+
+def _orthogonal_step(update: Tensor, options: dict[str, Any]) -> Tensor:
+    """What torch's Muon adds to a weight for this update: its step from zero, without momentum and decay."""
+    step = nn.Parameter(torch.zeros_like(update))
+    step.grad = update
+    torch.optim.Muon([step], momentum=0.0, nesterov=False, weight_decay=0.0, **options).step()
+    return step.detach()
 
 
 @torch.no_grad()
@@ -93,10 +129,15 @@ def initialise(model: nn.Module, init_fn: Callable[[nn.Module], None], device: t
         try:
             init_fn(module)
             for name, shard in shards.items():
-                assert isinstance(shard, DTensor)
-                whole = wholes[name].detach()
-                mesh = shard.device_mesh
-                replica = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-                shard.copy_(replica.redistribute(mesh, shard.placements))
+                shard.copy_(part_of(wholes[name].detach(), shard))
         finally:
             module._parameters.update(shards)
+
+
+def part_of(whole: Tensor, like: Tensor) -> DTensor:
+    """This rank's part of a tensor that every rank has, cut as the DTensor `like` is; nothing is sent."""
+    assert isinstance(like, DTensor)
+    mesh = like.device_mesh
+    replica = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    part: DTensor = replica.redistribute(mesh, like.placements)
+    return part

@@ -8,12 +8,15 @@ collectives spread over all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zerokit.bench.engines.trainer import Trainer, adamw, trainable
+from zerokit.bench.engines.optimizers import shares_of
+from zerokit.bench.engines.trainer import Trainer
 
 SERVER = 0
 
@@ -24,9 +27,10 @@ class ParameterServerTrainer(Trainer):
     The model is built on every rank; rank 0's weights are the ones that all begin with.
     """
 
-    def make_optimizer(self) -> Optimizer:
+    def make_optimizers(self) -> Sequence[Optimizer]:
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        parameters = trainable(self.model.parameters())
+        (share,) = shares_of(self.model, self.settings)
+        parameters = share.parameters
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = nn.Parameter(torch.empty(sum(sizes), device=self.accelerator.device))
         self._flat.grad = self._gradients = torch.zeros_like(self._flat)
@@ -39,7 +43,7 @@ class ParameterServerTrainer(Trainer):
             parameter.grad = gradients.view(parameter.shape)
         self._arriving = torch.empty_like(self._gradients) if self._rank == SERVER < self._world - 1 else None
         self._pull()
-        return adamw([self._flat], self.settings)
+        return [share.build([self._flat])]
 
     def clip_to(self, largest: float) -> Tensor:
         return nn.utils.clip_grad_norm_([self._flat], largest)
@@ -50,7 +54,8 @@ class ParameterServerTrainer(Trainer):
         norm = None
         if self._rank == SERVER:
             norm = self.clip()
-            self.optimizer.step()
+            for optimizer in self.optimizers:
+                optimizer.step()
         self._pull()
         self._gradients.zero_()
         return norm

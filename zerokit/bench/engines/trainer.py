@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.bench.catalogue.engines import ENGINES, unsupported
+from zerokit.bench.engines.optimizers import shares_of
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
@@ -41,15 +42,15 @@ class Trainer:
         self.settings = settings
         self.accelerator = accelerator
         self.model = self.make_model(loaded)
-        self.optimizer = self.make_optimizer()
+        self.optimizers = self.make_optimizers()
 
     def make_model(self, loaded: Loaded) -> nn.Module:
         """The model as the engine uses it, on the device; `forward(*batch)` returns the loss."""
         return self.build(loaded)
 
-    def make_optimizer(self) -> Optimizer:
-        """The optimizer over the model's parameters."""
-        return adamw(self.model.parameters(), self.settings)
+    def make_optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers over the model's parameters, each for some of them; all are stepped."""
+        return [share.build() for share in shares_of(self.model, self.settings)]
 
     def build(self, loaded: Loaded, *, on_meta: bool = False) -> nn.Module:
         """The whole model on this rank's device, or on meta."""
@@ -87,10 +88,11 @@ class Trainer:
         torch.autograd.backward(loss)
 
     def update(self) -> Tensor | None:
-        """Clip, step the optimizer and drop the gradients; returns the norm before clipping, if requested and known."""
+        """Clip, step the optimizers and drop the gradients; returns the norm before, if requested and known."""
         norm = self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return norm
 
     def clip(self) -> Tensor | None:
@@ -134,16 +136,6 @@ class Trainer:
         losses = self.differentiate(batches, mark)
         mark("optimizer")
         return losses, self.update()
-
-
-def trainable(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The parameters that are not frozen."""
-    return [parameter for parameter in parameters if parameter.requires_grad]
-
-
-def adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
-    """Torch's fused AdamW: the optimizer of every engine."""
-    return torch.optim.AdamW(trainable(parameters), lr=settings.lr, fused=True)
 
 
 def make(loaded: Loaded, settings: Settings, accelerator: Accelerator) -> Trainer:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from zerokit.bench.engines.optimizers import shares_of
 from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
 from zerokit.formulas import BLOCK_FORMATS
@@ -33,7 +35,7 @@ class ZerokitTrainer(Trainer):
         self._init_fn = loaded.init_fn if on_meta else None
         return self.build(loaded, on_meta=self._init_fn is not None)
 
-    def make_optimizer(self) -> ZeroOptimizer:
+    def make_optimizers(self) -> Sequence[ZeroOptimizer]:
         settings = self.settings
         precision = Precision.of(settings.precision or "fp32")
         wire: Any = None if settings.wire == "own" else settings.wire  # one of the names that Precision knows
@@ -47,12 +49,11 @@ class ZerokitTrainer(Trainer):
             stage = "local", inner
         self.zero = ZeroOptimizer(
             self.model,
-            torch.optim.AdamW,
+            self._classes(),
             stage=stage,
             mesh=settings.shape if settings.every is None else settings.islands,
             precision=precision,
             init_fn=self._init_fn,
-            lr=settings.lr,
             **options,
         )
         if settings.every is not None:
@@ -63,7 +64,15 @@ class ZerokitTrainer(Trainer):
                 delay=settings.delay,
                 wire=wire if between_islands else None,
             )
-        return self.zero
+        return [self.zero]
+
+    def _classes(self) -> Any:
+        """The class of all parameters, or each class with its own; `ZeroOptimizer` chooses kernels by itself."""
+        classes = {}
+        for share in shares_of(self.model, self.settings):
+            options = {name: value for name, value in share.options.items() if name != "fused"}
+            classes[partial(share.optimizer_class, **options)] = share.parameters
+        return next(iter(classes)) if self.settings.optimizer == "adamw" else classes
 
     @property
     def skipped_steps(self) -> int:

@@ -141,6 +141,7 @@ def combine(by_rank: Sequence[Sequence[Parts]], traced: Sequence[tuple[float, fl
         optimizer_ms=median(parts.optimizer for parts in slowest),
         exposed_communication_ms=exposed_ms,
         source="trace" if traced else "clock",
+        optimizer_share=median(parts.optimizer / sum(parts[:3]) for parts in slowest),
     )
 
 

@@ -227,6 +227,9 @@ class PlanBeside:
     ) -> None:
         self._settings = settings
         self._timed: Timed | None = None
+        if settings.optimizer != "adamw":
+            self.planned = Planned({}, {}, reason="plans are made for AdamW")
+            return
         name, on_cuda = settings.precision or "fp32", device is not None
         if traces is None:
             traces = Traces(subject_of(loaded), on_cuda=on_cuda, bucket_mb=settings.bucket_mb, exactly=True)
@@ -291,6 +294,11 @@ def speed_of(record: Record, cluster: Cluster, world: int) -> Efficiency:
             f"of them, such as OMP_NUM_THREADS={sharing.threads} zerokit bench --nproc-per-node 1"
         )
     settings = record.settings
+    if settings.optimizer != "adamw":
+        raise UsageError(
+            f"the record's bench trained with {settings.optimizer}, and plans are made for AdamW: give a record of "
+            "--optimizer adamw"
+        )
     precision = settings.precision or "fp32"
     traces = Traces(
         subject_in(settings), on_cuda=bool(device.flops), bucket_mb=settings.bucket_mb, exactly=True

@@ -78,9 +78,10 @@ class Environment:
 class Phases:
     """The phases of a step on the slowest rank, in ms: medians over `steps` extra steps after the measured ones.
 
-    The parts are waited for one by one, so that their sum may exceed a measured step. `exposed_communication_ms` is how
-    long a step waits for communication with nothing else to do; null where the engine cannot be asked.
-    `source` says how it was measured: "clock", or "trace" for CUDA traces.
+    The parts are waited for one by one, so that their sum may exceed a measured step. `optimizer_ms` is clipping, the
+    optimizer's step and zeroing, `optimizer_share` the median of its part of those steps; null in older records.
+    `exposed_communication_ms` is how long a step waits for communication with nothing else to do; null where the engine
+    cannot be asked. `source` says how it was measured: "clock", or "trace" for CUDA traces.
     """
 
     steps: Count
@@ -89,6 +90,7 @@ class Phases:
     optimizer_ms: Number
     exposed_communication_ms: Number | None
     source: str
+    optimizer_share: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)

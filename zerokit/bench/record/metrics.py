@@ -233,6 +233,7 @@ def _table() -> Iterator[tuple[str, str, str, Read | str]]:
     yield "comm/exposed_ms", "exposed", "ms", "phases.exposed_communication_ms"
     for name in ("forward", "backward", "optimizer"):
         yield f"phase/{name}_ms", name, "ms", f"phases.{name}_ms"
+    yield "phase/optimizer_share", "optimizer's share", "", "phases.optimizer_share"
     yield "traffic/mib_per_step", "moved a step", "MiB", "traffic.bytes"
     yield "traffic/predicted_mib_per_step", "moved, formula", "MiB", "traffic.predicted_bytes"
     yield "traffic/elements_per_step", "elements moved a step", "", "traffic.elements"

@@ -112,6 +112,13 @@ class Settings:
         choices=STAGES,
         shown_default="--stage",
     )
+    optimizer: str = _inner(
+        "adamw",
+        "adamw, or muon: torch's Muon on the matrices of the blocks, AdamW on all else (embeddings, heads, norms, "
+        "biases).",
+        choices=("adamw", "muon"),
+        words="{}",
+    )
     every: Integer | None = _inner(
         None,
         "Local steps: islands (the groups of --mesh, or else single ranks) train alone and synchronise their "
@@ -190,7 +197,12 @@ class Settings:
     image_size: Integer | None = _fixed(
         None, "Pixels on each side of an image model's input.", minimum=1, shown_default="the model's"
     )
-    lr: Number = _fixed(1e-3, "AdamW's learning rate.", minimum=0, title="learning rate")
+    lr: Number = _fixed(
+        1e-3,
+        "Learning rate of AdamW, and of Muon, whose updates are scaled to the size of AdamW's.",
+        minimum=0,
+        title="learning rate",
+    )
     clip: Number | None = _fixed(
         1.0, "Largest gradient norm; 0 turns off clipping and the measurement of the norm.", minimum=0
     )

@@ -257,6 +257,8 @@ def _traffic(trainer: Trainer, settings: Settings) -> Traffic | None:
         volume = 2 if settings.stage < 3 else 2 * settings.accumulate + 1
         formula = f"{'at most ' if settings.stage == 3 else ''}(N−1)·{volume}Ψ elements"
         formula = formula if settings.mesh is None else "the hops of both stages"
+        if settings.optimizer == "muon" and settings.stage > 0:
+            formula += ", and Muon's matrices to their owners and back"
     return Traffic(
         measured.elements,
         measured.bytes,

@@ -47,13 +47,16 @@ def twin_settings(settings: Settings) -> Settings | None:
     """The twin of this cell; None for one that has none: a single rank, a cell that communicates nothing itself, or an
     elastic one, whose world may change.
 
-    The engines of stages 1 to 3 step a share of the optimizer on each rank, and so does their twin.
+    The engines of stages 1 to 3 step a share of the optimizer on each rank, and so does their twin. FSDP2's ranks
+    orthogonalise all of Muon's matrices, each by itself: their twin steps the whole optimizer.
     """
     if not settings.twin or settings.elastic or settings.world == 1 or settings.engine == ENGINE:
         return None
     usual = Settings()
     without: dict[str, Any] = {name: getattr(usual, name) for name in _NOT_ITS}
-    return replace(settings, engine=ENGINE, stage=min(settings.stage, 1), twin=False, **without)
+    alike = settings.engine == "fsdp2" and settings.optimizer == "muon"
+    stage = 0 if alike else min(settings.stage, 1)
+    return replace(settings, engine=ENGINE, stage=stage, twin=False, **without)
 
 
 def measure_twin(trainer: Trainer, batches: Callable[[int], list[Batch]], loaded: Loaded) -> Twin | None:
@@ -108,7 +111,7 @@ def _time(trainer: Trainer, steps: Sequence[list[Batch]]) -> list[Parts]:
 
 def _fits(settings: Settings, parameters: int, accelerator: Accelerator) -> bool:
     """Whether every rank has room for the twin's state. Its activations need what the cell's have left free."""
-    state = state_of(settings.engine, settings.stage, settings.precision or "fp32")
+    state = state_of(settings.engine, settings.stage, settings.precision or "fp32", settings.optimizer)
     needed = state.bytes_of(parameters=parameters, world=settings.world)
     if accelerator.is_cuda:
         room: float = torch.cuda.mem_get_info(accelerator.device)[0]
