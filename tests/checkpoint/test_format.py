@@ -138,6 +138,35 @@ def read_all(step: Path) -> dict[tuple[str, str], bytes]:
     return values
 
 
+def read_uncut(step: Path, manifest: dict[str, Any]) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """(parameter, first row, end of rows) → states that are not cut by kind, tensors as their bytes."""
+    found = {}
+    for entry in manifest.get("uncut", ()):
+        first, last = entry["rows"]
+        assert entry["name"] == f"states-{entry['parameter']:05d}-{first:05d}.safetensors"
+        content = (step / entry["name"]).read_bytes()
+        assert (len(content), f"{zlib.crc32(content):08x}") == (entry["bytes"], entry["crc32"])
+        length = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:length])
+        metadata = header.pop("__metadata__")
+        tensors = {
+            name: content[length + place["data_offsets"][0] : length + place["data_offsets"][1]]
+            for name, place in header.items()
+        }
+        states = json.loads(metadata["states"])
+        assert sorted(states) == entry["kinds"]
+        name = manifest["parameters"][entry["parameter"]]["name"]
+        found[name, first, last] = {kind: decoded(value, tensors) for kind, value in states.items()}
+    return found
+
+
+def decoded(value: Any, tensors: dict[str, bytes]) -> Any:
+    """Lists and tensors; no other values are here."""
+    if isinstance(value, list):
+        return [decoded(one, tensors) for one in value]
+    return tensors[value["tensor"]] if isinstance(value, dict) else value
+
+
 @pytest.mark.parametrize(("world", "weights_only"), [(1, False), (7, False), (64, False), (3, True)])
 def test_a_stranger_s_reader_reads_everything(tmp_path: Path, world: int, weights_only: bool) -> None:
     content = example_content(example_layout(world))

@@ -20,6 +20,7 @@ from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step
 from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
 from zerokit.checkpoint.source import Source, Stretch, to_array
+from zerokit.checkpoint.uncut import read_uncut
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.files import path_of
 from zerokit.layout import Interval
@@ -65,14 +66,28 @@ class Checkpoint(Source):
         self.require_right([read(self, wanted)], ": take another checkpoint")
         return to_array(memory.content, self.streams[number].dtype, parameter.shape)
 
+    def uncut(self, name: str) -> dict[tuple[int, int], dict[str, Any]]:
+        """The states of a parameter that are not cut, by the rows `(first, last + 1)` of the tensor that has them.
+
+        By kind: arrays as those of `read`, lists of them, numbers. There are several tensors where blocks of rows are
+        updated as tensors of their own, and none without such states. Raises as `read` does.
+        """
+        position = self._position(name)
+        places = [place for place in self.manifest.uncut if place.position == position]
+        return {place.rows: read_uncut(self.path, place, to_array) for place in places}
+
+    def _position(self, name: str) -> int:
+        position = self._positions.get(name)
+        if position is None:
+            raise UsageError(f"{self.path} has no parameter {name!r}: see `zerokit inspect`")
+        return position
+
     def find(self, stream: str, name: str) -> tuple[int, int]:
         """The number of the stream of this kind that has the parameter, and the parameter's position in the line.
 
         Raises `UsageError` where there is no such stream or parameter.
         """
-        position = self._positions.get(name)
-        if position is None:
-            raise UsageError(f"{self.path} has no parameter {name!r}: see `zerokit inspect`")
+        position = self._position(name)
         held = {s.kind: number for number, s in enumerate(self.streams) if list(s.among([position]))}
         if stream not in held:
             raise UsageError(
