@@ -181,6 +181,12 @@ def _lamb_with_a_global_norm(model: nn.Module) -> Any:
     return {functools.partial(Lamb, pre_norm=True): list(model.parameters())}
 
 
+def _with_objects_as_states(model: nn.Module) -> Any:
+    from pytorch_optimizer import ScalableShampoo
+
+    return {ScalableShampoo: list(model.parameters())}
+
+
 class Talkative(Counting):
     """Exchanges with other ranks in its step."""
 
@@ -203,6 +209,12 @@ _ADAMW: Any = AdamW
 REFUSED: dict[str, tuple[Classes, str, tuple[str, ...], dict[str, Any]]] = {
     "LBFGS": (_lbfgs, "UnsupportedOptimizer", ("LBFGS",), {}),
     "a LAMB with a global norm": (_lamb_with_a_global_norm, "UnsupportedOptimizer", ("Lamb", "norm"), {}),
+    "objects as states": (
+        _with_objects_as_states,
+        "UnsupportedOptimizer",
+        ("ScalableShampoo", "PreConditioner"),
+        {},
+    ),
     "a class that communicates": (
         lambda model: {Talkative: _matrices(model), AdamW: _rest(model)},
         "UnsupportedOptimizer",

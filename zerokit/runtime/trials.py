@@ -284,8 +284,8 @@ def probe(
     except TRIAL_ERRORS:
         elementwise = False  # a class that wants matrices
     shapes = None if elementwise else WholeStates(name, make, master)
-    if shapes is not None:
-        _require_plain(name, optimizer.state[whole])
+    # Also of one that looks elementwise: ScalableShampoo's preconditioners change nothing in its first 999 steps.
+    _require_plain(name, optimizer.state[whole])
     start, gradients = start.to(master), [gradient.to(master) for gradient in gradients[:3]]
     if elementwise:
         start, gradients = start.flatten(), [gradient.flatten() for gradient in gradients]
