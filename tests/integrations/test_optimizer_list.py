@@ -70,6 +70,21 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+class _Uphill(torch.optim.SGD):
+    """Keeps an option on itself, as many public classes do."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, sign: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.sign = sign
+
+
+def test_options_that_an_optimizer_keeps_on_itself_are_kept() -> None:
+    parameters = list(_model().parameters())
+    for given in ({}, {"sign": -1.0}, {"lr": 0.3, "sign": 2.0}):
+        (part,) = Recipe.of(_Uphill(parameters, **given)).parts
+        assert part.options == given
+
+
 @on_ranks(1)
 def test_it_is_taken_apart_by_class_with_options_and_groups() -> None:
     model = _model()
