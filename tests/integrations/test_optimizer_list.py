@@ -70,6 +70,13 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+def test_lists_within_are_joined_and_what_is_no_optimizer_is_refused() -> None:
+    made = _optimizers(_model())
+    assert OptimizerList([OptimizerList(made[:1]), *made[1:]]).parts == made
+    with pytest.raises(UsageError, match=r"was given <class 'torch.optim.adamw.AdamW'>: expected optimizers"):
+        OptimizerList([made[0], torch.optim.AdamW])  # type: ignore[list-item]
+
+
 class _Uphill(torch.optim.SGD):
     """Keeps an option on itself, as many public classes do."""
 
