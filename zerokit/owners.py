@@ -132,6 +132,13 @@ class Owners:
         """Those of a unit."""
         return self._by_unit.get(index, ())
 
+    def rows(self, tensor: Whole) -> tuple[int, int]:
+        """The rows of its parameter that a tensor is: the first, and the one after the last. A number has one row."""
+        count = tensor.shape[0] if tensor.shape else 1
+        offset = self._units[tensor.unit].slices[tensor.position].offset
+        start = (tensor.interval.start - offset) // (tensor.interval.numel // count)
+        return start, start + count
+
     def owned(self, index: int, owner: int) -> tuple[Whole, ...]:
         """Those of a unit that `owner` owns."""
         return tuple(tensor for tensor in self.of_unit(index) if tensor.owner == owner)

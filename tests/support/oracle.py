@@ -121,11 +121,14 @@ def clip(gradients: list[Tensor | None], run: Run, trajectory: Trajectory) -> No
                 gradient.mul_(coefficient)
 
 
-def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None) -> list[Trajectory]:
+def train_alone(
+    name: str, run: Run, world: int, wire: torch.dtype | None = None, *, later: tuple[int, int] = (0, 0)
+) -> list[Trajectory]:
     """One process in the place of `world` ranks; the trajectories of all of them.
 
-    With a `wire` each rank's share of a gradient is rounded to that dtype before it is added. Buffers start equal on
-    all ranks and are each rank's own from then on.
+    `later`: a step, and the smaller number of ranks that go on from there. With a `wire` each rank's share of a
+    gradient is rounded to that dtype before it is added. Buffers start equal on all ranks and are each rank's own from
+    then on.
     """
     case = CASES[name]
     model = build_seeded(case, 0)
@@ -139,7 +142,8 @@ def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None
     buffers = [[b.clone() for b in model.buffers()] for _ in range(world)]
     for step in range(run.steps):
         total: list[Tensor | None] = [None] * len(optimizer.parameters)
-        for rank, trajectory in enumerate(trajectories):
+        here = trajectories[: later[1]] if 0 < later[0] <= step else trajectories
+        for rank, trajectory in enumerate(here):
             for live, own in zip(model.buffers(), buffers[rank], strict=True):
                 live.copy_(own)
             for micro in range(run.micro):
@@ -150,7 +154,7 @@ def train_alone(name: str, run: Run, world: int, wire: torch.dtype | None = None
                 own.copy_(live)
             for index, parameter in enumerate(optimizer.parameters):
                 if parameter.grad is not None:
-                    share = parameter.grad.float() * (1.0 / world)
+                    share = parameter.grad.float() * (1.0 / len(here))
                     if wire is not None:
                         share = share.to(wire).float()
                     before = total[index]

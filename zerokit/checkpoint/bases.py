@@ -92,7 +92,7 @@ def holds(path: Path) -> bool:
 
 
 def _check_files(path: Path, manifest: Manifest) -> None:
-    for file in (*manifest.files, manifest.common, manifest.extra):
+    for file in manifest.all_files:
         check_file(path / file.name, file.size)
 
 

@@ -31,9 +31,9 @@ _PART_NUMEL = 1 << 22
 class Difference:
     """One difference: `a` and `b` describe both sides, None if a side lacks the item.
 
-    `stream` is a kind of state, "parameter" for a parameter's own description, "common" for a tensor that is stored
-    whole, "extra" for a member of `extra.json`, "checkpoint" for the step and the content: a whole state or weights.
-    Where weights alone are compared it is "weights".
+    `stream` is a kind of state, "parameter" for a parameter's own description, "uncut" for the states of a parameter
+    that are not cut, "common" for a tensor that is stored whole, "extra" for a member of `extra.json`, "checkpoint" for
+    the step and the content: a whole state or weights. Where weights alone are compared it is "weights".
     """
 
     stream: str
@@ -107,9 +107,13 @@ def _comparison(left: Source, right: Source, *, weights: bool) -> Comparison:
             ours, theirs = _elements(left, kind), _elements(right, kind)
             equal += sum(theirs.get(name) == value for name, value in ours.items())
             changes += _compare(kind, ours, theirs)
+    if not mixed:
+        ours, theirs = _uncut(left), _uncut(right)
+        equal += sum(theirs.get(name) == value for name, value in ours.items())
+        changes += _compare("uncut", ours, theirs)
     readers = ("common", _common), ("extra", _extra)
-    files = zip(left.whole_files(), right.whole_files(), strict=True)
-    for (stream, contents_of), ((our_file, _), (their_file, _)) in zip(readers, files, strict=True):
+    files = left.whole_files(), right.whole_files()
+    for (stream, contents_of), (our_file, _), (their_file, _) in zip(readers, *files, strict=False):
         if (our_file.crc, our_file.size) != (their_file.crc, their_file.size):
             # Nothing, if only the order of members differs.
             changes += _compare(stream, contents_of(left, weights=mixed), contents_of(right, weights=mixed))
@@ -247,6 +251,16 @@ def _elements(checkpoint: Source, kind: str) -> dict[str, str]:
         if stream.kind == kind
         for name, piece in checkpoint.checksums(number)
     }
+
+
+def _uncut(checkpoint: Source) -> dict[str, str]:
+    line, found = checkpoint.layout.parameters, {}
+    for one in checkpoint.manifest.uncut:
+        parameter = line[one.position]
+        whole = not parameter.shape or one.rows == (0, parameter.shape[0])
+        part = "" if whole else f", rows {one.start} to {one.stop}"
+        found[f"{parameter.name}{part}"] = f"{', '.join(one.kinds)}: {one.size} bytes {one.crc:08x}"
+    return found
 
 
 def _common(checkpoint: Source, *, weights: bool) -> dict[str, str]:

@@ -1,17 +1,80 @@
-"""Parts of a manifest: the line and its units, positions of parameters as ranges, dtypes, checksums as one text."""
+"""Parts of a manifest: the line and its units, positions as ranges, dtypes, checksums as one text, uncut states."""
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from zerokit.checkpoint.checksum import from_text
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, LENGTH_BYTES
 from zerokit.checkpoint.strict import bounded, member, members, shape_of
 from zerokit.layout import Layout, Parameter, Unit
 
 _MAX_POSITIONS = 1 << 22
+
+UNCUT_FILE = re.compile(r"states-\d{5,}-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Uncut:
+    """The file with states of other shapes than their tensor's, of one tensor that is updated whole.
+
+    The tensor is rows `start` to `stop` of the parameter at `position`: all of it, unless its blocks of rows are
+    tensors of their own. `size` and `crc` are those of the whole file.
+    """
+
+    position: int
+    start: int
+    stop: int
+    kinds: tuple[str, ...]
+    size: int = LENGTH_BYTES
+    crc: int = 0
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.start, self.stop
+
+    @property
+    def name(self) -> str:
+        return f"states-{self.position:05d}-{self.start:05d}.safetensors"
+
+    def plain(self) -> dict[str, object]:
+        """As the manifest has it."""
+        file = {"name": self.name, "bytes": self.size, "crc32": f"{self.crc:08x}"}
+        return {"parameter": self.position, "rows": list(self.rows), "kinds": list(self.kinds)} | file
+
+
+def uncut_of(top: dict[str, Any], layout: Layout, others: set[tuple[str, int]]) -> tuple[Uncut, ...]:
+    """The files with uncut states. `others` has the kinds and positions of all other states."""
+    line, found = layout.parameters, []
+    for entry in members(top, "uncut", dict):
+        position = bounded(entry, "parameter", 0, len(line) - 1)
+        parameter = line[position]
+        rows, kinds = members(entry, "rows", int), members(entry, "kinds", str)
+        most = parameter.shape[0] if parameter.shape else 1
+        if len(rows) != 2 or not 0 <= rows[0] < rows[1] <= most or not parameter.trainable:
+            raise ValueError(
+                f"uncut states of rows {str(rows)[:60]} of parameter {position}, which has no such rows"
+            )
+        if not kinds or kinds != sorted(set(kinds)):
+            raise ValueError(f"uncut states of parameter {position} are not in order: {str(kinds)[:60]}")
+        if both := [kind for kind in kinds if (kind, position) in others]:
+            raise ValueError(f"{both[0][:200]!r} of parameter {position} is uncut, and there is another one")
+        (crc,) = checksums_of(entry, "crc32", 1)
+        start, stop = rows
+        found.append(Uncut(position, start, stop, tuple(kinds), bounded(entry, "bytes", 8), crc))
+        if (stated := member(entry, "name", str)) != found[-1].name:
+            raise ValueError(f"a file is called {stated[:60]!r}, expected {found[-1].name!r}")
+    for one, other in pairwise(found):
+        if (one.position, one.stop) > (other.position, other.start):
+            raise ValueError(
+                f"uncut states of parameter {other.position} are not in order, or of the same rows"
+            )
+    return tuple(found)
 
 
 def ranges(positions: Iterable[int]) -> Iterator[list[int]]:

@@ -348,6 +348,7 @@ def _check_groups(plain: dict[str, Any], manifest: Manifest) -> None:
 
 def _check_values(plain: dict[str, Any], manifest: Manifest) -> None:
     scalars = {(held.kind, position) for held in manifest.scalars for position in held.parameters}
+    scalars.update((kind, one.position) for one in manifest.uncut for kind in one.kinds)
     for kind, values in _text_mapping(member(plain, "values", object), "'values'").items():
         what = f"'values'[{kind[:60]!r}]"
         for name in _text_mapping(values, what):

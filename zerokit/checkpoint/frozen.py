@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,7 +24,7 @@ from zerokit.checkpoint.safetensors import Stream, rank_file
 from zerokit.checkpoint.snapshot import Apart, Arguments, Rest, Slices
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Staging
-from zerokit.checkpoint.state import Held, dtype_name, host_bytes, own_slices
+from zerokit.checkpoint.state import Held, dtype_name, host_bytes, kept_slices, own_slices
 from zerokit.checkpoint.together import Together
 from zerokit.checkpoint.writing import Contents, contents_of, write_rank, write_rest
 from zerokit.errors import CheckpointError, UsageError
@@ -149,7 +150,10 @@ def require_same(
     dtypes = {name: manifest.streams[numbers[position]].dtype for name, position in wanted.items()}
     held = [
         one
-        for one in own_slices(optimizer.runtime, together.rank, weights_only=weights_only)
+        for one in chain(
+            own_slices(optimizer.runtime, together.rank, weights_only=weights_only),
+            kept_slices(optimizer.runtime),
+        )
         if one.kind in WEIGHT_KINDS and one.part.parameter.name in wanted
     ]
     actual = _whole_checksums(optimizer.runtime, held, together, dtypes)

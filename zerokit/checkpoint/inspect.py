@@ -146,6 +146,8 @@ def _summary(checkpoint: Source) -> Summary:
                 stream.kind, stream.dtype, len(stream.parameters), numel, numel * stream.element_bytes
             )
         )
+    for one in manifest.uncut:
+        kinds[one.position] += [kind for kind in one.kinds if kind not in kinds[one.position]]
     held = [FileSummary(name, size) for name, size in checkpoint.held_files()]
     return Summary(
         checkpoint.path,

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.disk import is_there
+from zerokit.checkpoint.expected import KERNEL_OPTIONS
 from zerokit.checkpoint.extra import LOCAL_STEPS
 from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.description import ModelNames, Rename
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.frozen import require_same
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
-from zerokit.checkpoint.matching import KERNEL_OPTIONS, Match, Shared
+from zerokit.checkpoint.matching import Match, Shared
 from zerokit.checkpoint.plan import generators_of, plan_of
 from zerokit.checkpoint.requests import Request, read, requests_for
 from zerokit.checkpoint.run import common_steps, island_runs, partners, step_name
@@ -32,6 +33,7 @@ from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.files import path_of
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.inner import parts_of
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
@@ -254,6 +256,7 @@ def _apply(optimizer: ZeroOptimizer, match: Match, shared: Shared, extra: Mappin
     inner, states = runtime.inner, runtime.inner.state
     inner.__setstate__({"state": {}, "param_groups": inner.param_groups})
     inner.state = states
+    parts_of(inner)  # have them, too
     for unit in runtime.units:
         if any(len({shared.key(unit, at) for at in unit.positions_in(one)}) > 1 for one in unit.masters):
             unit.divide(runtime.inner)

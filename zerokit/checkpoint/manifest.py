@@ -16,7 +16,7 @@ from typing import Any
 
 from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, to_text
 from zerokit.checkpoint.disk import read_whole
-from zerokit.checkpoint.entries import Budget, checksums_of, dtype_of, layout_of, ranges
+from zerokit.checkpoint.entries import Budget, Uncut, checksums_of, dtype_of, layout_of, ranges, uncut_of
 from zerokit.checkpoint.safetensors import Stream, file_name, slice_checksums, slice_count
 from zerokit.checkpoint.strict import bounded, compact, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
@@ -30,12 +30,12 @@ BUFFER_PREFIX = "buffers/"
 """Names of buffers in `common` begin so."""
 
 FORMAT = "zerokit.checkpoint"
-MAJORS = (1, 2)
+MAJORS = (1, 2, 3)
 """Major versions that are read; a higher minor one only adds members that a reader may ignore.
 
 Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
 1.1 added weights alone, 1.2 values of `extra` by rank, 1.3 how many steps were skipped, 2.0 frozen parameters that are
-not in the ranks' files."""
+not in the ranks' files, 3.0 states that are not cut."""
 
 BASE = re.compile(r"frozen-[0-9a-f]{16}")
 """Names of directories beside steps that have frozen parameters."""
@@ -90,7 +90,7 @@ class Manifest:
 
     `frozen`: None where frozen parameters are in the ranks' files, as all others. Otherwise the directory beside the
     step that has them, or "" where the checkpoint has none of them; `param` streams then have one checksum a parameter,
-    of all its elements.
+    of all its elements. `uncut`: the files with states that are not cut.
     """
 
     step: int
@@ -105,6 +105,7 @@ class Manifest:
     extra_ranks: int = 0
     skips: Skips = NONE_SKIPPED
     frozen: str | None = None
+    uncut: tuple[Uncut, ...] = ()
 
     @property
     def world(self) -> int:
@@ -153,9 +154,12 @@ class Manifest:
             "files": [_plain_file(file) for file in self.files],
             "common": _plain_file(self.common),
             "extra": _plain_file(self.extra) | ranks,
+            **({"uncut": [one.plain() for one in self.uncut]} if self.uncut else {}),
         }
 
     def _version(self) -> list[int]:
+        if self.uncut:
+            return [3, 0]
         if self.frozen is not None:
             return [2, 0]
         return [1, 3 if self.skips.total else 2 if self.extra_ranks else 1 if self.weights_only else 0]
@@ -168,6 +172,16 @@ class Manifest:
     def in_files(self) -> tuple[Stream, ...]:
         """`streams_in_files` of these streams."""
         return streams_in_files(self.streams, apart=self.frozen is not None)
+
+    @property
+    def whole_files(self) -> list[File]:
+        """The files that are not cut: `common`, `extra`, and those of states."""
+        return [self.common, self.extra, *(File(one.name, one.size, 0, one.crc) for one in self.uncut)]
+
+    @property
+    def all_files(self) -> list[File]:
+        """All files but the manifest itself."""
+        return [*self.files, *self.whole_files]
 
     def written(self, layout: Layout, files: tuple[File, ...], pieces: Pieces) -> Manifest:
         """The same state, cut as `layout`, in `files` of ranks with these checksums."""
@@ -274,11 +288,12 @@ def _manifest(plain: Any) -> Manifest:
         raise ValueError(f"format is {str(top.get('format'))[:60]!r}, expected {FORMAT!r}")
     version = members(top, "version", int)
     if len(version) != 2 or version[0] not in MAJORS:
-        known = " and ".join(f"{major}.x" for major in MAJORS)
         raise ValueError(
-            f"version is {'.'.join(map(str, version[:3]))}, this zerokit reads {known}: use a newer one"
+            f"version is {'.'.join(map(str, version[:3]))}, this zerokit reads {MAJORS[0]}.x to {MAJORS[-1]}.x: use a "
+            "newer one"
         )
-    frozen = None if version[0] == 1 else _frozen(member(top, "frozen", dict))
+    has_frozen = version[0] == 2 or (version[0] > 2 and "frozen" in top)
+    frozen = _frozen(member(top, "frozen", dict)) if has_frozen else None
     alignment = member(top, "alignment", int)
     if alignment != ALIGNMENT:
         raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
@@ -303,9 +318,12 @@ def _manifest(plain: Any) -> Manifest:
             raise ValueError(
                 f"{scalar.kind[:200]!r} of parameter {min(both)} is in a stream and in scalars: one of the two is wrong"
             )
+    parts: list[Stream | Scalars] = [*streams, *scalars]
+    others = {(part.kind, position) for part in parts for position in part.parameters}
+    uncut = uncut_of(top, layout, others) if version[0] > 2 else ()
     weights_only = "content" in top
     if weights_only:
-        _check_weights_only(top, streams, scalars)
+        _check_weights_only(top, streams, scalars, uncut)
     skipped = member(top, "skipped", dict) if "skipped" in top else asdict(NONE_SKIPPED)
     total = bounded(skipped, "total", 0, MAX_STEP)
     return Manifest(
@@ -321,6 +339,7 @@ def _manifest(plain: Any) -> Manifest:
         bounded(extra, "ranks", 1, MAX_WORLD) if "ranks" in extra else 0,
         Skips(total, bounded(skipped, "in_a_row", 0, total)),
         frozen,
+        uncut,
     )
 
 
@@ -371,12 +390,14 @@ def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _check_weights_only(top: dict[str, Any], streams: list[Stream], scalars: tuple[Scalars, ...]) -> None:
+def _check_weights_only(
+    top: dict[str, Any], streams: list[Stream], scalars: tuple[Scalars, ...], uncut: tuple[Uncut, ...]
+) -> None:
     content = member(top, "content", str)
     if content != WEIGHTS:
         raise ValueError(f"content is {content[:60]!r}, this zerokit knows {WEIGHTS!r}: use a newer one")
     kinds = [stream.kind for stream in streams if stream.kind not in WEIGHT_KINDS]
-    kinds += [scalar.kind for scalar in scalars]
+    kinds += [scalar.kind for scalar in scalars] + [kind for one in uncut for kind in one.kinds]
     if kinds:
         raise ValueError(f"content is {WEIGHTS!r}, but there is optimizer state: {kinds[0][:200]!r}")
 

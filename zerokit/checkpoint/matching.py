@@ -5,33 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerokit.checkpoint.entries import Uncut
+from zerokit.checkpoint.expected import expected_kinds, rows_here
 from zerokit.checkpoint.manifest import WEIGHT_KINDS, Manifest, Scalars
 from zerokit.checkpoint.safetensors import Stream
 from zerokit.checkpoint.small_floats import PACKED
 from zerokit.checkpoint.snapshot import persistent_buffers
 from zerokit.checkpoint.source import Source, Tensors
 from zerokit.checkpoint.state import MASTER, OUTER_PREFIX, PARAM, dtype_name, host_bytes, tensor_of
-from zerokit.errors import CheckpointError, UnsupportedOptimizer
+from zerokit.checkpoint.uncut import read_uncut
+from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Parameter
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.masters import Master
+from zerokit.runtime.masters import Master, WholeMaster
 from zerokit.runtime.states import EMA
-from zerokit.runtime.trials import probe
 from zerokit.runtime.unit import UnitState
 
 NOT_THE_OPTIMIZERS = frozenset({EMA})
 """States of a master that zerokit keeps itself."""
 RESIDUAL = "wire_residual"
 """A stream of earlier versions: what an int8 or int4 wire had rounded away of gradients, to be added to later ones."""
-KERNEL_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""How an optimizer computes is the running program's business, not the checkpoint's."""
 _NAMED = 5
 """Names that an error lists."""
 
@@ -180,26 +179,35 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
         for stream in manifest.streams
         if stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX)
     )
-    scalars = _kinds_at(manifest.scalars)
-    if not saved and not scalars:
+    scalars, uncut = _kinds_at(manifest.scalars), _kinds_at(manifest.uncut)
+    if not saved and not scalars and not uncut:
         return []
-    expected = {number: _kinds(runtime, number) for number in range(len(runtime.inner.param_groups))}
+    rows = {position: {one.rows for one in manifest.uncut if one.position == position} for position in uncut}
     faults: dict[str, None] = {}
     stateless: list[str] = []
-    for parameter in runtime.layout.parameters:
-        source = match.sources.get(parameter.name)
-        wanted = expected.get(parameter.group)
-        if source is None or wanted is None or not parameter.trainable or not parameter.numel:
+    for name, expected in expected_kinds(runtime).items():
+        source = match.sources.get(name)
+        if source is None:
             continue
-        there = saved.get(source, set()) | (scalars.get(source, set()) & wanted)
-        if wanted and not there:  # it was frozen so far
-            stateless.append(parameter.name)
-        elif wanted != there:
+        there = saved.get(source, set()) | uncut.get(source, set())
+        # Elementwise classes may find a count that they do not keep.
+        counts = scalars.get(source, set())
+        there |= counts if expected.tensors else counts & expected.most
+        if expected.most and not there:  # it was frozen so far
+            stateless.append(name)
+        elif not expected.fits(there):
             match.fresh.add(source)
-            match.groups.pop(parameter.group, None)  # options of another optimizer
+            match.groups.pop(expected.group, None)  # options of another optimizer
+            kept = expected.most if expected.tensors else expected.least
             faults[
-                f"the optimizer ({type(runtime.inner).__name__}) keeps {_set(wanted)} for group {parameter.group}, the "
+                f"the optimizer ({expected.name}) keeps {_set(kept)} for group {expected.group}, the "
                 f"checkpoint has {_set(there)}"
+            ] = None
+        elif not rows.get(source, set()) <= {*rows_here(runtime, expected)}:
+            match.fresh.add(source)
+            faults[
+                f"{name} has states of {_set(uncut[source])} for other blocks of rows ({_spans(rows[source])} there, "
+                f"{_spans({*rows_here(runtime, expected)})} here): pass row_blocks= as it was"
             ] = None
     match.notes += _listed("no optimizer states, which begin with the first step, of", stateless)
     return list(faults)
@@ -230,29 +238,26 @@ def _compare_own(manifest: Manifest, optimizer: ZeroOptimizer, match: Match) -> 
         )
 
 
-def _kinds(runtime: Runtime, number: int) -> frozenset[str] | None:
-    """The tensors that a group's options lead to; None where they cannot be tried out."""
-    group = runtime.inner.param_groups[number]
-    accepted = signature(type(runtime.inner)).parameters.values()  # AdamW has a default that it does not take
-    names = {p.name for p in accepted} if all(p.kind != p.VAR_KEYWORD for p in accepted) else group.keys()
-    options = {key: group[key] for key in names & runtime.inner.defaults.keys() - KERNEL_OPTIONS}
-    dtype = next((m.tensor.dtype for _, m, _ in runtime.masters() if m.group == number), None)
-    if dtype is None:
-        return None
-    try:
-        states = probe(type(runtime.inner), options, dtype)
-    except (UnsupportedOptimizer, TypeError, ValueError):
-        return None
-    return states.kinds | states.scalars
-
-
-def _kinds_at(parts: Iterable[Stream | Scalars]) -> dict[int, set[str]]:
-    """The kinds of these streams or scalars, by position in the line."""
+def _kinds_at(parts: Iterable[Stream | Scalars | Uncut]) -> dict[int, set[str]]:
+    """The kinds of these streams, scalars or files, by position in the line."""
     found: dict[int, set[str]] = {}
     for part in parts:
-        for position in part.parameters:
-            found.setdefault(position, set()).add(part.kind)
+        if isinstance(part, Uncut):
+            found.setdefault(part.position, set()).update(part.kinds)
+        else:
+            for position in part.parameters:
+                found.setdefault(position, set()).add(part.kind)
     return found
+
+
+def _arranged(tensor: Tensor, order: list[int]) -> Tensor:
+    """The same tensor with its dimensions in this order in memory, the slowest first."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+def _spans(rows: set[tuple[int, int]]) -> str:
+    return ", ".join(f"{start} to {stop}" for start, stop in sorted(rows)[:_NAMED])
 
 
 def _set(kinds: frozenset[str] | set[str]) -> str:
@@ -275,6 +280,8 @@ class Shared:
             name for name, at in match.sources.items() if (EMA, at) in checkpoint.manifest.numbers
         }
         self._line = list(checkpoint.manifest.layout.parameters)
+        self._folder = checkpoint.path
+        self._uncut = {(one.position, *one.rows): one for one in checkpoint.manifest.uncut}
         self._rows: dict[str, dict[int, Tensor]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
         streams = checkpoint.manifest.streams
@@ -298,6 +305,19 @@ class Shared:
         name = self._line[source].name
         rows = {kind: rows[source] for kind, rows in self._rows.items() if source in rows}
         return rows | {kind: values[name] for kind, values in self._values.items() if name in values}
+
+    def uncut(self, runtime: Runtime, unit: UnitState, master: Master) -> dict[str, Any]:
+        """The states of a tensor that is updated whole that are in a file of their own."""
+        if not isinstance(master, WholeMaster):
+            return {}
+        source = self._sources.get(unit.unit.parameters[master.whole.position].name, -1)
+        place = self._uncut.get((source, *runtime.owners.rows(master.whole)))
+        device = master.tensor.device
+
+        def make(content: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
+            return tensor_of(content, dtype, shape).to(device)
+
+        return {} if place is None else read_uncut(self._folder, place, make, _arranged)
 
     def kinds(self, unit: UnitState, position: int) -> set[str]:
         """The saved kinds of state that have the shape of this parameter of a unit."""
@@ -332,5 +352,6 @@ class Shared:
             # As torch's own load_state_dict: fused kernels want the count beside the parameter, others on the host.
             beside = kind != "step" or group.get("fused") or group.get("capturable")
             state[kind] = value.to(master.tensor.device if beside else "cpu", copy=True)
+        state |= self.uncut(runtime, unit, master)
         if state:
             inner.state[master.tensor] = state

@@ -24,6 +24,7 @@ from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.masters import WholeMaster
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,11 @@ def _states(manifest: Manifest, runtime: Runtime, match: Match) -> list[dict[str
     kinds = sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted))
     found = []
     for unit, master, _ in runtime.masters():
+        line = unit.unit.parameters
+        members = [line[master.whole.position]] if isinstance(master, WholeMaster) else line
         peers = [
             position
-            for parameter in unit.unit.parameters
+            for parameter in members
             if parameter.group == master.group and (position := match.sources.get(parameter.name)) is not None
         ]
         own: dict[str, torch.dtype] = {}

@@ -17,6 +17,7 @@ from zerokit import files
 from zerokit.checkpoint import run as runs
 from zerokit.checkpoint.bases import unreferenced
 from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_directory, is_kind, is_there
+from zerokit.checkpoint.entries import UNCUT_FILE
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
@@ -25,7 +26,7 @@ from zerokit.skips import Skips
 
 _STEP_FILE = re.compile(
     rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
-    rf"{runs.SUPERSEDED_NAME}|{runs.ISLANDS_NAME}"
+    rf"{runs.SUPERSEDED_NAME}|{runs.ISLANDS_NAME}|{UNCUT_FILE.pattern}"
 )
 
 

@@ -20,6 +20,7 @@ from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step
 from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
 from zerokit.checkpoint.source import Source, Stretch, to_array
+from zerokit.checkpoint.uncut import read_uncut
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.files import path_of
 from zerokit.layout import Interval
@@ -65,14 +66,28 @@ class Checkpoint(Source):
         self.require_right([read(self, wanted)], ": take another checkpoint")
         return to_array(memory.content, self.streams[number].dtype, parameter.shape)
 
+    def uncut(self, name: str) -> dict[tuple[int, int], dict[str, Any]]:
+        """The states of a parameter that are not cut, by the rows `(first, last + 1)` of the tensor that has them.
+
+        By kind: arrays as those of `read`, lists of them, numbers. There are several tensors where blocks of rows are
+        updated as tensors of their own, and none without such states. Raises as `read` does.
+        """
+        position = self._position(name)
+        places = [place for place in self.manifest.uncut if place.position == position]
+        return {place.rows: read_uncut(self.path, place, to_array) for place in places}
+
+    def _position(self, name: str) -> int:
+        position = self._positions.get(name)
+        if position is None:
+            raise UsageError(f"{self.path} has no parameter {name!r}: see `zerokit inspect`")
+        return position
+
     def find(self, stream: str, name: str) -> tuple[int, int]:
         """The number of the stream of this kind that has the parameter, and the parameter's position in the line.
 
         Raises `UsageError` where there is no such stream or parameter.
         """
-        position = self._positions.get(name)
-        if position is None:
-            raise UsageError(f"{self.path} has no parameter {name!r}: see `zerokit inspect`")
+        position = self._position(name)
         held = {s.kind: number for number, s in enumerate(self.streams) if list(s.among([position]))}
         if stream not in held:
             raise UsageError(
@@ -200,29 +215,28 @@ class Checkpoint(Source):
                         f"{where}: {stream.kind}/{name}, elements {cut.start} to {cut.stop}: "
                         f"{damaged(piece.crc, crc)}"
                     )
-        for file in (self.manifest.common, self.manifest.extra):
+        for file in self.manifest.whole_files:
             if (copied := pieces.whole.get(file.name)) is not None and copied.crc != file.crc:
                 lines.append(f"{file.name}: {damaged(copied.crc, file.crc)}")
         return lines
 
     @property
     def data_size(self) -> int:
-        whole = self.manifest.common.size + self.manifest.extra.size
+        whole = sum(file.size for file in self.manifest.whole_files)
         return whole + sum(
             map(_data_size, (self.manifest, *([self.base.manifest] if self.manifest.frozen else [])))
         )
 
     def held_files(self) -> list[tuple[str, int]]:
-        manifest = self.manifest
-        return [(file.name, file.size) for file in (*manifest.files, manifest.common, manifest.extra)]
+        return [(file.name, file.size) for file in self.manifest.all_files]
 
     def checksums(self, stream: int) -> Iterator[tuple[str, Piece]]:
         for position in self.streams[stream].parameters:
             yield self.layout.parameters[position].name, self.manifest.whole(stream, position)
 
     def whole_files(self) -> Iterator[tuple[File, bytes | None]]:
-        yield self.manifest.common, None
-        yield self.manifest.extra, None
+        for file in self.manifest.whole_files:
+            yield file, None
 
     @cached_property
     def common_forms(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:

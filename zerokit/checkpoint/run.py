@@ -253,7 +253,7 @@ def read_sound(path: Path) -> tuple[Manifest, int]:
     manifest = read[0]
     if path.name != step_name(manifest.step):
         raise CheckpointError(f"{path / NAME}: describes step {manifest.step}")
-    for file in (*manifest.files, manifest.common, manifest.extra):
+    for file in manifest.all_files:
         check_file(path / file.name, file.size)
     check_base(path, manifest)
     return read

@@ -19,6 +19,7 @@ from zerokit.checkpoint.disk import explained, is_there, write_file
 from zerokit.checkpoint.frozen import Frozen, set_apart, write_base
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, readable_latest, write_latest
 from zerokit.checkpoint.manifest import MAX_STEP, own_checksum, streams_in_files
+from zerokit.checkpoint.owned import owned_by_all
 from zerokit.checkpoint.prune import Retention, foreign_to_step, prune_after_save
 from zerokit.checkpoint.safetensors import rank_file
 from zerokit.checkpoint.snapshot import (
@@ -26,6 +27,7 @@ from zerokit.checkpoint.snapshot import (
     Card,
     Part,
     complete,
+    receive,
     require_agreement,
     require_equal,
     take,
@@ -172,11 +174,19 @@ def save(
     try:
         # Before copies are made: what the run has already needs none.
         apart = set_apart(optimizer, together, frozen, lambda: Path(_or_raise(arguments).run))
-        part = take(optimizer, _or_raise(arguments), extra, outer, copied=not blocking, apart=apart)
+        owned = owned_by_all(runtime, together, weights_only=weights_only)
     except ScheduleError:
         raise
     except Exception as error:
+        arguments, owned = error, None
+    try:
+        part = take(
+            optimizer, _or_raise(arguments), extra, outer, copied=not blocking, apart=apart, owned=owned
+        )
+    except Exception as error:
         part = error
+    if owned is not None and not any(together.exchange(isinstance(part, Exception))):
+        receive(optimizer, _or_raise(part), owned)
     together = together if blocking else Together(runtime.collectives, background=True)
 
     def work() -> Path:
@@ -215,7 +225,9 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
             if not arguments.weights_only:
                 complete(part, cards, scalars, values)
             part.rest.add_extra(part.extra, extras)
-            contents.append(contents_of(arguments, layout, streams, tuple(scalars), part.rest, part.apart))
+            contents.append(
+                contents_of(arguments, layout, streams, tuple(scalars), part.rest, part.apart, part.all_uncut)
+            )
             saves = others.hear(runs.saved_with(target) if runs.is_step(target) else None)
             # What only some islands have, as one was killed in this save, counts nowhere.
             void = any(one != saves[0] for one in saves)
@@ -228,7 +240,7 @@ def _commit(together: Together, taken: Part | Exception, retention: Retention, o
             write_base(together, part.apart, arguments, layout, streams, part.slices)
         in_files = streams_in_files(streams, apart=part.apart is not None)
         file = rank_file(layout, in_files, step, rank)
-        own = together.each(lambda: write_rank(work, file, in_files, part.slices, layout))
+        own = together.each(lambda: write_rank(work, file, in_files, part.slices, layout, part.uncut))
         written = together.exchange(own)
 
         def finish() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from zerokit.checkpoint import rng
 from zerokit.checkpoint.by_rank import Digests, Member, encode_by_rank, members_of
+from zerokit.checkpoint.entries import Uncut
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode, encode, mapping
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, FROZEN, Scalars
+from zerokit.checkpoint.owned import Owned
 from zerokit.checkpoint.state import (
     Description,
     Encoded,
-    Held,
     describe,
     dtype_name,
     host_bytes,
@@ -28,6 +29,7 @@ from zerokit.checkpoint.state import (
     tensor_of,
 )
 from zerokit.checkpoint.strict import canonical
+from zerokit.checkpoint.uncut import UncutFile
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
@@ -111,6 +113,10 @@ class Part:
     seed: int
     origin: rng.Origin | None
     apart: Apart | None
+    uncut: Sequence[UncutFile] = ()
+    """Files of states that this rank writes."""
+    all_uncut: tuple[Uncut, ...] = ()
+    """Those of all ranks."""
 
 
 def take(
@@ -121,8 +127,11 @@ def take(
     *,
     copied: bool,
     apart: Apart | None = None,
+    owned: Owned | None = None,
 ) -> Part:
     """This rank's part; its slices are the live tensors, or copies in the optimizer's `host_copy`.
+
+    For slices of what owners have, `owned`, there is memory only: `receive` fills it.
 
     Slices of frozen parameters that are `apart` are taken only if they are new there, and are copied into memory of
     their own.
@@ -137,7 +146,12 @@ def take(
         raise CheckpointError(f"this state cannot be saved: {optimizer.refusal}")
     held = list(own_slices(runtime, rank, weights_only=arguments.weights_only))
     held += outer_slices(runtime.layout, rank, outer)
-    description = describe(runtime, held, weights_only=arguments.weights_only)
+    owned = owned or Owned({}, ())
+    held += owned.places(runtime, rank)
+    uncut = list(owned.files(runtime, rank))
+    description = describe(
+        runtime, held, weights_only=arguments.weights_only, apart=owned.kinds_apart(runtime)
+    )
     frozen = [] if apart is None else [one for one in held if one.kind == FROZEN]
     if frozen:
         held = [one for one in held if one.kind != FROZEN]
@@ -157,11 +171,17 @@ def take(
                 rest.add(LOCAL_STEPS, optimizer.local_steps.plain_state(), LOCAL_STEPS)
             rest.add("groups", _groups(optimizer), "groups")
             rest.members["scaler"] = _scaler(optimizer)
-    slices = (
-        _copies(optimizer, held)
-        if copied
-        else {(one.kind, one.part.parameter.name): one.tensor for one in held}
-    )
+    tensors = [one.tensor for one in held]
+    if copied:
+        copies = _copies(optimizer, [*tensors, *(tensor for file in uncut for tensor in file.tensors)])
+        tensors = [next(copies) for _ in tensors]
+        uncut = [
+            replace(file, tensors=[next(copies).view(tensor.shape) for tensor in file.tensors])
+            for file in uncut
+        ]
+    else:
+        tensors = [torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor for tensor in tensors]
+    slices = {(one.kind, one.part.parameter.name): tensor for one, tensor in zip(held, tensors, strict=True)}
     for one in frozen if apart is not None and apart.new else ():
         # Once in a training: the buffer that all saves use has no room for it.
         slices[one.kind, one.part.parameter.name] = snapshot(one.tensor) if copied else one.tensor
@@ -171,7 +191,25 @@ def take(
         digests = {name: _digest(value) for name, value in members_of(extra).items()}
     card = Card(arguments, description, generators, options, runtime.collectives.rank, digests)
     seed = torch.initial_seed() % 2**64
-    return Part(card, slices, rest, extra, optimizer.layout, seed, rng.ORIGINS.get(optimizer), apart)
+    return Part(
+        card,
+        slices,
+        rest,
+        extra,
+        optimizer.layout,
+        seed,
+        rng.ORIGINS.get(optimizer),
+        apart,
+        uncut,
+        owned.uncut,
+    )
+
+
+def receive(optimizer: ZeroOptimizer, part: Part, owned: Owned) -> None:
+    """Fill the slices of what owners have. Collective."""
+    runtime = optimizer.runtime
+    for one in owned.spread(runtime, runtime.collectives.position):
+        part.slices[one.kind, one.part.parameter.name].copy_(one.tensor)
 
 
 def _copied(extra: Any) -> Any:
@@ -198,27 +236,28 @@ def snapshot(value: Any, what: str = "a tensor") -> Tensor:
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _copies(optimizer: ZeroOptimizer, held: Sequence[Held]) -> Slices:
-    """Copies of the slices. The host waits until a device has made them."""
+def _copies(optimizer: ZeroOptimizer, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Flat copies; for a tensor on `meta` memory alone. The host waits until a device has made them."""
     starts, size = [], 0
-    for one in held:
+    for tensor in tensors:
         starts.append(size)
-        size += -(-one.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    devices = {one.tensor.device for one in held if one.tensor.device.type == "cuda"}
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     if optimizer.host_copy is None or optimizer.host_copy.nbytes < size:  # weights alone need less
         optimizer.host_copy = None  # before the next is made
         # Written to at once: pages that are not there yet would make copies into them slow.
         optimizer.host_copy = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if devices:
             _pin(optimizer.host_copy)
-    slices = {}
-    for one, start in zip(held, starts, strict=True):
-        copy = optimizer.host_copy[start : start + one.tensor.nbytes].view(one.tensor.dtype)
-        copy.copy_(one.tensor.detach(), non_blocking=True)
-        slices[one.kind, one.part.parameter.name] = copy
+    copies = []
+    for tensor, start in zip(tensors, starts, strict=True):
+        copy = optimizer.host_copy[start : start + tensor.nbytes].view(tensor.dtype)
+        if not tensor.is_meta:
+            copy.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        copies.append(copy)
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-    return slices
+    return iter(copies)
 
 
 def _pin(memory: Tensor) -> None:

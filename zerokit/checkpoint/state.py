@@ -8,8 +8,9 @@ parameter of one element.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.masters import Master
+from zerokit.runtime.masters import Master, WholeMaster
 from zerokit.runtime.shards import Shards
 
 if TYPE_CHECKING:
@@ -121,19 +122,34 @@ def own_slices(
 ) -> Iterator[Held]:
     """The slices that this rank writes: its piece of every unit, in every stream or only in parameters'.
 
-    `replicas`: what it reads, which is all of masters that every rank has whole (stage 0).
+    Those of tensors that are updated whole come from their owners (`owned`). `replicas`: what it reads, which is all of
+    masters that every rank has whole (stage 0), and of those that it owns.
     """
     positions = runtime.layout.positions
     for unit in runtime.units:
         for part in unit.unit.owned(rank) if not unit.unit.trainable else ():
             yield Held(PARAM, positions[part.parameter.name], part, unit.kept.at(part.memory))
     for unit, master, state in runtime.masters():
-        for part in unit.members(master, None if replicas else unit.unit.shard(rank)):
+        if isinstance(master, WholeMaster) and not replicas:
+            continue
+        for part in unit.members(master, None if replicas else unit.own):
             position = positions[part.parameter.name]
             yield Held(MASTER, position, part, master.values.at(part.memory))
             for kind, value in () if weights_only else state.items():
                 if _elementwise(value, master):
                     yield Held(kind, position, part, master.like(value).at(part.memory))
+
+
+def kept_slices(runtime: Runtime) -> Iterator[Held]:
+    """This rank's shards of tensors that are updated whole, as the model computes with them."""
+    for index in runtime.owners.units:
+        unit = runtime.units[index]
+        whole = {tensor.position for tensor in runtime.owners.of_unit(index)}
+        names = {unit.unit.parameters[position].name for position in whole}
+        for part in unit.unit.slices_within(unit.own):
+            if part.parameter.name in names:
+                position = runtime.layout.positions[part.parameter.name]
+                yield Held(MASTER, position, part, unit.kept.at(part.memory))
 
 
 def _elementwise(value: object, master: Master) -> bool:
@@ -151,8 +167,16 @@ def outer_slices(layout: Layout, rank: int, streams: Mapping[str, Mapping[int, T
                 yield Held(OUTER_PREFIX + name, position, part, held.at(part.memory))
 
 
-def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: bool = False) -> Description:
+def describe(
+    runtime: Runtime,
+    held_slices: Sequence[Held],
+    *,
+    weights_only: bool = False,
+    apart: Mapping[Master, Collection[str]] = MappingProxyType({}),
+) -> Description:
     """This rank's state, or only its parameters; `held_slices` are all its slices.
+
+    Kinds that are `apart`, by master, are in files of their own.
 
     Raises `CheckpointError` for kinds that no stream can be called by.
     """
@@ -165,8 +189,8 @@ def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: boo
     for unit, master, state in runtime.masters():
         for kind, value in state.items():
             elementwise = _elementwise(value, master)
-            _require_name(kind, elementwise=elementwise)
-            if elementwise:
+            require_name(kind, elementwise=elementwise)
+            if elementwise or kind in apart.get(master, ()):
                 continue
             # The host waits for a device here, so it asks once a master and not once a parameter.
             data = bytes(host_bytes(value)) if isinstance(value, Tensor) else b""
@@ -183,7 +207,8 @@ def describe(runtime: Runtime, held_slices: Sequence[Held], *, weights_only: boo
     return held_here
 
 
-def _require_name(kind: object, *, elementwise: bool) -> None:
+def require_name(kind: object, *, elementwise: bool) -> None:
+    """Raise `CheckpointError` for a kind that no stream, or no other state, can be called by."""
     reason = ""
     if not isinstance(kind, str):
         reason = "its name must be text"

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from zerokit.checkpoint.checksum import damaged
 from zerokit.checkpoint.copying import Progress
-from zerokit.checkpoint.disk import despite_damage, entries_of, is_there, opened, size_of
+from zerokit.checkpoint.disk import check_size, despite_damage, entries_of, is_there, opened, size_of
+from zerokit.checkpoint.entries import Uncut
 from zerokit.checkpoint.formats import open_source, recognised
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.latest import LATEST_NAME
 from zerokit.checkpoint.manifest import NAME
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
 from zerokit.checkpoint.run import ISLANDS_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
+from zerokit.checkpoint.uncut import check_uncut
 from zerokit.errors import CheckpointError, StorageError
 from zerokit.files import path_of
 
@@ -175,6 +177,7 @@ def _findings(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
         *((file.name, _rank(checkpoint, rank, read)) for rank, file in enumerate(manifest.files)),
         (manifest.common.name, _common(checkpoint, read)),
         (manifest.extra.name, _extra(checkpoint, read)),
+        *((place.name, _uncut(checkpoint, place, read)) for place in manifest.uncut),
     ):
         try:
             yield from findings
@@ -249,6 +252,17 @@ def _extra(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
     checkpoint.extra()
     read(checkpoint.manifest.extra.size)
     yield from ()
+
+
+def _uncut(checkpoint: Checkpoint, place: Uncut, read: _Reading) -> Iterator[Finding]:
+    path = checkpoint.path / place.name
+    with opened(path) as fd:
+        check_size(fd, place.size, path)
+        crc = file_checksum(fd, place.size, path, 0, read)
+    if crc != place.crc:
+        yield Finding(place.name, damaged(crc, place.crc))
+    else:
+        check_uncut(checkpoint.path, place)
 
 
 def _finding(file: str, error: CheckpointError | str, folder: Path) -> Finding:

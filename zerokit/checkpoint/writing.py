@@ -5,7 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors.torch import save as save_tensors
 
@@ -19,6 +22,7 @@ from zerokit.checkpoint.disk import (
     write_exactly,
     write_file,
 )
+from zerokit.checkpoint.entries import Uncut
 from zerokit.checkpoint.extra import decode, parse_members, ranks_in
 from zerokit.checkpoint.manifest import (
     COMMON_NAME,
@@ -43,14 +47,20 @@ from zerokit.checkpoint.safetensors import (
 from zerokit.checkpoint.snapshot import Apart, Arguments, Rest, Slices
 from zerokit.checkpoint.state import host_bytes
 from zerokit.checkpoint.strict import compact
+from zerokit.checkpoint.uncut import UncutFile
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout
 
 _BATCH_BYTES = 64 << 20
 """Written in one call: what a device holds is copied to the host so much at a time."""
 
-Written = tuple[File, Pieces]
-"""A rank's file, and the checksums of its extents."""
+
+class Written(NamedTuple):
+    """A rank's file, the checksums of its extents, and the files of states that the rank has written."""
+
+    file: File
+    pieces: Pieces
+    uncut: tuple[Uncut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +73,14 @@ class Contents:
 
 
 def write_rank(
-    work: Path, file: RankFile, streams: tuple[Stream, ...], slices: Slices, layout: Layout
+    work: Path,
+    file: RankFile,
+    streams: tuple[Stream, ...],
+    slices: Slices,
+    layout: Layout,
+    uncut: Iterable[UncutFile] = (),
 ) -> Written:
-    """Write a rank's file in the directory `work`. Raises `CheckpointError`."""
+    """Write a rank's file, and its files of `uncut` states, in the directory `work`. Raises `CheckpointError`."""
     if not is_directory(work):
         raise CheckpointError(f"{work}: not there: the run directory is not shared between the nodes")
     path, line = work / file.name, layout.parameters
@@ -84,7 +99,17 @@ def write_rank(
             for extent, buffer in zip(batch, buffers, strict=True):
                 key = Part(extent.stream, extent.position, extent.interval.start)
                 pieces.add(key, crc32(buffer), extent.size)
-    return File(file.name, file.size, len(file.header), crc32(file.header)), pieces
+    described = File(file.name, file.size, len(file.header), crc32(file.header))
+    return Written(described, pieces, tuple(_write_uncut(work, one) for one in uncut))
+
+
+def _write_uncut(work: Path, file: UncutFile) -> Uncut:
+    path, offset, crc = work / file.place.name, 0, 0
+    with new_file(path, file.size) as fd:
+        for data in chain([memoryview(file.header)], map(host_bytes, file.tensors)):
+            write_exactly(fd, [data], offset, path)
+            crc, offset = crc32(data, crc), offset + len(data)
+    return replace(file.place, size=file.size, crc=crc)
 
 
 def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
@@ -106,8 +131,9 @@ def contents_of(
     scalars: tuple[Scalars, ...],
     rest: Rest,
     apart: Apart | None = None,
+    uncut: tuple[Uncut, ...] = (),
 ) -> Contents:
-    """What rank 0 is to write, beside frozen parameters that are `apart`.
+    """What rank 0 is to write, beside frozen parameters that are `apart`, and files of `uncut` states.
 
     Raises `CheckpointError` for what `load` would refuse."""
     step = arguments.step
@@ -128,6 +154,7 @@ def contents_of(
         arguments.weights_only,
         max(map(len, ranks_in(rest.members["user"]).values()), default=0),
         rest.skips,
+        uncut=uncut,
     )
     if apart is not None:
         line = layout.parameters
@@ -156,16 +183,20 @@ def contents_of(
 def write_rest(work: Path, contents: Contents, written: list[Written]) -> bytes:
     """Rank 0's part: common, extra and the manifest, whose bytes are returned."""
     draft = contents.manifest
-    for rank, (file, _) in enumerate(written):
-        path = work / file.name
-        status = status_of(path)
-        if status is None or status.st_size != file.size:
-            raise CheckpointError(
-                f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
-            )
+    for rank, own in enumerate(written):
+        files = {own.file.name: own.file.size} | {one.name: one.size for one in own.uncut}
+        for name, size in files.items():
+            path = work / name
+            status = status_of(path)
+            if status is None or status.st_size != size:
+                raise CheckpointError(
+                    f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
+                )
     write_file(work / COMMON_NAME, contents.common)
     write_file(work / EXTRA_NAME, contents.extra)
-    pieces = Pieces.joined([pieces for _, pieces in written])
-    content = draft.written(draft.layout, tuple(file for file, _ in written), pieces).to_bytes()
+    pieces = Pieces.joined([own.pieces for own in written])
+    final = draft.written(draft.layout, tuple(own.file for own in written), pieces)
+    uncut = sorted((one for own in written for one in own.uncut), key=attrgetter("position", "start"))
+    content = replace(final, uncut=tuple(uncut)).to_bytes()
     write_file(work / NAME, content)
     return content

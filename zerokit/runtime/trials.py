@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ class WholeStates:
         self._make, self._master = make, master
         self._require_apart(name)
         self.takes_vectors = self._steps(((8,),))
-        self._nbytes: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._trials: dict[tuple[int, ...], _States] = {}  # by shape
 
     def _require_apart(self, name: str) -> None:
         shapes = (_SHAPE, _OTHER_SHAPE)
@@ -142,32 +142,53 @@ class WholeStates:
         they keep of a small tensor of as many dimensions is scaled up, states included that a class leaves out above
         some size.
         """
-        if shape not in self._nbytes:
+        sizes = self._states(shape).sizes
+        whole = sum(width * math.prod(dims) for dims, width in sizes)
+        return whole, sum(width for dims, width in sizes if not dims)
+
+    def kinds(self, shape: tuple[int, ...]) -> tuple[frozenset[str], frozenset[str]]:
+        """The states that have this shape of their tensor from the first step on, and all that there may be."""
+        states = self._states(shape)
+        return states.alike, states.all
+
+    def _states(self, shape: tuple[int, ...]) -> _States:
+        if shape not in self._trials:
             try:
                 with FakeTensorMode():
-                    states = self._states_of(shape)
-            except _ERRORS:
+                    self._trials[shape] = self._try(shape)
+            except TRIAL_ERRORS:
                 # Sizes that no count or other dimension is taken for.
                 small = tuple(1 if size == 1 else 11 + 2 * at for at, size in enumerate(shape))
-                which = {tried: size for tried, size in zip(small, shape, strict=True) if tried > 1}
-                states = [
-                    (tuple(which.get(size, size) for size in dims), width)
-                    for dims, width in self._states_of(small)
+                which = {math.prod(small): math.prod(shape)}
+                which |= {tried: size for tried, size in zip(small, shape, strict=True) if tried > 1}
+                tried = self._try(small)
+                sizes = [
+                    (tuple(which.get(size, size) for size in dims), width) for dims, width in tried.sizes
                 ]
-            whole = sum(width * math.prod(dims) for dims, width in states)
-            self._nbytes[shape] = whole, sum(width for dims, width in states if not dims)
-        return self._nbytes[shape]
+                self._trials[shape] = tried._replace(sizes=sizes)
+        return self._trials[shape]
 
-    def _states_of(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], int]]:
-        """The shape of each state, and its bytes an element."""
+    def _try(self, shape: tuple[int, ...]) -> _States:
         (start,), gradients = _trial_data([shape], 2)
         tensor = nn.Parameter(start.to(self._master))
         optimizer = self._make([tensor])
         _begin(optimizer)
+        kinds: list[set[str]] = []
         for (gradient,) in gradients:
             Turns(optimizer).take({tensor: gradient.to(self._master)})
-        states = tensors_in(list(optimizer.state[tensor].values()))
-        return [(tuple(value.shape), value.element_size()) for value in states]
+            state = optimizer.state[tensor]
+            kinds.append({k for k, v in state.items() if isinstance(v, Tensor) and v.shape == tensor.shape})
+        sizes = [(tuple(value.shape), value.element_size()) for value in tensors_in(list(state.values()))]
+        return _States(sizes, frozenset(set.intersection(*kinds)), frozenset(state))
+
+
+class _States(NamedTuple):
+    """The states of one tensor: each one's shape, and its bytes an element; and their kinds."""
+
+    sizes: list[tuple[tuple[int, ...], int]]
+    alike: frozenset[str]
+    """Those of the tensor's shape."""
+    all: frozenset[str]
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -243,7 +243,7 @@ def _write(source: Source, layout: Layout, step: Path, options: Options) -> byte
             copier.copy(source, chain.from_iterable(requests))
             copier.release(target)
         for whole, content in source.whole_files():
-            wholes[whole.name] = whole
+            wholes[whole.name] = whole  # states that are not cut are as the manifest has them
             if content is not None:
                 write_file(step / whole.name, content)
                 continue

@@ -28,6 +28,7 @@ from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.prune import foreign_to
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
+from zerokit.checkpoint.uncut import read_uncut
 from zerokit.errors import ZerokitWarning
 from zerokit.layout import Interval
 
@@ -183,6 +184,15 @@ def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Ite
         for row, position in enumerate(scalar.parameters):
             path = ("optim", "state", line[position].name, scalar.kind)
             yield _small(path, dtype, scalar.shape, bytes(content[row * size : (row + 1) * size]))
+    for place in source.manifest.uncut:
+        parameter = line[place.position]
+        if parameter.shape and place.rows != (0, parameter.shape[0]):
+            dropped.append(
+                f"{', '.join(place.kinds)} of rows {place.start} to {place.stop} of {parameter.name}"
+            )
+            continue
+        for kind, value in read_uncut(source.path, place, _Stored).items():
+            yield from _uncut(value, ("optim", "state", parameter.name, kind))
     for kind, by_name in plain_value(extra["values"], "state", dropped).items():
         for name, value in by_name.items():
             yield _value(("optim", "state", name, kind), value)
@@ -191,6 +201,26 @@ def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Ite
         plain = plain_value(options, f"option of group {number}", dropped)
         for option, value in (plain | {"params": members}).items():
             yield _value(("optim", "param_groups", number, option), value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor that is not cut."""
+
+    content: bytearray
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _uncut(value: Any, path: tuple[Any, ...]) -> Iterator[_Item]:
+    """A state that is not cut. Lists with tensors are divided, as torch does it."""
+    if isinstance(value, _Stored):
+        yield _small(path, value.dtype, value.shape, bytes(value.content))
+    elif isinstance(value, list | tuple | dict):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _uncut(part, (*path, key))
+    else:
+        yield _value(path, value)
 
 
 def _value(path: tuple[Any, ...], value: Any) -> _Item:
