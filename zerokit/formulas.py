@@ -20,8 +20,8 @@ from zerokit.schedule import Kind, Order
 class MemoryReport:
     """The bytes that one rank holds between backward and step.
 
-    `parameters`, `gradients` and `optimizer` (masters and element states) are the paper's three terms for trainable
-    parameters; the other lines are what the paper leaves out.
+    `parameters`, `gradients` and `optimizer` (masters and states; those of a tensor that is updated whole are its
+    owner's) are the paper's three terms for trainable parameters; the other lines are what the paper leaves out.
     """
 
     parameters: int = 0
@@ -38,10 +38,13 @@ class MemoryReport:
     transient: int = 0
     """In backward alone, and so not in `total`: the most that gradients of units above the bucket size took at once on
     their way between ranks."""
+    exchange: int = 0
+    """In step alone, and so not in `total`: the most that gradients and updated values of tensors that are updated
+    whole took at once, on their way to this rank that owns them and back."""
 
     @property
     def total(self) -> int:
-        return sum(self.as_dict().values()) - self.transient
+        return sum(self.as_dict().values()) - self.transient - self.exchange
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -290,7 +293,29 @@ def predict_memory(
     together = (sum(own[at : at + pool.most]) for at in range(len(own)))
     lines["transient"] = max(together, default=0) * sizes.reduce
     lines["buffers"] = buffers
+    lines["exchange"] = exchange_bytes(layout, rank=rank, placement=placement, sizes=sizes)
     return MemoryReport(**lines)
+
+
+def exchange_bytes(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: ElementBytes) -> int:
+    """The most that whole tensors on their way to rank `rank`, their owner, and back take at once in a step.
+
+    All gradients arrive first. Unit by unit they are replaced by updated values, which wait for all others. Where
+    nothing moves between ranks there is one unit's gradient at a time.
+    """
+    if sizes.wholes is None:
+        return 0
+    owners, position, stages = sizes.wholes.owners, placement.mesh.position(rank), []
+    for index in owners.units:
+        numel = owners.owned_numel(index, placement.of_unit(index).owner(position))
+        stages.append((numel, sizes.of_unit(index).compute, bool(owners.crossings(index))))
+    most = held = sum(numel for numel, _, moves in stages if moves) * sizes.reduce
+    for numel, compute, moves in stages:
+        gradients = numel * sizes.reduce
+        most = max(most, held if moves else held + gradients)
+        held += numel * compute - gradients if moves else 0
+        most = max(most, held)
+    return most
 
 
 def operation_name(operation: str, axis: Axis, mesh: Mesh) -> str:

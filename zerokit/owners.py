@@ -20,7 +20,7 @@ import heapq
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zerokit.errors import UsageError
@@ -77,10 +77,13 @@ class Owners:
         cost: Cost = default_cost,
     ) -> None:
         """Those of the parameters in these optimizer `groups`; see `whole_tensors`. Raises `UsageError` for costs."""
-        self._units, self.placement, self._cost = layout.units, placement, cost
+        self._units, self.placement = layout.units, placement
         self.groups = frozenset(groups)
-        tensors = whole_tensors(layout, groups, row_blocks or {})
+        tensors = list(whole_tensors(layout, groups, row_blocks or {}))
+        self.costs = {shape: _checked(cost(shape), shape) for shape in {each.shape for each in tensors}}
+        """By shape; ranks that have others would have other owners."""
         self._by_unit: dict[int, tuple[Whole, ...]] = {}
+        self._crossings: dict[int, dict[Axis, int]] = {}
         alike: dict[int, list[Whole]] = {}  # by the number of pieces: units of other stages may have others
         for tensor in tensors:
             alike.setdefault(len(self.cut(layout.units[tensor.unit])), []).append(tensor)
@@ -93,7 +96,7 @@ class Owners:
         return self.placement.of_unit(unit.index).owners(unit)
 
     def _place(self, tensors: Sequence[Whole], pieces: int) -> Iterator[Whole]:
-        owners = deal([self._checked_cost(tensor.shape) for tensor in tensors], pieces)
+        owners = deal([self.costs[tensor.shape] for tensor in tensors], pieces)
         here = [0] * pieces
         for tensor, owner in zip(tensors, owners, strict=True):
             cut = self.cut(self._units[tensor.unit])
@@ -106,17 +109,7 @@ class Owners:
             start = ends.get((tensor.unit, owner), 0)
             # Aligned, so that a kernel's result does not depend on what else its owner has.
             ends[tensor.unit, owner] = start + align(tensor.interval.numel)
-            yield Whole(
-                tensor.unit, tensor.position, tensor.group, tensor.interval, tensor.shape, owner, start
-            )
-
-    def _checked_cost(self, shape: Shape) -> float:
-        cost: object = self._cost(shape)
-        if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
-            raise UsageError(
-                f"update_cost gives {cost!r} for shape {list(shape)}: expected a number, 0 or more"
-            )
-        return cost
+            yield replace(tensor, owner=owner, start=start)
 
     def __bool__(self) -> bool:
         return bool(self._by_unit)
@@ -164,27 +157,44 @@ class Owners:
 
     def crossings(self, index: int) -> dict[Axis, int]:
         """Elements that cross each axis to the owners of a unit's tensors, and so many again back, over all ranks."""
-        placement, mesh = self.placement.of_unit(index), self.placement.mesh
-        copies = mesh.world // len(self.cut(self._units[index]))
-        crossing: dict[Axis, int] = {}
-        for move in self.moves(index):
-            ends = [placement.rank_of(end, 0) // mesh.inner for end in (move.piece, move.tensor.owner)]
-            axis = Axis.INNER if ends[0] == ends[1] else Axis.OUTER
-            crossing[axis] = crossing.get(axis, 0) + copies * move.interval.numel
-        return crossing
+        if index not in self._crossings:
+            placement, mesh = self.placement.of_unit(index), self.placement.mesh
+            copies = mesh.world // len(self.cut(self._units[index]))
+            crossing = self._crossings[index] = {}
+            for move in self.moves(index):
+                ends = [placement.rank_of(end, 0) // mesh.inner for end in (move.piece, move.tensor.owner)]
+                axis = Axis.INNER if ends[0] == ends[1] else Axis.OUTER
+                crossing[axis] = crossing.get(axis, 0) + copies * move.interval.numel
+        return self._crossings[index]
 
     @cached_property
     def balance(self) -> float:
-        """The most that an owner computes, divided by the mean over owners, by cost; 1.0 is even."""
-        loads: dict[int, dict[int, float]] = {}
+        """The most that a rank computes, divided by the mean over ranks, by cost; 1.0 is even."""
+        loads = self.loads
+        return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+    @cached_property
+    def loads(self) -> list[float]:
+        """The cost of what each rank updates, by its position in the mesh."""
+        return self.sums(lambda tensor: self.costs[tensor.shape])
+
+    def sums(self, value_of: Callable[[Whole], float]) -> list[float]:
+        """The sum of a value over the tensors that each rank updates, by its position in the mesh."""
+        world = self.placement.mesh.world
+        sums = [0.0] * world
         for index, tensors in self._by_unit.items():
-            pieces = len(self.cut(self._units[index]))
-            own = loads.setdefault(pieces, dict.fromkeys(range(pieces), 0.0))
+            each = world // len(self.cut(self._units[index]))  # ranks that hold the same
             for tensor in tensors:
-                own[tensor.owner] += self._cost(tensor.shape)
-        worst = [max(own.values()) * pieces for pieces, own in loads.items()]
-        total = sum(sum(own.values()) for own in loads.values())
-        return sum(worst) / total if total else 1.0
+                value = value_of(tensor)
+                for position in range(tensor.owner * each, (tensor.owner + 1) * each):
+                    sums[position] += value
+        return sums
+
+
+def _checked(cost: object, shape: Shape) -> float:
+    if not isinstance(cost, int | float) or not 0 < cost < math.inf:
+        raise UsageError(f"update_cost gives {cost!r} for shape {list(shape)}: expected a number above 0")
+    return cost
 
 
 def deal(costs: Sequence[float], owners: int) -> list[int]:

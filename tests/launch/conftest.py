@@ -38,7 +38,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 def logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a launch's logs; its ranks find their program, and are not waited for long."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # as if it were not set
     monkeypatch.setattr(agents, "PEERS_FOLLOW_SECONDS", 0.5)
     (tmp_path / "logs").mkdir()
     return tmp_path / "logs"

@@ -137,7 +137,8 @@ def test_layout_and_state_of_many_ranks_are_those_of_their_optimizer(world: int,
         assert layout.digest() == optimizer.layout.digest()
         rest = stage["*"] if isinstance(stage, dict) else stage
         placement = placed([trace.own_stages.get(unit.index, rest) for unit in layout.units], Mesh(1, world))
-        step = Step(layout, placement, element_sizes(Precision.of("bf16")), on_cuda=False)
+        sizes = element_sizes(Precision.of("bf16"), "adamw", layout, placement)
+        step = Step(layout, placement, sizes, on_cuda=False)
         assert StepMemory(trace, step).of(trace).held == optimizer.predicted_memory()
     finally:
         dist.destroy_process_group()

@@ -100,7 +100,7 @@ def _accounts_of(world: int) -> list[list[Account]]:
             predicted = optimizer.predicted_traffic(micro_batches=run.micro, reductions=reductions)
             optimizer.backward(case.loss(model, case.batch(0, 9, dist.get_rank())))
             memory = optimizer.memory()
-            assert memory.total == sum(memory.as_dict().values()) - memory.transient
+            assert memory.total == sum(memory.as_dict().values()) - memory.transient - memory.exchange
             found[-1].append((memory, optimizer.predicted_memory(), moved, predicted))
     return found
 
@@ -225,7 +225,9 @@ def _count_reads(total: list[int]) -> None:
     Neighbours.read = read  # type: ignore[method-assign, assignment]
 
 
-def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp32") -> tuple[int, int]:
+def _really_received(
+    stage: int, steps: int, sockets: bool, precision: Any = "fp32", optimizer_name: str = "adamw"
+) -> tuple[int, int]:
     """(bytes that this rank's sockets, or its reads of others' memory, brought in `steps` steps, and the reports' claim
     for all ranks)."""
     read = [0]
@@ -233,7 +235,7 @@ def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp
         os.environ[SWITCH] = "0"
     else:
         _count_reads(read)
-    run = Run(stage=stage, precision=precision)
+    run = Run(stage=stage, precision=precision, optimizer=optimizer_name)
     case, model, optimizer = trained("mlp_784_256_10", run, 3)
     claimed = 0
     # Gathers of updated parameters are still on their way after a step; they count for the next one.
@@ -249,22 +251,27 @@ def _really_received(stage: int, steps: int, sockets: bool, precision: Any = "fp
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "sockets", "precision"),
+    ("world", "stage", "sockets", "precision", "optimizer"),
     [
-        (2, 0, True, "fp32"),
-        (2, 1, False, "fp32"),
-        (3, 2, True, "fp32"),
-        (3, 2, False, "fp32"),
-        (2, 3, True, "fp32"),
-        (3, 3, False, "fp32"),
-        (2, 0, True, WIRE),
-        (2, 2, False, WIRE),
+        (2, 0, True, "fp32", "adamw"),
+        (2, 1, False, "fp32", "adamw"),
+        (3, 2, True, "fp32", "adamw"),
+        (3, 2, False, "fp32", "adamw"),
+        (2, 3, True, "fp32", "adamw"),
+        (3, 3, False, "fp32", "adamw"),
+        (2, 0, True, WIRE, "adamw"),
+        (2, 2, False, WIRE, "adamw"),
+        (3, 2, True, "bf16", "muon"),
+        (3, 1, False, "fp32", "muon"),
+        (2, 3, True, "fp32", "lamb"),
     ],
 )
-def test_ranks_received_what_traffic_says(world: int, stage: int, sockets: bool, precision: Any) -> None:
+def test_ranks_received_what_traffic_says(
+    world: int, stage: int, sockets: bool, precision: Any, optimizer: str
+) -> None:
     if not sockets:
         require_memory_route()
-    ranks = run_ranks(world, _really_received, stage, 4, sockets, precision)
+    ranks = run_ranks(world, _really_received, stage, 4, sockets, precision, optimizer)
     received, claimed = sum(found for found, _ in ranks), ranks[0][1]
     assert claimed <= received, "traffic() claims more than arrived"
     assert received <= 1.02 * claimed + 65536, f"{received} bytes arrived, traffic() says {claimed}"

@@ -85,12 +85,14 @@ STACK = SCENES["units used again"]
             ("units used again", "fp32", (1.0, None)),
             ("unused", "bf16", (None, 1.0)),
             ("units used again", "fp16", (1.0, None)),
+            ("whole tensors", "bf16", (1.0, None)),
         )
         for stage, clip in zip(STAGES, clips * 2, strict=True)
     ],
 )
 def test_a_step_reads_what_the_step_before_has_fetched(given: tuple[str, str, int, float | None]) -> None:
-    """fp16 must know whether gradients overflowed, once a step; all else waits for the next step.
+    """fp16, and a class that cannot leave out a step on a device, must know whether gradients are finite, once a step;
+    all else waits for the next step.
 
     With clipping at every second stage; the two scenes of a precision have it at others.
     """
@@ -105,7 +107,8 @@ def test_a_step_reads_what_the_step_before_has_fetched(given: tuple[str, str, in
                 training.step(step)
             if step > 1:
                 assert reads.counts == {"tolist": 1}
-                assert NotedStream.looked == [(step if precision == "fp16" else step - 1, step)]
+                at_once = precision == "fp16" or name == "whole tensors"
+                assert NotedStream.looked == [(step if at_once else step - 1, step)]
 
 
 def test_the_count_sees_reads() -> None:

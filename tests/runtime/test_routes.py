@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,16 +18,16 @@ from torch import Tensor
 
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
-from tests.support.distributed import run_alone, run_ranks
+from tests.support.distributed import run_alone, run_ranks, run_ranks_expecting_errors
 from tests.support.on_ranks import on_ranks
 from tests.support.oracle import train_alone
 from tests.support.recording import plain_unit
 from tests.support.streams import PromptStream, device_way
 from tests.support.training import LARGE, SMALL, Run, Trajectory, require_memory_route, train_all, train_zero
-from zerokit.formulas import BLOCK_FORMATS
-from zerokit.layout import Cut, Parameter, Unit
+from zerokit.formulas import BLOCK_FORMATS, Operation
+from zerokit.layout import Cut, Interval, Parameter, Unit
 from zerokit.placement import Mesh
-from zerokit.runtime.collectives import Collectives, Wire, make_collectives
+from zerokit.runtime.collectives import Collectives, Kind, Parcels, Wire, Work, make_collectives
 from zerokit.runtime.collectives.host import memory
 from zerokit.runtime.collectives.host.node import SWITCH
 from zerokit.runtime.collectives.nccl import communicators_of, make_nccl
@@ -278,3 +280,123 @@ def test_the_dtype_of_reduction_is_no_wire_of_its_own(dtype: Any) -> None:
     assert "wire" not in same.as_dict()
     plain = dict.fromkeys(("compute", "reduce", "master"), "float32")
     assert WIRE.as_dict() == plain | {"wire": "bfloat16"}
+
+
+# --- exchanges of pieces from rank to rank ---------------------------------------------------------------
+
+
+def _plan_of(turn: int, world: int) -> list[tuple[int, int, int, int]]:
+    """Pieces that move, (from, to, start there, elements), in an order that all ranks have; some are empty.
+
+    By turns all send to all, one rank to all others, and all to one; one rank neither sends nor receives.
+    """
+    generator = random.Random(turn)
+    idle = world - 1 if turn % 4 == 3 else None
+    ends = {0: (None, None), 1: (0, None), 2: (None, 1), 3: (None, None)}[turn % 4]
+    moves = []
+    for _ in range(generator.randrange(4 * world)):
+        sender, receiver = (generator.randrange(world) if end is None else end for end in ends)
+        if sender != receiver and idle not in (sender, receiver):
+            start = generator.randrange(900)
+            moves.append((sender, receiver, start, generator.choice([0, 1, 7, 64, 100])))
+    return moves
+
+
+def _memory_of(rank: int, turn: int, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(1000) + 1000 * rank + 17 * turn).remainder(251).to(dtype)
+
+
+def _exchanged(dtype: torch.dtype) -> list[str]:
+    """Exchanges of several units and kinds in flight at once, beside gathers and reductions."""
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    for collectives in _routes("bf16"):
+        found.append(collectives.route)
+        received = collectives.traffic.received_bytes
+        for round_ in range(3):
+            flying = []
+            for turn in range(4 * round_, 4 * round_ + 4):
+                kind = (Kind.TO_OWNERS, Kind.FROM_OWNERS)[turn % 2]
+                moves = _plan_of(turn, world)
+                mine, memory = [m for m in moves if m[1] == rank], _memory_of(rank, turn, dtype)
+                into = [torch.full((numel,), 3, dtype=dtype) for *_, numel in mine]
+                parcels = Parcels(
+                    memory,
+                    [(to, Interval(at, at + numel)) for start, to, at, numel in moves if start == rank],
+                    [(start, at, piece) for (start, _, at, _), piece in zip(mine, into, strict=True)],
+                )
+                numel = sum(m[3] for m in moves)
+                arriving = dtype.itemsize * sum(m[3] for m in mine)
+                count = collectives.counter("moved", kind, turn % 3, Operation(1, numel, 0), arriving)
+                received += arriving
+                between = collectives.between_all
+                work = collectives.exchange(between, kind, turn % 3, parcels, [count])
+                flying.append((work, turn, mine, into))
+                unit = plain_unit(5 + turn % 2, 64 * world, world)
+                whole = Shards(unit, torch.zeros(unit.numel))
+                whole.at(unit.shard(rank)).fill_(rank + turn)
+                gather = collectives.gather(whole).start()
+                if not collectives.averages:  # which gloo cannot
+                    bucket = Shards(unit, torch.full((unit.numel,), float(rank)))
+                    out = Shards(unit, torch.zeros(64), unit.shard(rank))
+                    collectives.reduction(bucket, out).start().wait()
+                    assert (out.tensor == sum(range(world))).all()
+                    received += (world - 1) * 64 * 4
+                gather.wait()
+                assert torch.equal(whole.tensor, (torch.arange(world) + turn).repeat_interleave(64).float())
+                received += (world - 1) * 64 * 4
+                # At most one of a kind and unit is in flight.
+                for each in flying if turn % 3 == 2 else ():
+                    _require_arrived(*each, dtype)
+                if turn % 3 == 2:
+                    flying.clear()
+                    collectives.wait_for_readers()
+            for each in flying:
+                _require_arrived(*each, dtype)
+            collectives.wait_for_readers()
+        assert collectives.traffic.received_bytes == received
+    return found
+
+
+def _require_arrived(
+    work: Work, turn: int, mine: list[tuple[int, int, int, int]], into: list[Tensor], dtype: torch.dtype
+) -> None:
+    work.wait()
+    for (sender, _, start, numel), piece in zip(mine, into, strict=True):
+        assert torch.equal(piece, _memory_of(sender, turn, dtype)[start : start + numel]), (turn, sender)
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(1, torch.float32), (2, torch.float32), (3, torch.bfloat16), (4, torch.float16)]
+)
+def test_every_route_moves_pieces_from_rank_to_rank(world: int, dtype: torch.dtype) -> None:
+    require_memory_route()
+    for routes in run_ranks(world, _exchanged, dtype):
+        assert routes == (["memory", "sockets", "nccl"] if world > 1 else ["sockets", "sockets", "nccl"])
+
+
+def _without_one(switch: str, leaves: str) -> None:
+    """Rank 1 does not come to the exchange: it ends, or does something else."""
+    os.environ[SWITCH] = switch
+    group = dist.group.WORLD
+    assert group is not None
+    collectives = make_collectives(group, torch.device("cpu"), datetime.timedelta(seconds=4), units=2)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if leaves == "ends":
+            os._exit(7)
+        return  # and keeps its connections
+    parcels = Parcels(torch.ones(8), [(1, Interval(0, 8))], [(1, 0, torch.zeros(8))])
+    collectives.exchange(collectives.between_all, Kind.TO_OWNERS, 1, parcels, []).wait()
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("leaves", ["ends", "does not come"])
+def test_a_rank_that_does_not_come_to_an_exchange_is_named(switch: str, leaves: str) -> None:
+    if switch == "1":
+        require_memory_route()
+    first = run_ranks_expecting_errors(2, _without_one, switch, leaves)[0]
+    assert "ScheduleError" in first.error_types
+    assert "rank 0 of 2 did not get through its to-owners of unit 1" in first.error
+    assert "rank 1 failed, stopped, or is busy elsewhere" in first.error
+    if (switch, leaves) == ("1", "ends"):
+        assert re.search(r"rank 1 \(process \d+\) ended, or dropped the model", first.error)

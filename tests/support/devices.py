@@ -63,6 +63,10 @@ SCENES = {
     "tied": Scene("tied_blocks", _STACK),
     "frozen": Scene("lora", _STACK),
     "unused": Scene("unit_unused_on_one_rank", _STACK),
+    "whole tensors": Scene("gpt", replace(_GPT, optimizer="muon")),
+    "whole tensors, repeated reductions": Scene(
+        "unit_unused_on_one_rank", replace(_STACK, optimizer="muon", micro=2)
+    ),
 }
 
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from tests.support.devices import Training
+from tests.support.streams import Awaited
 from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.collectives import DONE, Work
-from zerokit.runtime.collectives.nccl import NcclCollectives
+from zerokit.runtime.collectives.nccl import NcclCollectives, Operation
 from zerokit.runtime.collectives.route import Hop, Kind
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
+from zerokit.runtime.wholes import WholeTensors, _UnitWholes
 
 
 def _twice(training: Training) -> None:
@@ -120,6 +122,29 @@ def _forget_reductions_when_forgetting(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gradients, "forget", forget_without_waiting)
 
 
+def _forget_to_wait_for_gradients_of_owners(patch: pytest.MonkeyPatch) -> None:
+    collect = _UnitWholes.collect
+
+    def without_wait(self: _UnitWholes, gradients: Gradients) -> tuple[Work, torch.Tensor]:
+        work, memory = collect(self, gradients)
+        kept.append(work)
+        return DONE, memory
+
+    kept: list[Work] = []
+    patch.setattr(_UnitWholes, "collect", without_wait)
+
+
+def _forget_to_wait_for_owners(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WholeTensors, "_finish", lambda self, works: None)
+
+
+def _drop_what_is_sent(patch: pytest.MonkeyPatch) -> None:
+    def keep_nothing(self: Awaited, late: Any, operation: Operation) -> None:
+        self.late = late
+
+    patch.setattr(Awaited, "__init__", keep_nothing)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A wait that is taken away, how to train then, and the stages at which that must be noticed."""
@@ -148,4 +173,11 @@ MUTATIONS = {
     "a failed backward leaves reductions behind": Mutation(
         _forget_reductions_when_forgetting, (0, 1, 2, 3), loop=_fail_in_backward
     ),
+    "gradients of owners are not waited for": Mutation(
+        _forget_to_wait_for_gradients_of_owners, (1, 2, 3), scene="whole tensors"
+    ),
+    "what owners have updated is not waited for": Mutation(
+        _forget_to_wait_for_owners, (1, 2, 3), scene="whole tensors"
+    ),
+    "what owners send is dropped too early": Mutation(_drop_what_is_sent, (1, 2, 3), scene="whole tensors"),
 }

@@ -60,7 +60,7 @@ Classes = dict[Any, list[dict[str, Any]]]
 """What `ZeroOptimizer` takes in the place of a class: the groups of each."""
 
 
-def are_embeddings(model: nn.Module) -> set[torch.Tensor]:
+def are_embeddings(model: nn.Module) -> set[Tensor]:
     """The weights of embeddings, which are also those of tied heads."""
     return {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
 

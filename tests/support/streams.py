@@ -10,12 +10,13 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerokit.layout import Interval, Unit
 from zerokit.placement import Mesh
@@ -86,14 +87,15 @@ class LaggingStream(PromptStream):
     def launch(self, operation: Operation, after: Work | None = None) -> Work:
         for late in self._late:
             late.require_untouched([*operation.reads, *operation.writes])
-        if isinstance(after, _Late):
-            after.restore()  # the side stream sees what the computation does not see yet
+        earlier = after.late if isinstance(after, Awaited) else None
+        if earlier is not None:
+            earlier.restore()  # the side stream sees what the computation does not see yet
         operation.run()
         late = _Late(self, operation)
-        if isinstance(after, _Late):
-            after.give_way(late)
+        if earlier is not None:
+            earlier.give_way(late)
         self._late.append(late)
-        return late
+        return Awaited(late, operation)
 
     def join(self) -> None:
         for late in list(self._late):
@@ -111,18 +113,42 @@ class LaggingStream(PromptStream):
         return self._late[0].name if self._late else None
 
 
+class Awaited:
+    """What is waited for: it keeps the operation's tensors, as `CudaEvent` does, and nothing else here does."""
+
+    def __init__(self, late: _Late, operation: Operation) -> None:
+        self.late, self._operation = late, operation
+
+    def wait(self) -> None:
+        self.late.wait()
+
+
+class _Place:
+    """Where a tensor lies; its memory goes when others drop it, and a device's allocator would hand it out again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._form = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor | None:
+        """The tensor; None where its memory was dropped."""
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        dtype, *form = self._form
+        return None if storage is None else torch.empty(0, dtype=dtype).set_(storage, *form)
+
+
 class _Late:
     """One collective's results, kept back; notes a fault if somebody changes what it reads or writes meanwhile."""
 
     def __init__(self, stream: LaggingStream, operation: Operation) -> None:
-        self.name, writes = operation.name, operation.writes
+        self.name, writes = operation.name, [tensor for tensor in operation.writes if tensor.numel()]
         self._stream = stream
         self._results = [tensor.clone() for tensor in writes]
-        self._writes = list(writes)
+        self._writes = [_Place(tensor) for tensor in writes]
         self._before: list[_Late] = []
         for tensor in writes:
             poison(tensor)
-        self._used = [*operation.reads, *writes]
+        self._used = [*(_Place(tensor) for tensor in operation.reads if tensor.numel()), *self._writes]
         self._remember()
         self._done = False
 
@@ -143,23 +169,27 @@ class _Late:
     def _hide(self) -> None:
         for earlier in self._before:
             earlier._hide()
-        for tensor in self._writes:
-            if _has_memory(tensor):
+        for place in self._writes:
+            tensor = place.tensor()
+            if tensor is not None and _has_memory(tensor):
                 poison(tensor)
         self._remember()
 
     def require_untouched(self, tensors: Sequence[Tensor]) -> None:
         """Before work on the same memory begins: afterwards one poison could not be told from the other."""
-        mine = {tensor.untyped_storage().data_ptr() for tensor in self._used}
+        used = [tensor for place in self._used if (tensor := place.tensor()) is not None]
+        mine = {tensor.untyped_storage().data_ptr() for tensor in used}
         if not self._before and mine & {tensor.untyped_storage().data_ptr() for tensor in tensors}:
             self._check()
 
     def _remember(self) -> None:
-        self._state = [tensor.clone() if _has_memory(tensor) else None for tensor in self._used]
+        now = [place.tensor() for place in self._used]
+        self._state = [one.clone() if one is not None and _has_memory(one) else None for one in now]
 
     def _check(self) -> None:
-        for tensor, state in zip(self._used, self._state, strict=True):
-            if not _has_memory(tensor):
+        for place, state in zip(self._used, self._state, strict=True):
+            tensor = place.tensor()
+            if tensor is None or not _has_memory(tensor):
                 self._stream.faults.append(
                     f"something gave back the memory that the {self.name} was at work on"
                 )
@@ -167,8 +197,9 @@ class _Late:
                 self._stream.faults.append(f"something changed what the {self.name} was at work on")
 
     def _show_results(self) -> None:
-        for tensor, result in zip(self._writes, self._results, strict=True):
-            if _has_memory(tensor):
+        for place, result in zip(self._writes, self._results, strict=True):
+            tensor = place.tensor()
+            if tensor is not None and _has_memory(tensor):
                 tensor.copy_(result)
 
     def wait(self) -> None:

@@ -92,6 +92,12 @@ def _by_module(given: tuple[str, ...]) -> dict[str, int]:
     default=None,
     help="Consider only cells that recompute blocks in backward, or only those that do not.  [default: both]",
 )
+@setting_option(
+    "optimizer",
+    "adamw, or muon: Muon for the matrices of the blocks, AdamW for the rest.",
+    "adamw",
+    several=False,
+)
 @setting_option("bucket_mb", "As in ZeroOptimizer.", "by the model's size", several=False)
 @click.option(
     "--all", "every", is_flag=True, help="Show every cell, not only the best of each stage and mesh."
@@ -119,7 +125,7 @@ def command(
 
     console = Console(stderr=True, highlight=False)
     with console.status("looking at the model"):
-        found = plan(model, **options)
+        found = plan(model, **options | {"optimizer": options["optimizer"] or "adamw"})
     if page is not None:
         from zerokit.bench.report.plan_page import write_plan
 

@@ -43,6 +43,8 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
             left_out = f"Not shown in {console.width} columns: {', '.join(dropped)}; --json has all."
             console.print(Text(left_out, style="dim"), soft_wrap=True)
         console.print(Text(), Text(printable(plan.why)), sep="\n", soft_wrap=True)
+        if plan.exchanged is not None:
+            console.print(Text(printable(plan.exchanged)), soft_wrap=True)
     missing = plan.too_large if every else hopeless(plan)
     if missing:
         console.print(Text(), Text("Does not fit", style="bold"), sep="\n")
@@ -78,7 +80,18 @@ class _Column:
 _LEFT = ("stage", "mesh", "in", "limit")
 """Columns of words; all others are numbers, aligned on the right."""
 
-_FIRST_TO_GO = ("bufs", "grad", "param", "optim", "activ", "limit", "wait ms", "MFU", "recompute")
+_FIRST_TO_GO = (
+    "bufs",
+    "grad",
+    "param",
+    "optim",
+    "activ",
+    "limit",
+    "update ms",
+    "wait ms",
+    "MFU",
+    "recompute",
+)
 """What a narrow terminal does without, in this order: a figure that is cut would be another figure."""
 
 
@@ -126,6 +139,10 @@ def _columns(plan: Plan, cells: Sequence[PlannedCell]) -> list[_Column]:
         columns[f"{unit}/s/dev"] = ["" if one.time is None else rate(one.units_per_s or 0.0) for one in cells]
         columns["MFU"] = ["" if one.mfu is None else f"{one.mfu:.1%}" for one in cells]
         columns["wait ms"] = ["" if time is None else f"{time.exposed_total_s * 1e3:,.1f}" for time in times]
+        if plan.question.optimizer != "adamw":
+            columns["update ms"] = [
+                "" if time is None else f"{time.optimizer_s * 1e3:,.1f}" for time in times
+            ]
         columns["limit"] = ["" if time is None else _LIMITS.get(time.limit, time.limit) for time in times]
     return [_Column(head, texts) for head, texts in columns.items()]
 

@@ -60,7 +60,10 @@ class Ranks:
         self._code: int | None = None
         variables = {name: value for name, value in os.environ.items() if not name.startswith(_AROUND)}
         variables |= world.environment
-        variables.setdefault("OMP_NUM_THREADS", str(world.threads or threads_per_rank(len(ranks))))
+        # An empty variable is one that is not set; torch would read a number from it.
+        variables["OMP_NUM_THREADS"] = variables.get("OMP_NUM_THREADS") or str(
+            world.threads or threads_per_rank(len(ranks))
+        )
         with contextlib.suppress(OSError):
             # gloo otherwise looks the host's own name up, which on many machines leads to loopback or nowhere.
             if (interface := interface_of(address_towards(world.address))) is not None:

@@ -47,6 +47,16 @@ class Cell:
         return ", ".join(words)
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How updates of whole tensors are divided: what the busiest rank computes by the mean over ranks, and the bytes
+    that move to owners and back in a step, over all ranks.
+    """
+
+    balance: float
+    exchanged_bytes: int
+
+
 @dataclass(frozen=True)
 class PlannedCell:
     """A cell with its memory, and its time if it fits and the device's speed is known."""
@@ -58,6 +68,8 @@ class PlannedCell:
     units_per_s: float | None = None
     """The rate of one device."""
     mfu: float | None = None
+    division: Division | None = None
+    """How updates of whole tensors are divided among ranks, if there are any."""
 
     @property
     def missing_bytes(self) -> int:
@@ -78,6 +90,7 @@ class Question:
         precisions: those to choose from.
         room_bytes: of a device; None where that is not known.
         module_stages: of modules that have a stage of their own in every cell, by path.
+        optimizer: "adamw", or "muon" for the matrices of the blocks.
     """
 
     cluster: Cluster
@@ -94,6 +107,7 @@ class Question:
     on_cuda: bool = True
     bucket_mb: float | None = None
     module_stages: Mapping[str, StageNumber] = field(default_factory=dict)
+    optimizer: str = "adamw"
 
     @property
     def nodes(self) -> int:
@@ -142,6 +156,8 @@ class Plan:
             words += ["--accumulate", str(cell.accumulate)]
         if cell.recompute:
             words.append("--recompute")
+        if question.optimizer != "adamw":
+            words += ["--optimizer", question.optimizer]
         if question.bucket_mb is not None:
             words += ["--bucket-mb", f"{question.bucket_mb:g}"]
         return " ".join(words)
@@ -160,7 +176,22 @@ class Plan:
         if cell.mesh.outer > 1:
             stage += f", mesh=({cell.mesh.outer}, {cell.mesh.inner})"
         bucket = "" if bucket_mb is None else f", bucket_mb={bucket_mb:g}"
-        return f'ZeroOptimizer(model, torch.optim.AdamW, {stage}, precision="{cell.precision}"{bucket})'
+        classes = "torch.optim.AdamW"
+        if self.question.optimizer == "muon":
+            classes = "{torch.optim.Muon: matrices, torch.optim.AdamW: rest}"
+        return f'ZeroOptimizer(model, {classes}, {stage}, precision="{cell.precision}"{bucket})'
+
+    @property
+    def exchanged(self) -> str | None:
+        """How the best cell's updates of whole matrices are divided; None where there are none, or nothing fits."""
+        if self.best is None or self.best.division is None:
+            return None
+        division, held = self.best.division, self.best.memory.held.exchange
+        return (
+            f"Each matrix is updated by the rank that owns it. The busiest rank computes {division.balance:.2f} times "
+            f"the mean; {division.exchanged_bytes / GIB:,.2f} GiB move there and back in a step, over all ranks, of "
+            f"which a rank holds at most {held / GIB:,.2f} GiB at once."
+        )
 
     @property
     def why(self) -> str:

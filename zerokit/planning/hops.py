@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from zerokit.placement import Axis, Mesh
@@ -56,6 +56,14 @@ class Hops:
             moved = wire_bytes if inner_bytes is None or axis is self._mesh.axes[0] else inner_bytes
             hops += self._hop(axis, moved / cut, adds=True)
         return hops + self.gather(back, sum_bytes)
+
+    def exchange(self, crossing_bytes: Mapping[Axis, float]) -> list[Hop]:
+        """Pieces from rank to rank, so many bytes over each axis and all ranks: like a gather of as many."""
+        hops = []
+        for axis, moved in crossing_bytes.items():
+            ranks = self._mesh.size(axis)
+            hops += self._hop(axis, moved / self._mesh.world * ranks / (ranks - 1), adds=False)
+        return hops
 
     def _hop(self, axis: Axis, payload_bytes: float, *, adds: bool, fresh: bool = False) -> list[Hop]:
         """Ranks of `axis` exchange so many bytes in all, and add up what they receive if `adds`."""

@@ -6,7 +6,8 @@ units and buckets from a `Replay`; activations from a `ModelTrace`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -18,11 +19,16 @@ from zerokit.formulas import (
     ElementBytes,
     MemoryReport,
     Pool,
+    Wholes,
     list_held,
     predict_memory,
 )
+from zerokit.layout import Layout
+from zerokit.owners import Owners
+from zerokit.placement import AnyPlacement
 from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Replay, Step
+from zerokit.planning.work import MATRICES
 from zerokit.runtime.measure import element_bytes
 from zerokit.runtime.precision import Precision
 from zerokit.runtime.trials import OptimizerStates, probe
@@ -66,9 +72,24 @@ def adamw_states(master: torch.dtype) -> OptimizerStates:
     return probe(torch.optim.AdamW, {}, master)
 
 
-def element_sizes(precision: Precision) -> ElementBytes:
-    """Bytes per element in each role, with AdamW."""
-    return element_bytes(precision, adamw_states(precision.master), averaged=False)
+def element_sizes(
+    precision: Precision, optimizer: str, layout: Layout, placement: AnyPlacement
+) -> ElementBytes:
+    """Bytes per element in each role, with AdamW; with "muon" the `MATRICES` have one momentum, on their owners."""
+    sizes = element_bytes(precision, adamw_states(precision.master), averaged=False)
+    if optimizer == "adamw":
+        return sizes
+    momentum = precision.master.itemsize
+    owners = Owners(layout, placement, [MATRICES])
+    return replace(sizes, wholes=Wholes(owners, lambda group, shape: (momentum * math.prod(shape), 0)))
+
+
+def fullest_rank(sizes: ElementBytes, placement: AnyPlacement) -> int:
+    """The rank that holds most: the first one, or the one that owns most."""
+    if sizes.wholes is None:
+        return 0
+    owned = sizes.wholes.owners.sums(lambda tensor: tensor.interval.numel)
+    return placement.mesh.rank(max(range(len(owned)), key=owned.__getitem__))
 
 
 class StepMemory:
@@ -81,10 +102,11 @@ class StepMemory:
         placement, layout = step.placement, step.layout
         self._context = CONTEXT_BYTES if step.on_cuda else 0
         buffers = trace.buffer_bytes
-        self._held = predict_memory(layout, rank=0, placement=placement, sizes=step.sizes, buffers=buffers)
+        rank = fullest_rank(step.sizes, placement)
+        self._held = predict_memory(layout, rank=rank, placement=placement, sizes=step.sizes, buffers=buffers)
         replay = Replay(trace, step)
         self._fixed = dict.fromkeys(MEMORY_KINDS, 0)
-        for one in list_held(layout, rank=0, placement=placement, sizes=step.sizes):
+        for one in list_held(layout, rank=rank, placement=placement, sizes=step.sizes):
             if (
                 one.line == "gradients"
                 and not placement.of_unit(one.unit).cuts_gradients
@@ -111,11 +133,16 @@ class StepMemory:
         by_kind[:, -1] += np.where(self._momentary, now, until_next)
         at = int(by_kind.sum(axis=1).argmax())
         fixed = np.array([self._fixed[kind] for kind in MEMORY_KINDS])
-        peak, highest = fixed + by_kind[at], fixed + by_kind.max(axis=0)
+        # In the update there are no activations; what is on its way to owners and back lies in buffers.
+        update = np.array(
+            [self._held.exchange * (kind == "buffers and buckets") for kind in MEMORY_KINDS], dtype=np.int64
+        )
+        most = by_kind[at] if by_kind[at].sum() >= update.sum() else update
+        peak, highest = fixed + most, fixed + np.maximum(by_kind.max(axis=0), update)
         return PlannedMemory(
             self._held,
             dict(zip(MEMORY_KINDS, peak.tolist(), strict=True)),
             dict(zip(MEMORY_KINDS, highest.tolist(), strict=True)),
-            int(self._held_then[at, 0]),
+            int(self._held_then[at, 0]) if most is not update else 0,
             self._context,
         )

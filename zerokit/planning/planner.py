@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from itertools import product
 
 from zerokit.errors import UsageError
+from zerokit.formulas import ElementBytes
+from zerokit.owners import Owners
 from zerokit.placement import AnyPlacement, Mesh, placed
-from zerokit.planning.cells import GIB, Cell, Plan, PlannedCell, Question
+from zerokit.planning.cells import GIB, Cell, Division, Plan, PlannedCell, Question
 from zerokit.planning.memory import StepMemory, element_sizes
 from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Step
@@ -52,6 +54,7 @@ class _Planner:
             bucket_mb=question.bucket_mb,
             exactly=one_size,
             module_stages=question.module_stages,
+            optimizer=question.optimizer,
         )
         first = self._traces.get(
             self._micro_batches[0], question.precisions[0], recompute=question.recompute[0]
@@ -60,6 +63,7 @@ class _Planner:
         self._layout = first.layout.for_world(question.world)
         self.parameters = first.layout.trainable_numel
         self._steps: dict[tuple[object, ...], StepMemory] = {}
+        self._sizes: dict[tuple[AnyPlacement, str], ElementBytes] = {}
 
     def cells(self) -> Iterator[PlannedCell]:
         """Every candidate; of micro-batches, in order, those up to the first that does not fit."""
@@ -110,24 +114,35 @@ class _Planner:
         rest = cell.stages if cell.mesh.outer > 1 else cell.stages[1]
         stages = [trace.own_stages.get(unit.index, rest) for unit in self._layout.units]
         placement = placed(stages, cell.mesh)
-        memory = self._memory_of(trace, placement, cell).of(trace)
-        planned = PlannedCell(cell, memory, question.room_bytes)
+        sizes = self._sizes_of(placement, cell)
+        memory = self._memory_of(trace, placement, sizes, cell).of(trace)
+        division = None if sizes.wholes is None else _division(sizes.wholes.owners, sizes)
+        planned = PlannedCell(cell, memory, question.room_bytes, division=division)
         efficiency = question.efficiencies.get(cell.precision)
         if efficiency is None or planned.missing_bytes:
             return planned
-        sizes = element_sizes(Precision.of(cell.precision))
         timed = Timed(trace.work, self._layout, placement, sizes, micro_batches=cell.accumulate)
         time = step_time(timed, question.cluster, efficiency)
         units_per_s = trace.work.tokens * cell.accumulate / time.total_s
         peak = question.cluster.device.flops.get(cell.precision)
         flops = self._subject.flops_per_unit or _counted(trace)
         mfu = units_per_s * flops / peak if peak else None
-        return PlannedCell(cell, memory, question.room_bytes, time, units_per_s, mfu)
+        return PlannedCell(cell, memory, question.room_bytes, time, units_per_s, mfu, division)
 
-    def _memory_of(self, trace: ModelTrace, placement: AnyPlacement, cell: Cell) -> StepMemory:
+    def _sizes_of(self, placement: AnyPlacement, cell: Cell) -> ElementBytes:
+        """Made once a placement: owners of thousands of matrices take a while."""
+        key = placement, cell.precision
+        if key not in self._sizes:
+            precision = Precision.of(cell.precision)
+            self._sizes[key] = element_sizes(precision, self._question.optimizer, self._layout, placement)
+        return self._sizes[key]
+
+    def _memory_of(
+        self, trace: ModelTrace, placement: AnyPlacement, sizes: ElementBytes, cell: Cell
+    ) -> StepMemory:
         key = placement, min(cell.accumulate, 3), id(trace.events)
         if key not in self._steps:
-            sizes, question = element_sizes(Precision.of(cell.precision)), self._question
+            question = self._question
             step = Step(self._layout, placement, sizes, on_cuda=question.on_cuda, nodes=question.nodes)
             self._steps[key] = StepMemory(trace, step, accumulate=cell.accumulate)
         return self._steps[key]
@@ -137,6 +152,12 @@ class _Planner:
         question, device = self._question, self._question.cluster.device
         buckets = " and buckets" if question.bucket_mb is None else ""
         lines = [*self._subject.assumptions, f"AdamW, one group of parameters, default units{buckets}."]
+        if question.optimizer == "muon":
+            lines[-1] = (
+                f"Muon for the matrices of the blocks, AdamW for the rest, default units{buckets}. One rank updates "
+                "each matrix. Newton and Schulz's iterations take as long as the model's own products of that size; "
+                "what they allocate is not counted."
+            )
         if question.on_cuda:
             lines.append(
                 "CUDA itself takes 0.5 GB of a device (pytorch/torchcomms#777); NCCL's buffers and fragments of "
@@ -157,6 +178,12 @@ class _Planner:
                 "Micro-batches before the last run inside optimizer.accumulate(): whole gradients stay."
             )
         return tuple(lines)
+
+
+def _division(owners: Owners, sizes: ElementBytes) -> Division:
+    moved = {index: sum(owners.crossings(index).values()) for index in owners.units}
+    nbytes = sum(n * (sizes.reduce + sizes.of_unit(index).compute) for index, n in moved.items())
+    return Division(owners.balance, nbytes)
 
 
 def _counted(trace: ModelTrace) -> float:

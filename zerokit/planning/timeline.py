@@ -8,7 +8,7 @@ ranks do the same, so one of them is simulated: the cost depends on units, not o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ from zerokit.placement import AnyPlacement, Axis
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import PAGE_BYTES, Cluster
 from zerokit.planning.hops import Hop, Hops
-from zerokit.planning.work import ModelWork
+from zerokit.planning.work import ModelWork, newton_schulz
 from zerokit.schedule import Kind, lay_out
 from zerokit.schedule import Plan as Schedule
 
@@ -42,7 +42,7 @@ class StepTime:
         compute_s: forward, backward and recomputation, by themselves.
         exposed_s: how long a rank waits for collectives of each axis, or moves their bytes itself.
         slowed_s: how much longer work takes because collectives in flight use the same device.
-        optimizer_s: norm, clipping and update.
+        optimizer_s: norm, clipping and update, of the rank that owns most of what is updated whole.
         limit: what to improve first: "compute", "memory" (the device's), "host", "inner" or "outer".
         events: of one step; of a step of many micro-batches, the first ones and the last.
     """
@@ -212,14 +212,16 @@ class _Step:
                 clock.exposed[axis] += more * (clock.exposed[axis] - exposed[axis])
         for chain in flown:
             clock.wait(chain, "reduce")
-        start = clock.now
-        clock.run(self._optimizer_seconds(), "update")
+        optimizer_s = self._optimizer_seconds()
+        sent = self._exchange("to owners", plan.sizes.reduce)
+        clock.run(optimizer_s, "update")
+        optimizer_s += self._update_whole_tensors(sent)
         return StepTime(
             clock.now + repeated,
             plan.micro_batches * (sum(self._forward_s) + sum(self._backward_s) + self._fresh_s),
             dict(clock.exposed),
             clock.slowed,
-            clock.now - start,
+            optimizer_s,
             self._limit(),
             tuple(clock.events),
         )
@@ -278,10 +280,51 @@ class _Step:
     def _optimizer_seconds(self) -> float:
         """The norm reads the gradients; the update reads and writes masters and states, and writes parameters."""
         placement, sizes = self._plan.placement, self._plan.sizes
+        whole = frozenset() if sizes.wholes is None else sizes.wholes.owners.groups
         numel = sum(
-            placement.of_unit(unit.index).updated(unit, 0).numel for unit in self._units if unit.trainable
+            stretch.numel
+            for unit in self._units
+            if unit.trainable
+            for group, stretch in unit.groups_within(placement.of_unit(unit.index).updated(unit, 0))
+            if group not in whole
         )
         return self._efficiency.moving_seconds(numel * update_bytes(sizes))
+
+    def _exchange(self, name: str, element_bytes: int, unit: int | None = None) -> dict[int, list[_Flown]]:
+        """Send the pieces of whole tensors, of all units or of one, to their owners or back."""
+        flown: dict[int, list[_Flown]] = {}
+        wholes = self._plan.sizes.wholes
+        if wholes is None:
+            return flown
+        for index in wholes.owners.units if unit is None else [unit]:
+            crossing = {axis: n * element_bytes for axis, n in wholes.owners.crossings(index).items()}
+            flown[index] = self._clock.fly(self._hops.exchange(crossing), f"{name} {index}")
+        return flown
+
+    def _update_whole_tensors(self, sent: Mapping[int, list[_Flown]]) -> float:
+        """Update what the busiest owner has, unit by unit, each behind its gradients; the seconds of computation."""
+        clock, sizes = self._clock, self._plan.sizes
+        if sizes.wholes is None:
+            return 0.0
+        owners, placement = sizes.wholes.owners, self._plan.placement
+        busiest = max(range(len(owners.loads)), key=owners.loads.__getitem__)
+        returned: list[list[_Flown]] = []
+        total = 0.0
+        for index, gradients in sent.items():
+            clock.wait(gradients, f"to owners {index}")
+            owned = owners.owned(index, placement.of_unit(index).owner(busiest))
+            seconds = sum(
+                self._efficiency.seconds(
+                    newton_schulz(each.shape, each.interval.numel * update_bytes(replace(sizes, states=4)))
+                )
+                for each in owned
+            )
+            clock.run(seconds, f"update {index}")
+            total += seconds
+            returned += self._exchange("from owners", sizes.compute, index).values()
+        for chain in returned:
+            clock.wait(chain, "from owners")
+        return total
 
     def _limit(self) -> str:
         own = self._plan.micro_batches * (sum(self._forward_s) + sum(self._backward_s))

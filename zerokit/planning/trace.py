@@ -24,13 +24,14 @@ from zerokit.layout import Layout, build_layout, default_bucket_bytes
 from zerokit.planning.as_on_cuda import as_on_cuda
 from zerokit.planning.recording import SAMPLES, ModelTrace, Moment, Recorder, Recording, uses_of
 from zerokit.planning.subject import Subject
-from zerokit.planning.work import ModelWork
+from zerokit.planning.work import MATRICES, ModelWork
 from zerokit.runtime.casts import cast_inputs, keep_statistics, modules_that_cast
 from zerokit.runtime.hooks import origin, tensors_in
 from zerokit.runtime.model import Anatomy, announcers, settings_of, take_apart
 from zerokit.runtime.options import require_trainable_dtypes
 from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.torch_internals import in_backward
+from zerokit.training.matrices import matrices_of, trainable
 from zerokit.training.recomputation import blocks_of, recompute_blocks
 
 
@@ -43,6 +44,7 @@ def trace_model(
     on_cuda: bool = False,
     bucket_mb: float | None = None,
     module_stages: Mapping[str, int] | None = None,
+    optimizer: str = "adamw",
 ) -> Recording:
     """Run one micro-batch of `subject` on fake tensors.
 
@@ -54,6 +56,7 @@ def trace_model(
         on_cuda: whether operations save what they save on CUDA.
         bucket_mb: as the runtime's.
         module_stages: of modules that have a stage of their own, by path.
+        optimizer: "adamw", or "muon" for the matrices of the blocks.
 
     Raises `UsageError`, which says what failed, for a model that cannot be run so.
     """
@@ -62,6 +65,7 @@ def trace_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("the model has no parameter that requires a gradient, so there is nothing to plan")
     require_trainable_dtypes(model)
+    groups = {} if optimizer == "adamw" else _groups_of_muon(model)
     wanted = _inputs(subject.batch, samples)
     sizes = f". {SAMPLES} samples stood for all sizes: give one --batch-size if the model needs certain sizes"
     failed = (
@@ -72,7 +76,7 @@ def trace_model(
         log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints the traceback of every error
         stack.callback(setattr, log, "disabled", log.disabled)
         log.disabled = True
-        anatomy = take_apart(model, None, {})
+        anatomy = take_apart(model, None, groups)
         bucket_bytes = default_bucket_bytes(anatomy.segments) if bucket_mb is None else int(bucket_mb * 2**20)
         by_module = {**(module_stages or {}), REST: None}
         own = settings_of("module stages", by_module, model, anatomy)
@@ -118,6 +122,17 @@ def trace_model(
         return Recording(samples is None, trace, levels[:, 1:], uses, subject.units_per_sample)
 
 
+def _groups_of_muon(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The group of each trainable parameter. Raises `UsageError` for a model without matrices."""
+    matrices = set(matrices_of(model))
+    if not matrices:
+        raise UsageError(
+            "the model has no matrices that Muon could train: it trains the two-dimensional weights of blocks, the "
+            "children of a model's ModuleLists; use --optimizer adamw"
+        )
+    return {p: MATRICES if p in matrices else MATRICES + 1 for p in trainable(model.parameters())}
+
+
 class Traces:
     """Traces of a subject: a general recording serves micro-batches of all sizes, unless exact ones are asked for.
 
@@ -127,6 +142,7 @@ class Traces:
         bucket_mb: as the runtime's.
         exactly: whether each size of a micro-batch is run by itself, for models that treat some sizes differently.
         module_stages: of modules that have a stage of their own, by path.
+        optimizer: "adamw", or "muon" for the matrices of the blocks.
     """
 
     def __init__(
@@ -137,8 +153,9 @@ class Traces:
         bucket_mb: float | None = None,
         exactly: bool = False,
         module_stages: Mapping[str, int] | None = None,
+        optimizer: str = "adamw",
     ) -> None:
-        traced = partial(trace_model, subject, on_cuda=on_cuda, bucket_mb=bucket_mb)
+        traced = partial(trace_model, subject, on_cuda=on_cuda, bucket_mb=bucket_mb, optimizer=optimizer)
         record = cache(partial(traced, module_stages=module_stages))
 
         @cache

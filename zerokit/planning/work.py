@@ -62,3 +62,16 @@ class ModelWork:
     """Tokens (or samples, for models without tokens) of the micro-batch."""
     fresh_bytes: int = 0
     """What the system hands out for activations where freed memory goes back to it in every pass (stage 3 on hosts)."""
+
+
+MATRICES = 0
+"""The optimizer group of the matrices that Muon trains; AdamW trains the other one."""
+
+_STEPS, _KERNELS = 5, 40
+"""Iterations of Newton and Schulz in `torch.optim.Muon`, and the operations that it launches for a matrix."""
+
+
+def newton_schulz(shape: tuple[int, ...], moved_bytes: int = 0) -> Work:
+    """Muon's update of a matrix, which also reads and writes so many bytes: 5·(4m²n + 2m³) FLOPs with m ≤ n."""
+    m, n = sorted(shape)
+    return Work((Product(m, m, n), Product(m, m, m), Product(m, n, m)) * _STEPS, moved_bytes, _KERNELS)

@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zerokit.by_module import keys_by_path
-from zerokit.errors import UsageError, ZerokitWarning
+from zerokit.errors import UnsupportedOptimizer, UsageError, ZerokitWarning
 from zerokit.layout import Layout
-from zerokit.owners import Owners, rows_of
-from zerokit.runtime.trials import OptimizerStates, choose_kernel
+from zerokit.owners import Owners, Whole, rows_of
+from zerokit.runtime.trials import TRIAL_ERRORS, OptimizerStates, choose_kernel
 
 OptimizerClass: TypeAlias = Callable[..., Optimizer]
 OptimizerClasses: TypeAlias = OptimizerClass | Mapping[OptimizerClass, Any]
@@ -129,25 +129,26 @@ def row_blocks_of(
 
 
 def require_shapes(classes: Sequence[Inner], layout: Layout, owners: Owners) -> None:
-    """Let each class see tensors of the very shapes that it will update, on every rank; it raises its own errors."""
-    shapes: dict[int, list[tuple[int, ...]]] = {}
+    """Let each class see tensors of the very shapes that it will update, on every rank.
+
+    Raises `UnsupportedOptimizer` for one that it refuses.
+    """
+    kinds: dict[tuple[int, tuple[int, ...]], Whole] = {}
     for index in owners.units:
         for tensor in owners.of_unit(index):
-            shapes.setdefault(tensor.group, []).append(tensor.shape)
-    first = 0
-    for inner in classes:
-        numbers = range(first, first + len(inner.groups))
-        first = numbers.stop
-        if owners.groups.isdisjoint(numbers):
-            continue
-        groups = [
-            {
-                **group,
-                "params": [nn.Parameter(torch.zeros(()).expand(shape)) for shape in shapes.get(number, ())],
-            }
-            for number, group in zip(numbers, inner.groups, strict=True)
-        ]
-        inner.optimizer_class(groups, **inner.options)
+            kinds.setdefault((tensor.group, tensor.shape), tensor)
+    groups = [(inner, group) for inner in classes for group in inner.groups]
+    for (number, shape), tensor in kinds.items():
+        inner, group = groups[number]
+        tried = nn.Parameter(torch.zeros(()).expand(shape))
+        try:
+            inner.optimizer_class([{**group, "params": [tried]}], **inner.options)
+        except TRIAL_ERRORS as error:
+            name = layout.units[tensor.unit].slices[tensor.position].parameter.name
+            raise UnsupportedOptimizer(
+                f"{inner.optimizer_class.__name__} does not take {name} {list(shape)} ({error}): give it to another "
+                "class, such as AdamW"
+            ) from error
 
 
 def warn_of_unsuited(

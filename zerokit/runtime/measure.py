@@ -42,7 +42,8 @@ def measure_memory(runtime: Runtime) -> MemoryReport:
     for one in list_holdings(runtime):
         lines[one.line] += one.used
         lines["padding"] += one.padding
-    return MemoryReport(**lines | {"transient": runtime.gradients.transient})
+    most = {"transient": runtime.gradients.transient, "exchange": runtime.wholes.most}
+    return MemoryReport(**lines | most)
 
 
 def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
@@ -133,7 +134,7 @@ def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
         whole = runtime.states[group].whole
         assert whole is not None
         every, single = whole.nbytes(shape)
-        return every + average * math.prod(shape), single
+        return every + average * math.prod(shape), single + (0 if shape else average)
 
     wholes = Wholes(runtime.owners, states_of) if runtime.owners else None
     of = partial(element_bytes, states=runtime.states[0], averaged=averaged)

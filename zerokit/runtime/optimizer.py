@@ -362,6 +362,14 @@ class ZeroOptimizer(ForwardingOptimizer):
         """Steps left out for inf or nan in gradients, or for losses that are sums over nothing. A device tells late."""
         return self._control.skips.total
 
+    @property
+    def update_balance(self) -> float:
+        """What the busiest rank computes of updates of whole tensors, divided by the mean over ranks, by `update_cost`.
+
+        1.0 is even, and what elementwise optimizers have.
+        """
+        return self.runtime.owners.balance
+
     def traffic(self) -> TrafficReport:
         """The traffic of the last finished step."""
         return self._last_traffic

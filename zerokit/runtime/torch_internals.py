@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.decorators import skip
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import profiler
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.utils.parametrizations import _SpectralNorm

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UnsupportedOptimizer
-from zerokit.runtime.torch_internals import TorchDispatchMode
+from zerokit.runtime.torch_internals import FakeTensorMode, TorchDispatchMode
 
 _SHAPE = (16, 24)
 _OTHER_SHAPE = (12, 20)
@@ -32,7 +32,7 @@ _ADVICE = (
     "zerokit shards elementwise optimizers (AdamW, Adam, SGD, Adagrad, RMSprop, NAdam), and steps those that update "
     "each tensor by itself (Muon, Adafactor) on its owner"
 )
-_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, AssertionError)
+TRIAL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, AssertionError)
 """What classes raise for tensors that they do not take."""
 
 
@@ -88,8 +88,7 @@ class WholeStates:
         self._make, self._master = make, master
         self._require_apart(name)
         self.takes_vectors = self._steps(((8,),))
-        self._trials: dict[tuple[int, ...], _States] = {}
-        """By pattern of shapes."""
+        self._trials: dict[tuple[int, ...], _States] = {}  # by shape
 
     def _require_apart(self, name: str) -> None:
         shapes = (_SHAPE, _OTHER_SHAPE)
@@ -97,7 +96,7 @@ class WholeStates:
             alone = [self._run([number], shapes) for number in range(2)]
             together = self._run([0, 1], shapes)
             in_turn = self._run([0, 1], shapes, in_turn=True)
-        except _ERRORS as error:
+        except TRIAL_ERRORS as error:
             raise UnsupportedOptimizer(
                 f"{name} cannot step one of two tensors alone ({type(error).__name__}: {error}). {_ADVICE}"
             ) from error
@@ -112,7 +111,7 @@ class WholeStates:
     def _steps(self, shapes: Sequence[tuple[int, ...]]) -> bool:
         try:
             self._run(range(len(shapes)), shapes, steps=1)
-        except _ERRORS:
+        except TRIAL_ERRORS:
             return False
         return True
 
@@ -139,13 +138,12 @@ class WholeStates:
     def nbytes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Bytes of the states of a tensor of this shape, and of those among them that are single numbers.
 
-        Found on a small tensor of as many dimensions, whose sizes tell which dimension of a state is which. States that
-        a class leaves out above some size are counted.
+        Found by steps of a tensor of this very shape without memory. Classes that look at values cannot make them: what
+        they keep of a small tensor of as many dimensions is scaled up, states included that a class leaves out above
+        some size.
         """
         sizes = self._states(shape).sizes
-        whole = sum(
-            width * math.prod(shape[-at - 1] if at < 0 else at for at in dims) for dims, width in sizes
-        )
+        whole = sum(width * math.prod(dims) for dims, width in sizes)
         return whole, sum(width for dims, width in sizes if not dims)
 
     def kinds(self, shape: tuple[int, ...]) -> tuple[frozenset[str], frozenset[str]]:
@@ -154,34 +152,38 @@ class WholeStates:
         return states.alike, states.all
 
     def _states(self, shape: tuple[int, ...]) -> _States:
-        pattern = tuple(min(size, 2) for size in shape)
-        if pattern not in self._trials:
-            self._trials[pattern] = self._try(pattern)
-        return self._trials[pattern]
+        if shape not in self._trials:
+            try:
+                with FakeTensorMode():
+                    self._trials[shape] = self._try(shape)
+            except TRIAL_ERRORS:
+                # Sizes that no count or other dimension is taken for.
+                small = tuple(1 if size == 1 else 11 + 2 * at for at, size in enumerate(shape))
+                which = {math.prod(small): math.prod(shape)}
+                which |= {tried: size for tried, size in zip(small, shape, strict=True) if tried > 1}
+                tried = self._try(small)
+                sizes = [
+                    (tuple(which.get(size, size) for size in dims), width) for dims, width in tried.sizes
+                ]
+                self._trials[shape] = tried._replace(sizes=sizes)
+        return self._trials[shape]
 
-    def _try(self, pattern: tuple[int, ...]) -> _States:
-        # Sizes that no count or other dimension is taken for.
-        small = tuple(1 if size == 1 else 11 + 2 * at for at, size in enumerate(pattern))
-        (start,), ((gradient,),) = _trial_data([small], 1)
+    def _try(self, shape: tuple[int, ...]) -> _States:
+        (start,), gradients = _trial_data([shape], 2)
         tensor = nn.Parameter(start.to(self._master))
         optimizer = self._make([tensor])
         _begin(optimizer)
-        alike: frozenset[str] | None = None
-        for _ in range(2):
+        kinds: list[set[str]] = []
+        for (gradient,) in gradients:
             Turns(optimizer).take({tensor: gradient.to(self._master)})
             state = optimizer.state[tensor]
-            same = {k for k, v in state.items() if isinstance(v, Tensor) and v.shape == tensor.shape}
-            alike = frozenset(same) if alike is None else alike & same
-        which = {size: -at - 1 for at, size in enumerate(small) if size > 1}
-        sizes = [
-            (tuple(which.get(size, size) for size in value.shape), value.element_size())
-            for value in tensors_in(list(state.values()))
-        ]
-        return _States(sizes, alike or frozenset(), frozenset(state))
+            kinds.append({k for k, v in state.items() if isinstance(v, Tensor) and v.shape == tensor.shape})
+        sizes = [(tuple(value.shape), value.element_size()) for value in tensors_in(list(state.values()))]
+        return _States(sizes, frozenset(set.intersection(*kinds)), frozenset(state))
 
 
 class _States(NamedTuple):
-    """The states of a small tensor: each one's dimensions, and its bytes an element; and their kinds."""
+    """The states of one tensor: each one's shape, and its bytes an element; and their kinds."""
 
     sizes: list[tuple[tuple[int, ...], int]]
     alike: frozenset[str]
@@ -267,7 +269,7 @@ def probe(
     try:
         with _Alone(name):
             _run(optimizer, whole, gradients)
-    except _ERRORS as error:
+    except TRIAL_ERRORS as error:
         raise UnsupportedOptimizer(
             f"{name} cannot be stepped without a closure, or not on a matrix ({type(error).__name__}: {error}). "
             f"{_ADVICE}"
@@ -279,7 +281,7 @@ def probe(
             _run(make([piece]), piece, [g.flatten().split(half)[number] for g in gradients])
         together = torch.cat([piece.detach() for piece in cut]).view(_SHAPE)
         elementwise = torch.allclose(whole.detach(), together, rtol=1e-4, atol=1e-6)
-    except _ERRORS:
+    except TRIAL_ERRORS:
         elementwise = False  # a class that wants matrices
     shapes = None if elementwise else WholeStates(name, make, master)
     if shapes is not None:
@@ -291,7 +293,7 @@ def probe(
     optimizer = make([typed])
     try:
         _run(optimizer, typed, gradients)
-    except _ERRORS as error:
+    except TRIAL_ERRORS as error:
         raise UnsupportedOptimizer(
             f"{name} cannot be stepped in {master} ({type(error).__name__}: {error}). {_ADVICE}"
         ) from error

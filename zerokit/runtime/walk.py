@@ -162,7 +162,8 @@ class ModelWalk(Owner):
             require_no_graphs(module)
         self._in_forward = True
         self._given.clear()
-        self._engine.take_changes()
+        with outside_transforms():
+            self._engine.take_changes()
         if torch.is_autocast_enabled(self._device):
             # Weights cast in an earlier forward would receive their gradients after everything of this one, and both
             # forwards' would be added in half precision where the weight stays: equal bits at all stages need neither.

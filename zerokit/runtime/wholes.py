@@ -7,13 +7,14 @@ owns without waiting for another rank's computation. It takes part in every exch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zerokit.errors import ScheduleError
 from zerokit.formulas import Operation, operation_name
 from zerokit.layout import Interval
 from zerokit.owners import Move, Owners
@@ -23,7 +24,7 @@ from zerokit.runtime.collectives.base import Count
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.inner import Part, Turns
 from zerokit.runtime.masters import Master, WholeMaster
-from zerokit.runtime.shards import Shards
+from zerokit.runtime.shards import Shards, same_place
 from zerokit.runtime.unit import UnitState
 
 ValuesOf = Callable[[WholeMaster], Tensor]
@@ -44,6 +45,8 @@ class WholeTensors:
         self._gradients, self._parts = gradients, [part for part in parts if part.whole]
         self._units = [_UnitWholes(units[index], owners, collectives) for index in owners.units]
         self._collectives = collectives
+        self.most = 0
+        """Bytes that gradients and updated values took at most in the last step, on their way to owners and back."""
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -60,8 +63,7 @@ class WholeTensors:
 
     def publish(self) -> None:
         """Write the masters to what every rank keeps of the parameters. Collective."""
-        works = [one.spread(_values, one.unit.kept) for one in self._units]
-        self._finish(works)
+        self._finish([one.spread(_values, one.unit.kept) for one in self._units])
 
     def _finish(self, works: Sequence[Work]) -> None:
         for work in works:
@@ -75,32 +77,46 @@ class WholeTensors:
 
         The masters are not guarded. Whatever an optimizer raises, this rank takes part in all exchanges before.
         """
-        parts = self._parts
-        arrivals = [one.collect(self._gradients.units[one.unit.index].held) for one in self._units]
+        arriving = {one: one.collect(self._gradients) for one in self._units if one.moves}
         returning: list[Work] = []
+        held = sum(memory.nbytes for _, memory in arriving.values())
+        self.most, gone = held, False
         try:
             yield
-            turns = {part: Turns(part.optimizer) for part in parts}
-            for part in parts:
+            turns = {part: Turns(part.optimizer) for part in self._parts}
+            for part in self._parts:
                 # Slices of groups that the class updates element by element; at least once, as what a class counts
                 # must be alike on all ranks.
                 tensors = [tensor for group in part.optimizer.param_groups for tensor in group["params"]]
                 turns[part].take({tensor: tensor.grad for tensor in tensors if tensor.grad is not None})
-            for one, (work, gradients) in zip(self._units, arrivals, strict=True):
-                work.wait()
-                one.unit.complete()  # the parameters of a unit that this rank has not used since the last step
-                skipped = self._gradients.units[one.unit.index].skipped
-                for part in parts:
-                    # Each by itself: a class that stacks equal shapes rounds differently with their number.
-                    for master in one.unit.owned:
-                        if master.group in part.groups and master.whole.position not in skipped:
-                            gradient = gradients.pop(master).to(master.tensor.dtype)
-                            turns[part].take({master.tensor: gradient})
-                gradients.clear()
+            for one in self._units:
+                if one not in arriving:
+                    arriving[one] = one.collect(self._gradients)
+                    held += arriving[one][1].nbytes
+                    self.most = max(self.most, held)
+                self._update(one, *arriving[one], turns)
+                held += one.sent_numel * one.unit.dtype.itemsize - arriving.pop(one)[1].nbytes
+                self.most = max(self.most, held)
                 returning.append(one.spread(_values, one.unit.kept))
+        except ScheduleError:
+            gone = True  # ranks that are waited for: each further wait would take the time-out again
+            raise
         finally:
-            returning += [one.spread(_values, one.unit.kept) for one in self._units[len(returning) :]]
-            self._finish(returning)
+            if not gone:
+                rest = self._units[len(returning) :]
+                returning += [work for work, _ in arriving.values()]
+                self._finish([*returning, *(one.spread(_values, one.unit.kept) for one in rest)])
+
+    def _update(self, one: _UnitWholes, work: Work, memory: Tensor, turns: Mapping[Part, Turns]) -> None:
+        """Step a unit's tensors once their gradients have come to `memory`."""
+        work.wait()
+        one.unit.complete()  # the parameters of a unit that this rank has not used since the last step
+        skipped = self._gradients.units[one.unit.index].skipped
+        for part, turn in turns.items():
+            # Each by itself: a class that stacks equal shapes rounds differently with their number.
+            for master, gradient in one.places(memory):
+                if master.group in part.groups and master.whole.position not in skipped:
+                    turn.take({master.tensor: gradient.to(master.tensor.dtype).view(master.whole.shape)})
 
 
 def _values(master: Master) -> Tensor:
@@ -111,13 +127,17 @@ class _UnitWholes:
     """The tensors of one unit, and what moves between this rank and others."""
 
     def __init__(self, unit: UnitState, owners: Owners, collectives: Collectives) -> None:
-        self.unit, self._owners, self._collectives = unit, owners, collectives
+        self.unit, self._collectives = unit, collectives
         placement, mesh = unit.placement, collectives.mesh
-        self._cut, self._own = owners.cut(unit.unit), unit.owner
+        self._cut, own = owners.cut(unit.unit), unit.owner
         moves = list(owners.moves(unit.index))
-        self._leaving = [move for move in moves if move.piece == self._own]
-        self._arriving = [move for move in moves if move.tensor.owner == self._own]
-        self._moves = bool(moves)
+        self._leaving = [move for move in moves if move.piece == own]
+        self._arriving = [move for move in moves if move.tensor.owner == own]
+        self.moves = bool(moves)
+        """Whether anything moves between ranks: else each has all of the tensors that it updates."""
+        self._numel = owners.owned_numel(unit.index, own)
+        self.sent_numel = self._numel if moves else 0
+        """Elements of the memory from which an owner's values are sent."""
         inner = len(self._cut) < mesh.world
         self._route = collectives.routes[Axis.INNER] if inner else collectives.between_all
         self._peer = {
@@ -126,17 +146,25 @@ class _UnitWholes:
         }
         self._crossings = owners.crossings(unit.index)
 
-    def collect(self, held: Shards) -> tuple[Work, dict[WholeMaster, Tensor]]:
-        """Start to bring the gradients of what this rank owns together from what ranks hold of them."""
-        mine = Shards(self.unit.unit, held.at(self.unit.updated), self.unit.updated)
-        memory = self._room(held.dtype)
-        gradients = {}
+    def places(self, memory: Tensor) -> Iterator[tuple[WholeMaster, Tensor]]:
+        """The masters of what this rank owns, each with its elements in `memory`, flat."""
         for master in self.unit.owned:
-            flat = memory[master.whole.start : master.whole.start + master.whole.interval.numel]
-            Shards(self.unit.unit, flat, master.interval).copy(mine)
-            gradients[master] = flat.view(master.whole.shape)
-        first = mine.interval.start
-        sends = [(self._peer[move.tensor.owner], move.interval.shifted(-first)) for move in self._leaving]
+            start = master.whole.start
+            yield master, memory[start : start + master.whole.interval.numel]
+
+    def collect(self, gradients: Gradients) -> tuple[Work, Tensor]:
+        """Start to bring the gradients of what this rank owns together, in memory of their own, as a class may write
+        to them.
+        """
+        held = gradients.units[self.unit.index].held
+        mine = Shards(self.unit.unit, held.at(self.unit.updated), self.unit.updated)
+        memory = torch.empty(self._numel, dtype=held.dtype, device=held.device)
+        for master, place in self.places(memory):
+            master.like(place).copy(mine)
+        sends = [
+            (self._peer[move.tensor.owner], move.interval.shifted(-mine.interval.start))
+            for move in self._leaving
+        ]
         receives = [
             (
                 self._peer[move.piece],
@@ -145,16 +173,19 @@ class _UnitWholes:
             )
             for move in self._arriving
         ]
-        return self._exchange(Kind.TO_OWNERS, Parcels(mine.tensor, sends, receives)), gradients
+        return self._exchange(Kind.TO_OWNERS, Parcels(mine.tensor, sends, receives)), memory
 
     def spread(self, values_of: ValuesOf, into: Shards, *, counted: bool = True) -> Work:
         """Start to write the values of the owners' masters to this rank's piece of them, `into`."""
-        memory = self._room(into.dtype)
-        for master in self.unit.owned:
-            flat = memory[master.whole.start : master.whole.start + master.whole.interval.numel]
-            flat.copy_(values_of(master))
-            piece = Shards(self.unit.unit, into.at(self.unit.updated), self.unit.updated)
-            piece.copy(Shards(self.unit.unit, flat, master.interval))
+        memory = torch.empty(self.sent_numel, dtype=into.dtype, device=into.device)
+        piece = Shards(self.unit.unit, into.at(self.unit.updated), self.unit.updated)
+        for master, place in self.places(memory):
+            values = master.like(values_of(master))
+            here, there = piece.at(values.interval), values.at(piece.interval)
+            if not same_place(here, there):
+                here.copy_(there)
+            if self.moves:
+                place.copy_(values.tensor)
         sends = [(self._peer[move.piece], _place(move)) for move in self._arriving]
         receives = [
             (self._peer[move.tensor.owner], _place(move).start, into.at(move.interval))
@@ -162,12 +193,8 @@ class _UnitWholes:
         ]
         return self._exchange(Kind.FROM_OWNERS, Parcels(memory, sends, receives), counted=counted)
 
-    def _room(self, dtype: torch.dtype) -> Tensor:
-        numel = self._owners.owned_numel(self.unit.index, self._own)
-        return torch.empty(numel, dtype=dtype, device=self.unit.device)
-
     def _exchange(self, kind: Kind, parcels: Parcels, *, counted: bool = True) -> Work:
-        if not self._moves:
+        if not self.moves:
             return DONE
         counts = list(self._counts(kind, parcels)) if counted else []
         return self._collectives.exchange(self._route, kind, self.unit.index, parcels, counts)

@@ -69,6 +69,16 @@ def test_the_page_says_who_won_and_what_failed(page: str) -> None:
     assert "not run: DeepSpeed 2 (deepspeed is not installed here; pip install deepspeed)" in text
 
 
+def test_the_optimizer_is_named_with_its_share_of_the_step(page: str) -> None:
+    assert "<dt>optimizer</dt><dd>adamw</dd>" in page
+    assert "phase/optimizer_share" in page
+    shown = render([Run("", (make_cell(optimizer="muon"), make_cell("fsdp2", 3, optimizer="muon")))])
+    assert " · fp32 · muon · 2 ranks on 2 nodes" in shown
+    results = shown[shown.index(">Results<") : shown.index(">Pictures<")]
+    assert "optimizer&#39;s share" in results
+    assert results.count('<td class="value">10.2</td>') == 2
+
+
 def test_nothing_is_loaded_from_outside_and_only_the_drawing_runs(page: str) -> None:
     elements = parsed(page)
     assert not {"link", "iframe", "object", "img"} & {tag for tag, _ in elements.seen}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from zerokit.bench.catalogue.engines import available_bytes
 from zerokit.bench.plans.subjects import speed_of, subject_named
 from zerokit.bench.record.record import Record, RecordError, read_record
-from zerokit.bench.record.settings import parse_mesh
+from zerokit.bench.record.settings import OPTIONS, parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh, stage_of
 from zerokit.planning.cells import Plan, PlannedCell, Question
@@ -50,8 +50,9 @@ def plan(
     precision: str | Sequence[str] | None = None,
     recompute: bool | None = None,
     bucket_mb: float | None = None,
+    optimizer: str = "adamw",
 ) -> Plan:
-    """Predict memory and time of every way to train `model` with AdamW on `gpus` ranks, best first. No rank is started.
+    """Predict memory and time of every way to train `model` on `gpus` ranks, best first. No rank is started.
 
     The plan chooses what is None.
 
@@ -74,6 +75,7 @@ def plan(
         precision: "fp32", "bf16", "fp16".
         recompute: whether blocks are recomputed in backward.
         bucket_mb: as `ZeroOptimizer`'s.
+        optimizer: "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest.
 
     Raises `UsageError` for what is unknown, contradictory, or cannot be traced.
     """
@@ -82,6 +84,10 @@ def plan(
     for name, given in counts.items():
         if wrong := [one for one in _several(given) or () if not isinstance(one, int) or one < 1]:
             raise UsageError(f"{name} {wrong[0]!r}: expected a whole number above 0")
+    if optimizer not in OPTIONS["optimizer"].choices:
+        raise UsageError(
+            f"optimizer {optimizer!r}: expected one of {', '.join(OPTIONS['optimizer'].choices)}"
+        )
     if bucket_mb is not None and not 0 < bucket_mb < inf:
         raise UsageError(f"bucket_mb {bucket_mb}: expected a number above 0")
     if samples_per_step is not None and accumulate != 1 and accumulate is not None:
@@ -119,6 +125,7 @@ def plan(
         on_cuda=on_cuda,
         bucket_mb=bucket_mb,
         module_stages={path: stage_of(own) for path, own in (module_stages or {}).items()},
+        optimizer=optimizer,
     )
     found = plan_cells(subject, question)
     return replace(found, assumptions=(*notes, *reasons, *found.assumptions))
@@ -320,4 +327,6 @@ def plain_cell(one: PlannedCell) -> dict[str, Any]:
         "limit": time and time.limit,
         "units_per_s_per_device": one.units_per_s,
         "mfu": one.mfu,
+        "update_balance": one.division and one.division.balance,
+        "exchanged_bytes": one.division and one.division.exchanged_bytes,
     }

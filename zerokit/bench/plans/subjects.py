@@ -227,20 +227,24 @@ class PlanBeside:
     ) -> None:
         self._settings = settings
         self._timed: Timed | None = None
-        if settings.optimizer != "adamw":
-            self.planned = Planned({}, {}, reason="plans are made for AdamW")
-            return
         name, on_cuda = settings.precision or "fp32", device is not None
         if traces is None:
-            traces = Traces(subject_of(loaded), on_cuda=on_cuda, bucket_mb=settings.bucket_mb, exactly=True)
+            traces = Traces(
+                subject_of(loaded),
+                on_cuda=on_cuda,
+                bucket_mb=settings.bucket_mb,
+                exactly=True,
+                optimizer=settings.optimizer,
+            )
         try:
             trace = traces.get(settings.batch_size, name, recompute=settings.recompute)
         except UsageError as error:
             self.planned = Planned({}, {}, reason=str(error))
             return
         mesh = placement.mesh
-        sizes = element_sizes(precision)
-        step = Step(trace.layout.for_world(mesh.world), placement, sizes, on_cuda, settings.nodes)
+        layout = trace.layout.for_world(mesh.world)
+        sizes = element_sizes(precision, settings.optimizer, layout, placement)
+        step = Step(layout, placement, sizes, on_cuda, settings.nodes)
         memory = StepMemory(trace, step, accumulate=settings.accumulate).of(trace)
         self._timed = Timed(trace.work, step.layout, placement, sizes, micro_batches=settings.accumulate)
         step_ms: float | None = None
@@ -263,6 +267,8 @@ class PlanBeside:
         reading = _reading(record.bandwidth or (), record.settings.world)
         if timed.placement.mesh.outer > 1 or record.traffic is None or record.traffic.route != "memory":
             why = "hosts have planned steps where all ranks of a node read each other's memory"
+        elif self._settings.optimizer != "adamw":
+            why = "a host's step is planned for AdamW, whose update says how fast the host moves bytes"
         elif self._settings.precision != "fp32" or not twin.pace_ms or reading is None:
             why = "a host's step is planned in fp32, from a twin that computes the same"
         else:
@@ -296,8 +302,8 @@ def speed_of(record: Record, cluster: Cluster, world: int) -> Efficiency:
     settings = record.settings
     if settings.optimizer != "adamw":
         raise UsageError(
-            f"the record's bench trained with {settings.optimizer}, and plans are made for AdamW: give a record of "
-            "--optimizer adamw"
+            f"the record's bench trained with {settings.optimizer}, and AdamW's update says how fast a device moves "
+            "bytes: give a record of --optimizer adamw"
         )
     precision = settings.precision or "fp32"
     traces = Traces(
@@ -305,11 +311,12 @@ def speed_of(record: Record, cluster: Cluster, world: int) -> Efficiency:
     )
     trace = traces.get(settings.batch_size, precision, recompute=settings.recompute)
     mesh = Mesh(1, measured.ranks)
+    layout, placement = trace.layout.for_world(mesh.world), Placement.of(settings.stage, mesh)
     measured_plan = Timed(
         trace.work,
-        trace.layout.for_world(mesh.world),
-        Placement.of(settings.stage, mesh),
-        element_sizes(Precision.of(precision)),
+        layout,
+        placement,
+        element_sizes(Precision.of(precision), settings.optimizer, layout, placement),
         micro_batches=settings.accumulate,
     )
     nominal = of_device(device, precision, SHARES["h100-80"]) if device.flops else None

@@ -55,10 +55,13 @@ class Operation:
 
 
 class CudaEvent:
-    """Work on a side stream: waiting makes the current stream wait, not the host."""
+    """Work on a side stream: waiting makes the current stream wait, not the host.
 
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self.event, self._device = event, device
+    It keeps the operation's tensors: the allocator would hand out memory that is dropped while the stream uses it.
+    """
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device, operation: Operation) -> None:
+        self.event, self._device, self._operation = event, device, operation
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self.event)
@@ -84,7 +87,7 @@ class CudaStream:
         while self._launched and self._launched[0][1].query():
             self._launched.popleft()
         self._launched.append((operation.name, event))
-        return CudaEvent(event, self._device)
+        return CudaEvent(event, self._device, operation)
 
     def join(self) -> None:
         """Make the computation wait for everything that was launched."""

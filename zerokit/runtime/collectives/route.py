@@ -136,7 +136,13 @@ class Route:
 
     def exchange(self, kind: Kind, unit: int, parcels: Parcels) -> Hop:
         """What moves pieces of a unit from rank to rank, once. What is sent stays as it is until `wait_for_readers`."""
-        return lambda after: DONE
+
+        def start(after: Work | None) -> Done:
+            for _, _, into in parcels.receives:
+                into.zero_()
+            return DONE
+
+        return start
 
     def wait_for_readers(self, unit: int | None = None) -> None:
         """Wait until this rank's pieces of gathered units, or of one unit, may be changed or dropped."""
