@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import hashlib
 import json
@@ -49,7 +50,7 @@ TIMEOUT_S = 10.0
 """Time-out of collectives; a closed connection is noticed at once."""
 PATIENCE_S = 60.0
 """Ranks that say nothing for so long hang."""
-KINDS = ("saves", "background", "frozen", "islands", "elastic", "sweeps", "push", "conversions")
+KINDS = ("saves", "background", "frozen", "tensorwise", "islands", "elastic", "sweeps", "push", "conversions")
 KEPT = 2
 SAVES = 4
 """At most so many are begun before the kill."""
@@ -100,6 +101,8 @@ class Round:
     """Every save is beside the training."""
     frozen: bool
     """A frozen base, which changes now and then, is saved once for all steps that have the same."""
+    tensorwise: bool
+    """The matrix is updated whole, and has states in files of their own."""
     islands: bool
     """Every rank is an island of local steps, with a run of its own."""
     last: bool
@@ -169,14 +172,15 @@ def rank_main(this: Round, rank: int, run: Path, store: Path, pipe: int) -> None
     torch.nn.init.zeros_(model.bias)
     if this.frozen:
         model.base = torch.nn.Parameter(torch.zeros(200, 300), requires_grad=False)
+    classes: Any = functools.partial(torch.optim.SGD, lr=0.125, momentum=0.5)
+    if this.tensorwise:
+        classes = {torch.optim.Adafactor: [model.weight], classes: [model.bias]}
     optimizer = zerokit.ZeroOptimizer(
         model,
-        torch.optim.SGD,
+        classes,
         stage=("local", stage_of(this.stage)) if this.islands else stage_of(this.stage),
         mesh=(this.world, 1) if this.islands else None,
         precision="fp32",
-        lr=0.125,
-        momentum=0.5,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     if this.islands:
@@ -376,6 +380,7 @@ def play_all(report: Report, run: Path, stores: Path, *, quiet: bool, kind: str)
             exchanges=draw.random() < 0.7,
             background=kind == "background",
             frozen=kind == "frozen",
+            tensorwise=kind == "tensorwise",
             islands=islands,
             last=number == report.rounds,
         )

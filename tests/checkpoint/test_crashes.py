@@ -47,6 +47,8 @@ class Saves:
     before: tuple[int, ...]
     step: int
     how: How
+    whole: bool = False
+    """With states that are not cut."""
 
 
 AGAIN, BY_RENAMES = How(overwrite=True), How(overwrite=True, exchanges=False)
@@ -63,20 +65,24 @@ SAVES = {
     "a base, first": Saves((), 5, How(frozen="once")),
     "another base": Saves((1, 2), 4, How(frozen="once", keep_last=1)),
     "another base of that step": Saves((5,), 5, How(frozen="once", overwrite=True, exchanges=False)),
+    "states that are not cut": Saves((1, 2), 4, How(keep_last=1), whole=True),
+    "the same states once more": Saves((3, 5), 5, AGAIN, whole=True),
     "another base in the background": Saves((1, 2), 4, How(frozen="once", keep_last=2, blocking=False)),
 }
 OF_THREE = (
     *("next", "background", "overwrite the newest", "overwrite the newest, by renames", "retention"),
-    *("another base", "another base in the background"),
+    *("another base", "another base in the background", "states that are not cut"),
 )
 CASES = [(3 if name in OF_THREE else 1, name) for name in SAVES]
 
 
 def _record(folder: str, names: list[str]) -> None:
     rank = dist.get_rank()
-    optimizers = {base: small_optimizer(base=base) for base in (False, True)}
+    optimizers = {
+        kind: small_optimizer(base=kind == "base", whole=kind == "whole") for kind in ("", "base", "whole")
+    }
     for number, name in enumerate(names):
-        optimizer = optimizers[SAVES[name].how.frozen == "once"]
+        optimizer = optimizers["base" if SAVES[name].how.frozen == "once" else "whole" * SAVES[name].whole]
         case, root, journal = SAVES[name], Path(folder, f"root-{number}"), Path(folder, f"journal-{number}")
         if rank == 0:
             root.mkdir()
@@ -128,7 +134,7 @@ def _require_tidy(run: Path) -> None:
 def _survives(folder: str, journal: str, name: str) -> int:
     """The number of states that were looked at."""
     case, places = SAVES[name], _Places(Path(folder))
-    optimizer = small_optimizer(base=case.how.frozen == "once")
+    optimizer = small_optimizer(base=case.how.frozen == "once", whole=case.whole)
     states = list(crashes(Path(journal)))
     old, new = (newest_step(places.made(state.tree) / "run") for state in (states[0], states[-1]))
     assert old != new

@@ -317,6 +317,13 @@ def apart(frozen: dict[str, str]) -> Callable[[Any], None]:
     return lambda plain: plain.update(version=[2, 0], frozen=frozen)
 
 
+def uncut(position: int, kinds: list[str], **members: Any) -> Callable[[Any], None]:
+    """A file of states that are not cut; with no other members it is listed twice."""
+    entry = {"parameter": position, "rows": [0, 1], "kinds": kinds, "bytes": 4096, "crc32": "00000000"}
+    entry |= {"name": f"states-{position:05d}-00000.safetensors"} | members
+    return lambda plain: plain.update(version=[3, 0], uncut=[entry] * (2 if members == {} else 1))
+
+
 OUTSIDE = "../rank-00000-of-00003.safetensors"
 REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "another content": (put("content", value="adapters"), "'adapters', this zerokit knows 'weights': use"),
@@ -343,6 +350,13 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "streams twice": (doubled("streams"), "streams are not in order"),
     "a parameter in no stream": (stream(-1, parameters=[], crc32=""), "is in no param stream"),
     "a checksum in capitals": (in_capitals, "'ABCDEF01' is not a CRC-32 of eight hexadecimal digits"),
+    "uncut nowhere": (put("version", value=[3, 0]), "'uncut' is missing"),
+    "uncut twice": (uncut(0, ["GG"]), "uncut states of parameter 0 are not in order, or of the same rows"),
+    "uncut rows that are not there": (uncut(0, ["GG"], rows=[0, 51]), "which has no such rows"),
+    "uncut states of no parameter": (uncut(99, ["GG"]), "'parameter' is 99, expected 0 to"),
+    "uncut of no kind": (uncut(0, [], rows=[0, 2]), "uncut states of parameter 0 are not in order"),
+    "uncut and cut": (uncut(0, ["exp_avg"], rows=[0, 2]), "'exp_avg' of parameter 0 is uncut, and there is"),
+    "uncut elsewhere": (uncut(0, ["GG"], name="../a"), "is called '../a', expected 'states-00000-00000.safe"),
     "scalars twice": (doubled("scalars"), "scalars of one kind are listed twice"),
     "a flood of scalars": (many_scalars, "hold more than 4194304 parameters together"),
     "too many streams": (doubled("streams", 1000), "000 streams are listed, 1024 are allowed"),

@@ -247,6 +247,43 @@ def test_what_deepspeed_does_not_write_is_named_with_its_file(
         open_source(folder)
 
 
+def _as_muon(value: Any) -> None:
+    """The first group's states as DeepSpeed's Muon has them."""
+    states = value.get("optimizer_state_dict", {})
+    base = states.get("optimizer_state_dict", states.get("base_optimizer_state"))
+    if base is not None:
+        group = base["param_groups"][0]
+        group["use_muon"] = True
+        for number in group["params"]:
+            base["state"][number] = {"momentum_buffer": base["state"][number]["exp_avg"]}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_momentum_of_muon_is_read_where_no_tensor_is_cut(
+    made: Path, tmp_path: Path, changed: Any, stage: int
+) -> None:
+    """At stages 1 and 2 a rank keeps it for whole tensors, so it is left out where two ranks share one."""
+    two, one = made / f"deepspeed-{stage}-fp32", tmp_path / "one"
+    zerokit.reshard(two, 1, one)
+    adam = held_bytes(open_source(two))
+    changed(_as_muon)
+    for path in (two, one):
+        source = open_source(path)
+        held = {
+            kind: value for kind, value in held_bytes(source).items() if kind.startswith("momentum_buffer")
+        }
+        if path == two and stage < 3:
+            assert not held
+            assert any(
+                "momentum_buffer of group 0, whose tensors ranks share" in note for note in source.notes
+            )
+            continue
+        assert held == {
+            f"momentum_buffer/{name}": adam[f"exp_avg/{name}"]
+            for name in ("embed.weight", "blocks.0.weight", "blocks.1.weight")
+        }
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_round_robin_gradients_order_parameters_anew_for_each_world(
     made: Path, tmp_path: Path, changed: Any, saved: bool

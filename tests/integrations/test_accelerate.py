@@ -171,10 +171,10 @@ def test_the_same_training_as_under_ddp() -> None:
 # ---- checkpoints
 
 
-def _save(directory: Path) -> list[tuple[float, ...]]:
+def _save(directory: Path, optimizer_class: Any) -> list[tuple[float, ...]]:
     as_launched()
     accelerator = _accelerator(2, gradient_accumulation_steps=2)
-    prepared = _prepare(accelerator, _warmup, torch.optim.AdamW)
+    prepared = _prepare(accelerator, _warmup, optimizer_class)
     _train(accelerator, prepared, 1)
     accelerator.save_state(str(directory / "state"))
     _train(accelerator, prepared, 1)
@@ -185,10 +185,10 @@ def _save(directory: Path) -> list[tuple[float, ...]]:
     return _train(accelerator, prepared, 1)
 
 
-def _load(directory: Path, stage: Any) -> list[tuple[float, ...]]:
+def _load(directory: Path, stage: Any, optimizer_class: Any) -> list[tuple[float, ...]]:
     as_launched()
     accelerator = _accelerator(stage, gradient_accumulation_steps=2)
-    prepared = _prepare(accelerator, _warmup, torch.optim.AdamW)
+    prepared = _prepare(accelerator, _warmup, optimizer_class)
     for _ in range(4):  # as often as the saved training has gone through the data
         list(prepared[2])
     accelerator.load_state(str(directory / "state"))
@@ -202,11 +202,12 @@ def _load(directory: Path, stage: Any) -> list[tuple[float, ...]]:
     return _train(accelerator, prepared, 1)
 
 
-def test_a_state_goes_on_at_any_world_size(tmp_path: Path) -> None:
-    saved = run_ranks(2, _save, tmp_path)
-    assert run_ranks(2, _load, tmp_path, 3) == saved
-    assert run_ranks(2, _load, tmp_path, MIXED) == saved
-    run_ranks(3, _load, tmp_path, 1)
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, _muon])
+def test_a_state_goes_on_at_any_world_size(tmp_path: Path, optimizer_class: Any) -> None:
+    saved = run_ranks(2, _save, tmp_path, optimizer_class)
+    assert run_ranks(2, _load, tmp_path, 3, optimizer_class) == saved
+    assert run_ranks(2, _load, tmp_path, MIXED, optimizer_class) == saved
+    run_ranks(3, _load, tmp_path, 1, optimizer_class)
 
 
 @on_ranks(2)

@@ -158,8 +158,8 @@ def _beside_ddp() -> None:
             assert isinstance(trainer.optimizers[0], zerokit.ZeroOptimizer)
 
 
-def _muon_beside_ddp() -> None:
-    """Muon for the matrices of the blocks and AdamW for the rest, with one schedule for both."""
+def _muon_beside_ddp(directory: Path) -> None:
+    """Muon for the matrices of the blocks and AdamW for the rest, with one schedule for both; resumed, too."""
     pl, ZeroStrategy = _lightning()
     OptimizerList = import_module("zerokit.integrations.optimizer_list").OptimizerList
 
@@ -180,6 +180,18 @@ def _muon_beside_ddp() -> None:
         assert losses == pytest.approx(found[0][0], rel=1e-5)
         assert norms == pytest.approx(found[0][1], rel=1e-4)  # Muon rounds to bf16
         assert rates == found[0][2] == pytest.approx([1e-2, 5e-3])
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.4}
+    keep = pl.callbacks.ModelCheckpoint(directory, save_last=True)
+    module = _module(pl, configure_optimizers=configure)
+    _fit(pl, ZeroStrategy(stage=3), module, max_epochs=1, callbacks=[keep], **options)
+    other, _ = _fit(
+        pl,
+        ZeroStrategy(stage=2),
+        _module(pl, configure_optimizers=configure),
+        ckpt_path=directory / "last.ckpt",
+        **options,
+    )
+    assert module.losses + other.losses == found[1][0]
 
 
 def _by_hand_beside_ddp() -> None:
@@ -227,9 +239,9 @@ def _half_precision() -> None:
 
 
 @on_ranks(2)
-def test_losses_norms_and_steps_are_those_of_ddp() -> None:
+def test_losses_norms_and_steps_are_those_of_ddp(tmp_path: Path) -> None:
     _beside_ddp()  # one after the other: a process imports Lightning for seconds
-    _muon_beside_ddp()
+    _muon_beside_ddp(tmp_path)
     _by_hand_beside_ddp()
     _half_precision()
 

@@ -70,6 +70,28 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+def test_lists_within_are_joined_and_what_is_no_optimizer_is_refused() -> None:
+    made = _optimizers(_model())
+    assert OptimizerList([OptimizerList(made[:1]), *made[1:]]).parts == made
+    with pytest.raises(UsageError, match=r"was given <class 'torch.optim.adamw.AdamW'>: expected optimizers"):
+        OptimizerList([made[0], torch.optim.AdamW])  # type: ignore[list-item]
+
+
+class _Uphill(torch.optim.SGD):
+    """Keeps an option on itself, as many public classes do."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, sign: float = 1.0) -> None:
+        super().__init__(params, lr)
+        self.sign = sign
+
+
+def test_options_that_an_optimizer_keeps_on_itself_are_kept() -> None:
+    parameters = list(_model().parameters())
+    for given in ({}, {"sign": -1.0}, {"lr": 0.3, "sign": 2.0}):
+        (part,) = Recipe.of(_Uphill(parameters, **given)).parts
+        assert part.options == given
+
+
 @on_ranks(1)
 def test_it_is_taken_apart_by_class_with_options_and_groups() -> None:
     model = _model()

@@ -161,20 +161,30 @@ DROPOUT: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps
 EVEN: dict[str, Any] = DROPOUT | {"lr_scheduler_type": "cosine"}
 
 
-def _train_and_save(directory: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+def _train_and_save(directory: Path) -> list[list[dict[str, float]]]:
     as_launched()
     first = trainer(3, arguments(directory / "dropout", **DROPOUT), model=build(dropout=0.1))
     first.train()
     second = trainer(3, arguments(directory / "even", **EVEN))
     second.train()
-    return history(first), history(second)
+    third = trainer(3, arguments(directory / "muon", **DROPOUT), **_with_muon(build()))
+    third.train()
+    return [history(first), history(second), history(third)]
 
 
-def _resume(directory: Path, stage: int, dropout: float, changes: dict[str, Any]) -> list[dict[str, float]]:
+def _with_muon(model: torch.nn.Module) -> dict[str, Any]:
+    return {"model": model, "optimizers": (_muon(model, lr=1e-2), None)}
+
+
+def _resume(
+    directory: Path, stage: int, dropout: float, changes: dict[str, Any], *, muon: bool = False
+) -> list[dict[str, float]]:
     as_launched()
     model = build(dropout)
     torch.nn.init.zeros_(model.lm_head.weight)  # whatever is not loaded shows
-    made = trainer(stage, arguments(directory, **changes), model=model)
+    made = trainer(
+        stage, arguments(directory, **changes), **(_with_muon(model) if muon else {"model": model})
+    )
     made.train(resume_from_checkpoint=True)
     return history(made)
 
@@ -189,8 +199,8 @@ def _resume_alone(directory: Path) -> list[dict[str, float]]:
 
 def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
     """To the bit with as many ranks, dropout included, else to rounding. Incomplete checkpoints do not count."""
-    ((dropout, even), _) = run_ranks(2, _train_and_save, tmp_path)
-    for run in tmp_path / "dropout", tmp_path / "even":
+    ((dropout, even, muon), _) = run_ranks(2, _train_and_save, tmp_path)
+    for run in tmp_path / "dropout", tmp_path / "even", tmp_path / "muon":
         assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-4"}
         assert json.loads((run / "checkpoint-2/config.json").read_text())["vocab_size"] == 61
         assert not list(run.glob("checkpoint-*/*.safetensors"))
@@ -202,6 +212,8 @@ def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
     resumed = run_ranks(2, _resume, tmp_path / "dropout", 1, 0.1, DROPOUT)
     assert [history[:-1] for history in resumed] == [dropout[:-1]] * 2
     zerokit.verify(tmp_path / "dropout/checkpoint-4")
+    resumed = run_ranks(2, _resume, tmp_path / "muon", 1, 0.0, DROPOUT, muon=True)
+    assert [history[:-1] for history in resumed] == [muon[:-1]] * 2
     (alone,) = run_ranks(1, _resume_alone, tmp_path / "even")
     _close(alone[:-1], even[:-1])
 

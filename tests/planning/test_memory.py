@@ -45,9 +45,15 @@ def measure_and_plan(settings: list[dict[str, Any]]) -> list[tuple[Peaks, Peaks]
         each = {name: value for name, value in each.items() if name != "module_stages"}
         cell = Settings(nproc_per_node=dist.get_world_size(), device="cpu", **each)
         loaded, accelerator = load(cell), choose_accelerator("cpu")
-        key = f"{cell.model} {own}"
+        key = f"{cell.model} {own} {cell.optimizer}"
         if key not in traces:
-            traces[key] = Traces(subject_of(loaded), on_cuda=False, exactly=True, module_stages=own)
+            traces[key] = Traces(
+                subject_of(loaded),
+                on_cuda=False,
+                exactly=True,
+                module_stages=own,
+                optimizer=cell.optimizer,
+            )
         stage: dict[str, Any] = {"stage": {**own, "*": cell.stage}} if own else {}
         with patch.object(engine, "ZeroOptimizer", partial(_built, stage)):
             trainer = make(loaded, cell, accelerator)
@@ -94,6 +100,16 @@ MODELS: list[dict[str, Any]] = [
     | {"module_stages": {"blocks.0": 3, "positions": 3}},
     {"model": "llama-tiny", "precision": "fp32", "seq_len": 64, "batch_size": 8, "stage": 3}
     | {"module_stages": {"blocks.0": 0, "norm": 2}},
+    {
+        "model": "gpt-tiny",
+        "precision": "bf16",
+        "seq_len": 64,
+        "batch_size": 8,
+        "stage": 2,
+        "optimizer": "muon",
+    },
+    {"model": "llama-tiny", "precision": "fp32", "seq_len": 64, "batch_size": 8, "stage": 3}
+    | {"optimizer": "muon"},
     {"model": QWEN, "precision": "bf16", "seq_len": 64, "batch_size": 1, "stage": 3},
     {"model": "tests.planning.models:dropping", "precision": "fp32", "batch_size": 64, "stage": 2},
 ]

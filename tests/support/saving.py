@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -20,19 +21,22 @@ from zerokit.checkpoint.run import find_step
 
 
 def small_optimizer(
-    width: int = 12, *, timeout: float | None = None, base: bool = False
+    width: int = 12, *, timeout: float | None = None, base: bool = False, whole: bool = False
 ) -> zerokit.ZeroOptimizer:
-    """One that has trained a step; with `base`, beside a frozen parameter that changes with every step."""
+    """One that has trained a step; with `base`, beside a frozen parameter that changes with every step.
+
+    With `whole` the matrix is updated whole, by Adafactor, whose states are not cut.
+    """
     model = nn.Linear(20, width)
     if base:
         model.base = nn.Parameter(torch.zeros(70, 3), requires_grad=False)
+    adamw: Any = functools.partial(torch.optim.AdamW, lr=0.1)
     optimizer = zerokit.ZeroOptimizer(
         model,
-        torch.optim.AdamW,
+        {torch.optim.Adafactor: [model.weight], adamw: [model.bias]} if whole else adamw,
         stage=2,
         precision="fp32",
         timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
-        lr=0.1,
     )
     train(optimizer)
     return optimizer

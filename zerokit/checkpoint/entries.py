@@ -48,8 +48,10 @@ class Uncut:
         return {"parameter": self.position, "rows": list(self.rows), "kinds": list(self.kinds)} | file
 
 
-def uncut_of(top: dict[str, Any], layout: Layout, others: set[tuple[str, int]]) -> tuple[Uncut, ...]:
-    """The files with uncut states. `others` has the kinds and positions of all other states."""
+def uncut_of(
+    top: dict[str, Any], layout: Layout, others: Iterable[tuple[str, Iterable[int]]]
+) -> tuple[Uncut, ...]:
+    """The files with uncut states. `others` has all other kinds of state, with the positions of their parameters."""
     line, found = layout.parameters, []
     for entry in members(top, "uncut", dict):
         position = bounded(entry, "parameter", 0, len(line) - 1)
@@ -62,8 +64,6 @@ def uncut_of(top: dict[str, Any], layout: Layout, others: set[tuple[str, int]]) 
             )
         if not kinds or kinds != sorted(set(kinds)):
             raise ValueError(f"uncut states of parameter {position} are not in order: {str(kinds)[:60]}")
-        if both := [kind for kind in kinds if (kind, position) in others]:
-            raise ValueError(f"{both[0][:200]!r} of parameter {position} is uncut, and there is another one")
         (crc,) = checksums_of(entry, "crc32", 1)
         start, stop = rows
         found.append(Uncut(position, start, stop, tuple(kinds), bounded(entry, "bytes", 8), crc))
@@ -74,6 +74,10 @@ def uncut_of(top: dict[str, Any], layout: Layout, others: set[tuple[str, int]]) 
             raise ValueError(
                 f"uncut states of parameter {other.position} are not in order, or of the same rows"
             )
+    named = {(kind, one.position) for one in found for kind in one.kinds}
+    for kind, positions in others:
+        if both := [position for position in positions if (kind, position) in named]:
+            raise ValueError(f"{kind[:200]!r} of parameter {both[0]} is uncut, and there is another one")
     return tuple(found)
 
 

@@ -38,17 +38,15 @@ class Expected:
 def expected_kinds(runtime: Runtime) -> dict[str, Expected]:
     """By the name of each trainable parameter that has elements."""
     of_group: dict[int, Expected] = {}
-    wholes = {
-        (unit.index, position): tuple(tensor for tensor in tensors if tensor.position == position)
-        for unit in runtime.layout.units
-        if (tensors := runtime.owners.of_unit(unit.index))
-        for position in range(len(unit.parameters))
-    }
+    wholes: dict[tuple[int, int], list[Whole]] = {}
+    for index in runtime.owners.units:
+        for tensor in runtime.owners.of_unit(index):
+            wholes.setdefault((index, tensor.position), []).append(tensor)
     found = {}
     for unit in runtime.layout.units:
         for position, parameter in enumerate(unit.parameters if unit.trainable else ()):
             if own := wholes.get((unit.index, position)):
-                found[parameter.name] = _of_tensors(runtime, own)
+                found[parameter.name] = _of_tensors(runtime, tuple(own))
             elif parameter.numel:
                 number = parameter.group
                 if number not in of_group:

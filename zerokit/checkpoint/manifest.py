@@ -318,12 +318,14 @@ def _manifest(plain: Any) -> Manifest:
             raise ValueError(
                 f"{scalar.kind[:200]!r} of parameter {min(both)} is in a stream and in scalars: one of the two is wrong"
             )
-    parts: list[Stream | Scalars] = [*streams, *scalars]
-    others = {(part.kind, position) for part in parts for position in part.parameters}
-    uncut = uncut_of(top, layout, others) if version[0] > 2 else ()
+    parts = [(part.kind, part.parameters) for part in streams]
+    parts += [(part.kind, part.parameters) for part in scalars]
+    uncut = uncut_of(top, layout, parts) if version[0] > 2 else ()
     weights_only = "content" in top
     if weights_only:
-        _check_weights_only(top, streams, scalars, uncut)
+        _check_weights_only(
+            top, [*(kind for kind, _ in parts), *(kind for one in uncut for kind in one.kinds)]
+        )
     skipped = member(top, "skipped", dict) if "skipped" in top else asdict(NONE_SKIPPED)
     total = bounded(skipped, "total", 0, MAX_STEP)
     return Manifest(
@@ -390,16 +392,12 @@ def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _check_weights_only(
-    top: dict[str, Any], streams: list[Stream], scalars: tuple[Scalars, ...], uncut: tuple[Uncut, ...]
-) -> None:
+def _check_weights_only(top: dict[str, Any], kinds: list[str]) -> None:
     content = member(top, "content", str)
     if content != WEIGHTS:
         raise ValueError(f"content is {content[:60]!r}, this zerokit knows {WEIGHTS!r}: use a newer one")
-    kinds = [stream.kind for stream in streams if stream.kind not in WEIGHT_KINDS]
-    kinds += [scalar.kind for scalar in scalars] + [kind for one in uncut for kind in one.kinds]
-    if kinds:
-        raise ValueError(f"content is {WEIGHTS!r}, but there is optimizer state: {kinds[0][:200]!r}")
+    if states := [kind for kind in kinds if kind not in WEIGHT_KINDS]:
+        raise ValueError(f"content is {WEIGHTS!r}, but there is optimizer state: {states[0][:200]!r}")
 
 
 def _file(entry: dict[str, Any], name: str, *, of_rank: bool = False) -> File:

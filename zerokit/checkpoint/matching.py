@@ -182,7 +182,9 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
     scalars, uncut = _kinds_at(manifest.scalars), _kinds_at(manifest.uncut)
     if not saved and not scalars and not uncut:
         return []
-    rows = {position: {one.rows for one in manifest.uncut if one.position == position} for position in uncut}
+    rows: dict[int, set[tuple[int, int]]] = {}
+    for place in manifest.uncut:
+        rows.setdefault(place.position, set()).add(place.rows)
     faults: dict[str, None] = {}
     stateless: list[str] = []
     for name, expected in expected_kinds(runtime).items():

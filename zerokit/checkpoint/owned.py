@@ -65,11 +65,10 @@ class Owned:
                 memory = torch.empty(interval.numel, dtype=getattr(torch, dtype), device=unit.device)
                 into = Shards(unit.unit, memory, interval)
                 if alone:  # every rank has all of it
-                    for master in unit.masters:
-                        if isinstance(master, WholeMaster):
-                            into.copy(master.like(values_of(master)))
+                    for master in unit.owned:
+                        into.copy(master.like(values_of(master)))
                 else:
-                    runtime.wholes.spread(unit, values_of, into).wait()
+                    runtime.wholes.spread(unit, values_of, into, counted=False).wait()
                 yield from _held(runtime, kind, positions, rank, into)
             runtime.collectives.wait_for_readers()
 
@@ -136,9 +135,9 @@ def owned_by_all(runtime: Runtime, together: Together, *, weights_only: bool) ->
 
 
 def _masters(runtime: Runtime) -> Iterator[tuple[UnitState, WholeMaster, dict[str, Any]]]:
-    for unit, master, state in runtime.masters():
-        if isinstance(master, WholeMaster):
-            yield unit, master, state
+    for unit in runtime.units:
+        for master in unit.owned:
+            yield unit, master, runtime.inner.state.get(master.tensor, {})
 
 
 def _block(runtime: Runtime, unit: UnitState, master: WholeMaster) -> _Block:

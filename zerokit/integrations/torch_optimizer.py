@@ -71,6 +71,8 @@ class Part:
                     f"{name} cannot be built again: its argument {key!r} is not among its defaults. Build "
                     f"zerokit.ZeroOptimizer(model, {name}, {key}=...) yourself, in a loop of your own"
                 )
+            elif not _same(kept := getattr(optimizer, key, parameter.default), parameter.default):
+                options[key] = kept  # as many classes keep `maximize`
         groups = [_own(group, optimizer.defaults) for group in optimizer.param_groups]
         return cls(type(optimizer), options, groups)
 

@@ -133,10 +133,8 @@ class StepMemory:
         by_kind[:, -1] += np.where(self._momentary, now, until_next)
         at = int(by_kind.sum(axis=1).argmax())
         fixed = np.array([self._fixed[kind] for kind in MEMORY_KINDS])
-        # In the update there are no activations; what is on its way to owners and back lies in buffers.
-        update = np.array(
-            [self._held.exchange * (kind == "buffers and buckets") for kind in MEMORY_KINDS], dtype=np.int64
-        )
+        # In the update no activations are left; what is on its way to owners and back is not held between steps either.
+        update = np.array([0] * (len(MEMORY_KINDS) - 1) + [self._held.exchange], dtype=np.int64)
         most = by_kind[at] if by_kind[at].sum() >= update.sum() else update
         peak, highest = fixed + most, fixed + np.maximum(by_kind.max(axis=0), update)
         return PlannedMemory(

@@ -22,6 +22,7 @@ from zerokit.by_module import REST
 from zerokit.errors import UsageError
 from zerokit.layout import Layout, build_layout, default_bucket_bytes
 from zerokit.planning.as_on_cuda import as_on_cuda
+from zerokit.planning.matrices import matrices_of, trainable
 from zerokit.planning.recording import SAMPLES, ModelTrace, Moment, Recorder, Recording, uses_of
 from zerokit.planning.subject import Subject
 from zerokit.planning.work import MATRICES, ModelWork
@@ -31,7 +32,6 @@ from zerokit.runtime.model import Anatomy, announcers, settings_of, take_apart
 from zerokit.runtime.options import require_trainable_dtypes
 from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.torch_internals import in_backward
-from zerokit.training.matrices import matrices_of, trainable
 from zerokit.training.recomputation import blocks_of, recompute_blocks
 
 

@@ -53,13 +53,13 @@ class WholeTensors:
         """Those that update them."""
         return [part.optimizer for part in self._parts]
 
-    def spread(self, unit: UnitState, values_of: ValuesOf, into: Shards) -> Work:
+    def spread(self, unit: UnitState, values_of: ValuesOf, into: Shards, *, counted: bool = True) -> Work:
         """Start to write what owners have of a unit's tensors to this rank's piece of them, `into`. Collective.
 
-        `values_of` gives the values of an owner's master [its elements].
+        `values_of` gives the values of an owner's master [its elements]. `counted`: as traffic of a step.
         """
         own = next((one for one in self._units if one.unit is unit), None)
-        return DONE if own is None else own.spread(values_of, into)
+        return DONE if own is None else own.spread(values_of, into, counted=counted)
 
     def publish(self) -> None:
         """Write the masters to what every rank keeps of the parameters. Collective."""
@@ -175,7 +175,7 @@ class _UnitWholes:
         ]
         return self._exchange(Kind.TO_OWNERS, Parcels(mine.tensor, sends, receives)), memory
 
-    def spread(self, values_of: ValuesOf, into: Shards) -> Work:
+    def spread(self, values_of: ValuesOf, into: Shards, *, counted: bool = True) -> Work:
         """Start to write the values of the owners' masters to this rank's piece of them, `into`."""
         memory = torch.empty(self.sent_numel, dtype=into.dtype, device=into.device)
         piece = Shards(self.unit.unit, into.at(self.unit.updated), self.unit.updated)
@@ -191,14 +191,13 @@ class _UnitWholes:
             (self._peer[move.tensor.owner], _place(move).start, into.at(move.interval))
             for move in self._leaving
         ]
-        return self._exchange(Kind.FROM_OWNERS, Parcels(memory, sends, receives))
+        return self._exchange(Kind.FROM_OWNERS, Parcels(memory, sends, receives), counted=counted)
 
-    def _exchange(self, kind: Kind, parcels: Parcels) -> Work:
+    def _exchange(self, kind: Kind, parcels: Parcels, *, counted: bool = True) -> Work:
         if not self.moves:
             return DONE
-        return self._collectives.exchange(
-            self._route, kind, self.unit.index, parcels, list(self._counts(kind, parcels))
-        )
+        counts = list(self._counts(kind, parcels)) if counted else []
+        return self._collectives.exchange(self._route, kind, self.unit.index, parcels, counts)
 
     def _counts(self, kind: Kind, parcels: Parcels) -> Iterator[Count]:
         width = parcels.memory.element_size()

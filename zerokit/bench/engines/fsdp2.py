@@ -18,7 +18,7 @@ from zerokit.bench.engines.optimizers import shares_of
 from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
 from zerokit.errors import UsageError
-from zerokit.training.matrices import outermost_blocks
+from zerokit.planning.matrices import outermost_blocks
 
 # It records events on streams, which torch 2.6 has not given to its stand-in for CPUs.
 TRAINS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")

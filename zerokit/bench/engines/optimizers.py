@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
-from zerokit.training.matrices import matrices_of, trainable
+from zerokit.planning.matrices import matrices_of, trainable
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from zerokit.checkpoint.source import Stretch
 from zerokit.errors import CheckpointError
 from zerokit.layout import Parameter
 
+_MOMENTUM = "momentum_buffer"
 _DYNAMIC_SCALER = "DynamicLossScaler"
 
 
@@ -251,9 +252,28 @@ class Reader:
     def state(self, rank: int) -> dict[int, dict[str, Any]]:
         """The optimizer's states of a rank, by group (stages 1 and 2) or sub-group."""
         base = self.base(rank)
-        if isinstance(base, dict):
-            return dict(base["state"])
-        return {number: dict(state) for number, state in enumerate(base)}
+        states = base["state"].items() if isinstance(base, dict) else enumerate(base)
+        return {
+            number: {k: v for k, v in state.items() if k != _MOMENTUM or number not in self._untold}
+            for number, state in states
+        }
+
+    @cached_property
+    def _untold(self) -> frozenset[int]:
+        """Groups whose momentum of Muon is left out: stages 1 and 2 keep that of each tensor that a rank has a part of.
+
+        Where ranks share a tensor, its elements do not lie as those of the masters.
+        """
+        untold = {
+            number
+            for number, cut in enumerate(self.cuts if self.stage < 3 else ())
+            if self.options(0)[cut.group].get("use_muon")
+            and deepspeed_files.cuts_tensors(cut, self.numels(cut.members))
+        }
+        self.dropped += [
+            f"{_MOMENTUM} of group {number}, whose tensors ranks share" for number in sorted(untold)
+        ]
+        return frozenset(untold)
 
     def base(self, rank: int) -> Any:
         """The state dict of a rank's own optimizer; of the elastic format a list of states."""
@@ -280,7 +300,7 @@ class Reader:
     def kinds(self, rank: int, number: int) -> dict[str, StoredTensor]:
         """The states that have an element for each of the master's, by kind; the master itself among them."""
         master = self.masters(rank)[number]
-        sizes = {master.numel, self.cuts[number].partition}
+        sizes = {master.numel, self.cuts[number].partition, self.cuts[number].unpadded[rank]}
         found = {MASTER: master}
         for kind, value in self.state(rank).get(number, {}).items():
             if isinstance(value, StoredTensor) and value.shape and value.numel in sizes:

@@ -285,6 +285,11 @@ def cut_group(
     return GroupCut(group, tuple(places), cut.piece_numel, unpadded, pieces)
 
 
+def cuts_tensors(cut: GroupCut, numels: Mapping[str, int]) -> bool:
+    """Whether some tensor lies on two ranks."""
+    return any(part.interval.numel < numels[part.name] for pieces in cut.pieces for part in pieces)
+
+
 def round_robin(count: int, world: int) -> list[int]:
     """The order of a group's parameters under `round_robin_gradients`: every N-th from the first, from the second, …"""
     return [index for first in range(world) for index in range(first, count, world)]
