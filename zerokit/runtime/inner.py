@@ -17,7 +17,9 @@ class Several(Optimizer):
     """Optimizers of different classes as one: their groups one behind the other, and one mapping of states."""
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
+        first, *others = [part.defaults for part in parts]
+        shared = {name: value for name, value in first.items() if all(name in other for other in others)}
+        super().__init__([group for part in parts for group in part.param_groups], shared)
         self.parts = list(parts)
         self.hand_out()
 
