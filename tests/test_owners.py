@@ -192,7 +192,7 @@ def test_the_matrices_of_llama_8b_are_even() -> None:
 
 
 def test_what_cannot_be_divided_evenly_is_divided_as_well_as_it_can_be() -> None:
-    """Of the 96 largest matrices some of 80 ranks have two, and those ranks nothing else."""
+    """Some of 80 ranks have two of the 96 largest matrices, and those ranks nothing else."""
     layout = build_layout(_llama_8b(), world=80, bucket_bytes=16 << 20)
     owners = Owners(layout, Placement.of(2, Mesh(1, 80)), [0])
     assert max(owners.loads) == 2 * default_cost((4096, 14336))

@@ -54,7 +54,7 @@ def test_the_optimizer_and_its_share_of_the_step_are_named() -> None:
     for text in ("DDP · adamw", "DDP · muon", "FSDP2 3 · muon", "optimizer's share"):
         assert text in both
     assert table(muon, 160).startswith("gpt-34m (33.7 M parameters), fp32, muon, 2 ranks")
-    # Of many cells, where one has another optimizer than AdamW.
+    # With many cells, one of which has another optimizer than AdamW.
     assert "optimizer's share" not in " ".join(table(make_sweep(), 200).split())
     assert "optimizer's share" in " ".join(table([*make_sweep(), *muon], 300).split())
 

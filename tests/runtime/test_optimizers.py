@@ -17,7 +17,7 @@ import zerokit
 from tests.runtime.test_parity import assert_equal_bits
 from tests.support.distributed import run_alone, run_each, run_ranks
 from tests.support.on_ranks import on_ranks
-from tests.support.optimizers import OPTIMIZERS
+from tests.support.optimizers import MIXES, OPTIMIZERS
 from tests.support.oracle import train_alone
 from tests.support.training import SMALL, Run, Trajectory, digest, one_step, train_all, trained, whole_weights
 from zerokit.runtime.trials import choose_kernel, probe
@@ -94,25 +94,28 @@ def test_its_surface_is_that_of_torchs_optimizers() -> None:
     assert {kind for state in optimizer.state.values() for kind in state} == {"exp_avg", "exp_avg_sq", "step"}
 
 
-@on_ranks(2, itertools.product(range(4), ("adamw", "lion")))
-def test_state_dicts_resume_a_run_bit_for_bit(given: tuple[int, str]) -> None:
+RESUMED = [("adamw", "gpt_groups"), ("lion", "gpt_groups"), *((mix, "odd_shapes") for mix in MIXES)]
+
+
+@on_ranks(2, itertools.product(range(4), RESUMED))
+def test_state_dicts_resume_a_run_bit_for_bit(given: tuple[int, tuple[str, str]]) -> None:
     """Model and optimizer state dicts carry a run into new objects on the same ranks, scheduler included."""
-    stage, name = given
+    stage, (name, built) = given
     run = Run(stage=stage, optimizer=name, bucket_mb=SMALL)
-    case, model, optimizer = trained("gpt_groups", run, 3)
+    case, model, optimizer = trained(built, run, 4)
     scheduler = StepLR(optimizer, 2)
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()), file)
     file.seek(0)
     weights, state, schedule = torch.load(file, weights_only=True)
 
-    _, other, resumed = trained("gpt_groups", run, 1)
+    _, other, resumed = trained(built, run, 1)
     later = StepLR(resumed, 2)
     other.load_state_dict(weights)
     resumed.load_state_dict(state)
     later.load_state_dict(schedule)
     one, two = Trajectory(), Trajectory()
-    for step in range(3, 6):
+    for step in range(4, 9):
         one_step(model, optimizer, case, run, step, one)
         one_step(other, resumed, case, run, step, two)
         scheduler.step()

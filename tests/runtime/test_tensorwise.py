@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import itertools
 import math
 import warnings
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW, Muon
-from torch.optim.lr_scheduler import StepLR
 
 import zerokit
 from tests.runtime.patterns import engines
@@ -260,33 +258,6 @@ def test_row_blocks_are_matrices_of_their_own() -> None:
 
 
 # ---- what meets them
-
-
-@on_ranks(2, itertools.product(STAGES, NAMES))
-def test_state_dicts_resume_a_run_bit_for_bit(given: tuple[int, str]) -> None:
-    """Model and optimizer state dicts carry a run into new objects on the same ranks, scheduler included."""
-    stage, mix = given
-    run = Run(stage=stage, optimizer=mix, bucket_mb=SMALL)
-    case, model, optimizer = trained("odd_shapes", run, 4)
-    scheduler = StepLR(optimizer, 2)
-    file = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()), file)
-    file.seek(0)
-    weights, state, schedule = torch.load(file, weights_only=True)
-
-    _, other, resumed = trained("odd_shapes", run, 1)
-    later = StepLR(resumed, 2)
-    other.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    later.load_state_dict(schedule)
-    one, two = Trajectory(), Trajectory()
-    for step in range(4, 9):
-        one_step(model, optimizer, case, run, step, one)
-        one_step(other, resumed, case, run, step, two)
-        scheduler.step()
-        later.step()
-    assert one.losses == two.losses
-    assert digest(whole_weights(model).items()) == digest(whole_weights(other).items())
 
 
 @on_ranks(2, NAMES)

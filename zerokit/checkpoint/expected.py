@@ -29,7 +29,7 @@ class Expected:
     least: frozenset[str]
     most: frozenset[str]
     tensors: tuple[Whole, ...] = ()
-    """Of a parameter that is updated whole: its tensors."""
+    """The tensors of a parameter that is updated whole."""
 
     def fits(self, kinds: set[str]) -> bool:
         return self.least <= kinds <= self.most

@@ -32,7 +32,7 @@ class Engine:
     fp16: bool = False
     wires: tuple[str, ...] = ()
     optimizers: tuple[str, ...] = ("adamw", "muon")
-    """Of `--optimizer`."""
+    """What `--optimizer` may be."""
     local_steps: bool = False
     """Whether islands can train by themselves (`--every`)."""
     module: str | None = None
