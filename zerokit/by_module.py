@@ -18,6 +18,11 @@ from zerokit.errors import UsageError
 from zerokit.layout import Parameter
 
 REST = "*"
+_MODULE = "module of the model"
+_RULE = (
+    "a key is the path of a module, as in model.named_modules(), or the end of some, and covers all inside; "
+    f"{REST!r} is the rest"
+)
 _T = TypeVar("_T")
 
 
@@ -41,9 +46,9 @@ def settle(
 
 
 def keys_by_path(
-    option: str, keys: Iterable[str], modules: Collection[str], what: str = "module of the model"
+    option: str, keys: Iterable[str], modules: Collection[str], what: str = _MODULE, rule: str = _RULE
 ) -> dict[str, str]:
-    """The modules that `keys` name, or `what` else, by path, each with its key.
+    """The modules that `keys` name, or `what` else, by path, each with its key; `rule` says what a key may be.
 
     Raises `UsageError` as `settle` does.
     """
@@ -54,11 +59,7 @@ def keys_by_path(
             near = difflib.get_close_matches(str(key), modules, n=3)
             around = str(key).rpartition(".")[0]
             guess = ", ".join(map(repr, near)) or (around in modules and around and repr(around))
-            raise UsageError(
-                f"{option}: {key!r} is no {what}{f', but {guess} is' if guess else ''}: a key is the path "
-                f"of a module, as in model.named_modules(), or the end of some, and covers all inside; {REST!r} is the "
-                "rest"
-            )
+            raise UsageError(f"{option}: {key!r} is no {what}{f', but {guess} is' if guess else ''}: {rule}")
         named |= dict.fromkeys([key] if key in modules else ends, key)
     return named
 

@@ -120,12 +120,10 @@ def row_blocks_of(
     not fit.
     """
     shapes = {p.name: p.shape for p in layout.parameters if p.trainable and p.group in groups}
-    found = {}
-    for name, key in keys_by_path(
-        "row_blocks", given or {}, shapes, "parameter that is updated whole"
-    ).items():
-        found[name] = rows_of(name, shapes[name], (given or {})[key])
-    return found
+    given = given or {}
+    rule = "a key is a parameter's name, as in model.named_parameters(), or the end of some names"
+    keys = keys_by_path("row_blocks", given, shapes, "parameter that is updated whole", rule)
+    return {name: rows_of(name, shapes[name], given[key]) for name, key in keys.items()}
 
 
 def require_shapes(classes: Sequence[Inner], layout: Layout, owners: Owners) -> None:

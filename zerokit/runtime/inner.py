@@ -1,4 +1,4 @@
-"""The torch optimizers inside: several classes as one, and steps that update some tensors after the others."""
+"""The torch optimizers inside: one class, or several as one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zerokit.runtime.trials import OptimizerStates, Turns
-
-__all__ = ["Part", "Several", "Turns", "parts_of"]
+from zerokit.runtime.trials import OptimizerStates
 
 
 class Several(Optimizer):

@@ -87,7 +87,7 @@ class WholeStates:
         """Raises `UnsupportedOptimizer`, with the class's `name`, where tensors depend on each other."""
         self._make, self._master = make, master
         self._require_apart(name)
-        self.takes_vectors = self._steps(((8,),))
+        self.takes_vectors = self._takes((8,))
         self._trials: dict[tuple[int, ...], _States] = {}  # by shape
 
     def _require_apart(self, name: str) -> None:
@@ -108,9 +108,9 @@ class WholeStates:
                         f"counts or shares between them), so sharding would change the training. {_ADVICE}"
                     )
 
-    def _steps(self, shapes: Sequence[tuple[int, ...]]) -> bool:
+    def _takes(self, shape: tuple[int, ...]) -> bool:
         try:
-            self._run(range(len(shapes)), shapes, steps=1)
+            self._run([0], [shape], steps=1)
         except TRIAL_ERRORS:
             return False
         return True

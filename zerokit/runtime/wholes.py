@@ -22,9 +22,10 @@ from zerokit.placement import Axis
 from zerokit.runtime.collectives import DONE, Collectives, Kind, Parcels, Work
 from zerokit.runtime.collectives.base import Count
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.inner import Part, Turns
+from zerokit.runtime.inner import Part
 from zerokit.runtime.masters import Master, WholeMaster
 from zerokit.runtime.shards import Shards, same_place
+from zerokit.runtime.trials import Turns
 from zerokit.runtime.unit import UnitState
 
 ValuesOf = Callable[[WholeMaster], Tensor]
@@ -41,7 +42,6 @@ class WholeTensors:
         owners: Owners,
         parts: Sequence[Part],
     ) -> None:
-        self.owners = owners
         self._gradients, self._parts = gradients, [part for part in parts if part.whole]
         self._units = [_UnitWholes(units[index], owners, collectives) for index in owners.units]
         self._collectives = collectives
