@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import TypeAlias
 
-from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes, whole_units
+from zerokit.formulas import whole_units
 from zerokit.layout import Layout
 from zerokit.placement import AnyPlacement, Axis
 from zerokit.planning.efficiency import Efficiency
@@ -21,6 +21,7 @@ from zerokit.planning.hops import Hop, Hops
 from zerokit.planning.work import ModelWork, newton_schulz
 from zerokit.schedule import Kind, lay_out
 from zerokit.schedule import Plan as Schedule
+from zerokit.sizes import BlockFormat, ElementBytes, stored_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zerokit.formulas import (
-    ElementBytes,
-    MemoryReport,
-    TrafficReport,
-    Wholes,
-    predict_memory,
-    predict_traffic,
-)
+from zerokit.formulas import MemoryReport, TrafficReport, predict_memory, predict_traffic
 from zerokit.owners import Shape
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.masters import WholeMaster
@@ -24,6 +17,7 @@ from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.trials import OptimizerStates, tensors_in
 from zerokit.runtime.use import State
 from zerokit.schedule import Kind
+from zerokit.sizes import ElementBytes, StateBytes, Wholes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +119,7 @@ def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
     precision = runtime.precision
     average = precision.master.itemsize if averaged else 0
     flat = {
-        number: (states.element_bytes + average, states.scalar_bytes)
+        number: StateBytes(states.element_bytes + average, states.scalar_bytes)
         for number, states in enumerate(runtime.states)
         if states.whole is None
     }
