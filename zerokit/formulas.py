@@ -42,9 +42,17 @@ class MemoryReport:
     """In step alone, and so not in `total`: the most that gradients and updated values of tensors that are updated
     whole took at once, on their way to this rank that owns them and back."""
 
+    host: int = 0
+    """Masters and states that are in the host's memory between steps. What is elsewhere is not in `total`."""
+    disk: int = 0
+    """Masters and states that are on a disk between steps."""
+    visiting: int = 0
+    """In step alone, and so not in `total`: two units' masters and states, which visit from elsewhere."""
+
     @property
     def total(self) -> int:
-        return sum(self.as_dict().values()) - self.transient - self.exchange
+        elsewhere = self.host + self.disk
+        return sum(self.as_dict().values()) - self.transient - self.exchange - elsewhere - self.visiting
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
