@@ -31,6 +31,7 @@ from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval, Layout
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.homes import in_memory
 
 Frozen = Literal["always", "once", "never"]
 _NAMED = 5
@@ -69,7 +70,7 @@ def _whole_checksums(
     def own() -> Pieces:
         pieces = Pieces()
         for one in held:
-            tensor, name = one.tensor, one.part.parameter.name
+            tensor, name = in_memory(one.tensor), one.part.parameter.name
             data = host_bytes(tensor if dtypes is None else tensor.to(getattr(torch, dtypes[name])))
             pieces.add(Part(0, one.position, one.part.interval.start), crc32(data), data.nbytes)
         return pieces

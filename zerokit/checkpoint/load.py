@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerokit.checkpoint import rng
+from zerokit.checkpoint.checksum import Pieces
 from zerokit.checkpoint.disk import is_there
 from zerokit.checkpoint.expected import KERNEL_OPTIONS
 from zerokit.checkpoint.extra import LOCAL_STEPS
@@ -27,13 +28,14 @@ from zerokit.checkpoint.requests import Request, read, requests_for
 from zerokit.checkpoint.run import common_steps, island_runs, partners, step_name
 from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
-from zerokit.checkpoint.state import Elements, Held, outer_slices, own_slices, tensor_of
+from zerokit.checkpoint.state import Held, InTensor, outer_slices, slices_here, tensor_of
 from zerokit.checkpoint.together import Together, finish_saving
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.files import path_of
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.inner import parts_of
+from zerokit.runtime.unit import UnitState
 from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
@@ -176,8 +178,7 @@ def _load(
     if plan.shared is not None:
         _make_states(runtime, plan.states)
     for sources in match.rounds():
-        held = own_slices(runtime, together.rank, weights_only=weights_only, replicas=True)
-        _read(checkpoint, sources, held, together)
+        _read_states(checkpoint, sources, runtime, together, weights_only=weights_only)
     if plan.shared is not None:
         shared = plan.shared
         together.each(lambda: _apply(optimizer, match, shared, extra))
@@ -212,6 +213,27 @@ def _take_outer(
         _read(checkpoint, sources, outer_slices(runtime.layout, together.rank, outer), together)
 
 
+def _read_states(
+    checkpoint: Source,
+    sources: Mapping[str, int],
+    runtime: Runtime,
+    together: Together,
+    *,
+    weights_only: bool,
+) -> None:
+    found: list[Pieces] = []
+
+    def read_units(present: Sequence[UnitState]) -> None:
+        held = slices_here(runtime, present, weights_only=weights_only)
+        found.append(read(checkpoint, _requests(checkpoint, sources, held)))
+
+    def read_all() -> Pieces:
+        runtime.home.tour(runtime.units, read_units, writes=True)
+        return Pieces.joined(found)
+
+    checkpoint.require_right(together.exchange(together.each(read_all)))
+
+
 def _read(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Held], together: Together) -> None:
     pieces = together.each(lambda: read(checkpoint, _requests(checkpoint, sources, held)))
     checkpoint.require_right(together.exchange(pieces))
@@ -231,18 +253,25 @@ def _requests(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Hel
             checkpoint.manifest.frozen == "" and number is not None and checkpoint.manifest.apart(number)
         )
         if number is not None and not lacking:
-            elements = Elements(one.tensor, checkpoint.streams[number].dtype)
+            assert isinstance(one.tensor, Tensor)
+            elements = InTensor(one.tensor, checkpoint.streams[number].dtype)
             yield from requests_for(checkpoint, number, position, one.part.interval, elements, 0)
 
 
 def _make_states(runtime: Runtime, states: Iterable[Mapping[str, torch.dtype]]) -> None:
     """Give each master room for its states."""
     runtime.inner.state.clear()
-    for (_, master, _), own in zip(runtime.masters(), states, strict=True):
-        if own:
-            runtime.inner.state[master.tensor] = {
-                kind: torch.zeros_like(master.tensor, dtype=dtype) for kind, dtype in own.items()
-            }
+    kinds = dict(zip((master for _, master, _ in runtime.masters()), states, strict=True))
+
+    def make(present: Sequence[UnitState]) -> None:
+        for master in (master for unit in present for master in unit.masters):
+            if kinds[master]:
+                runtime.inner.state[master.tensor] = {
+                    kind: torch.zeros_like(master.tensor, dtype=dtype)
+                    for kind, dtype in kinds[master].items()
+                }
+
+    runtime.home.tour(runtime.units, make, writes=True)
 
 
 def _apply(optimizer: ZeroOptimizer, match: Match, shared: Shared, extra: Mapping[str, Any]) -> None:
@@ -260,8 +289,13 @@ def _apply(optimizer: ZeroOptimizer, match: Match, shared: Shared, extra: Mappin
     for unit in runtime.units:
         if any(len({shared.key(unit, at) for at in unit.positions_in(one)}) > 1 for one in unit.masters):
             unit.divide(runtime.inner)
-    for unit, master, _ in runtime.masters():
-        shared.apply(runtime, unit, master)
+
+    def apply(present: Sequence[UnitState]) -> None:
+        for unit in present:
+            for master in unit.masters:
+                shared.apply(runtime, unit, master)
+
+    runtime.home.tour(runtime.units, apply, writes=True)
     saved_scale = extra["scaler"]
     if optimizer.scaler is not None and saved_scale is not None:
         value, good_steps = float.fromhex(saved_scale["value"]), int(saved_scale["good_steps"])

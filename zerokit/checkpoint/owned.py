@@ -8,7 +8,7 @@ in a file of their own, which the owner writes: see `uncut`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ from zerokit.checkpoint.strict import canonical
 from zerokit.checkpoint.together import Together
 from zerokit.checkpoint.uncut import UncutFile, plan_uncut
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.homes import in_memory
 from zerokit.runtime.masters import Master, WholeMaster
 from zerokit.runtime.shards import Shards
+from zerokit.runtime.trials import tensors_in
 from zerokit.runtime.unit import UnitState
 
 _Block = tuple[int, int, int]
@@ -59,7 +61,7 @@ class Owned:
         """The slices that this rank writes, which owners send it: each of one kind after the other. Collective."""
         for (kind, dtype), positions in self.cut.items():
             for unit in self._units(runtime, positions):
-                values_of = partial(_values, runtime, kind)
+                values_of = partial(_values, runtime, unit, kind)
                 alone = len(runtime.owners.cut(unit.unit)) == 1
                 interval = unit.own if alone else unit.updated
                 memory = torch.empty(interval.numel, dtype=getattr(torch, dtype), device=unit.device)
@@ -86,7 +88,12 @@ class Owned:
             copies = runtime.collectives.world // len(runtime.owners.cut(unit.unit))
             if number is not None and number % copies == rank % copies:
                 place = self.uncut[number]
-                yield plan_uncut(place, {kind: state[kind] for kind in place.kinds})
+                with runtime.home.visiting(unit, writes=False):
+                    states = {kind: state[kind] for kind in place.kinds}
+                    file = plan_uncut(place, states)
+                    live = {(tensor.data_ptr(), tensor.shape): tensor for tensor in tensors_in(states)}
+                    found = [live[t.data_ptr(), t.shape] for t in file.tensors if isinstance(t, Tensor)]
+                yield replace(file, tensors=[runtime.home.elements(unit, tensor) for tensor in found])
 
     def _units(self, runtime: Runtime, positions: frozenset[int]) -> Iterator[UnitState]:
         line = runtime.layout.positions
@@ -145,11 +152,13 @@ def _block(runtime: Runtime, unit: UnitState, master: WholeMaster) -> _Block:
     return runtime.layout.positions[name], *runtime.owners.rows(master.whole)
 
 
-def _values(runtime: Runtime, kind: str, master: WholeMaster) -> Tensor:
+def _values(runtime: Runtime, unit: UnitState, kind: str, master: WholeMaster) -> Tensor:
     """A master's values or those of its state, flat."""
     value = master.tensor if kind == MASTER else runtime.inner.state.get(master.tensor, {}).get(kind)
     if not isinstance(value, Tensor) or value.shape != master.tensor.shape:
         value = torch.zeros((), device=master.device)  # of a parameter without this state
+    else:
+        value = in_memory(runtime.home.elements(unit, value))
     return value.detach().expand(master.tensor.shape).reshape(-1)
 
 

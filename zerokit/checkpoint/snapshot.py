@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,10 +33,11 @@ from zerokit.checkpoint.uncut import UncutFile
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
+from zerokit.runtime.homes import Elements, in_memory
 from zerokit.runtime.model import plain_name
 from zerokit.skips import NONE_SKIPPED, Skips
 
-Slices = dict[tuple[str, str], Tensor]
+Slices = dict[tuple[str, str], Elements]
 """By stream and parameter's name, flat."""
 
 _ALIGNMENT = 64
@@ -173,18 +174,22 @@ def take(
             rest.members["scaler"] = _scaler(optimizer)
     tensors = [one.tensor for one in held]
     if copied:
-        copies = _copies(optimizer, [*tensors, *(tensor for file in uncut for tensor in file.tensors)])
+        every = [*tensors, *(tensor for file in uncut for tensor in file.tensors)]
+        copies = iter(_copies(optimizer, every))
         tensors = [next(copies) for _ in tensors]
-        uncut = [
-            replace(file, tensors=[next(copies).view(tensor.shape) for tensor in file.tensors])
-            for file in uncut
-        ]
+        uncut = [replace(file, tensors=[next(copies) for _ in file.tensors]) for file in uncut]
     else:
-        tensors = [torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor for tensor in tensors]
+        tensors = [
+            torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, Tensor) and tensor.is_meta
+            else tensor
+            for tensor in tensors
+        ]
     slices = {(one.kind, one.part.parameter.name): tensor for one, tensor in zip(held, tensors, strict=True)}
     for one in frozen if apart is not None and apart.new else ():
         # Once in a training: the buffer that all saves use has no room for it.
-        slices[one.kind, one.part.parameter.name] = snapshot(one.tensor) if copied else one.tensor
+        live = in_memory(one.tensor)
+        slices[one.kind, one.part.parameter.name] = snapshot(live) if copied else live
     generators = {} if arguments.weights_only else rng.capture(runtime.collectives.device)
     digests = None
     if extra is not None and runtime.collectives.world > 1:
@@ -209,7 +214,9 @@ def receive(optimizer: ZeroOptimizer, part: Part, owned: Owned) -> None:
     """Fill the slices of what owners have. Collective."""
     runtime = optimizer.runtime
     for one in owned.spread(runtime, runtime.collectives.position):
-        part.slices[one.kind, one.part.parameter.name].copy_(one.tensor)
+        memory = part.slices[one.kind, one.part.parameter.name]
+        assert isinstance(memory, Tensor)
+        memory.copy_(in_memory(one.tensor))
 
 
 def _copied(extra: Any) -> Any:
@@ -236,8 +243,21 @@ def snapshot(value: Any, what: str = "a tensor") -> Tensor:
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _copies(optimizer: ZeroOptimizer, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Flat copies; for a tensor on `meta` memory alone. The host waits until a device has made them."""
+def _copies(optimizer: ZeroOptimizer, elements: Sequence[Elements]) -> list[Elements]:
+    """Copies; for a tensor on `meta` memory alone. The host waits until a device has made them.
+
+    What is away is kept where it is.
+    """
+    tensors = [one for one in elements if isinstance(one, Tensor)]
+    copies = iter(_host_copies(optimizer, tensors))
+    if len(tensors) == len(elements):
+        return list(copies)
+    keep = optimizer.runtime.home.keep()
+    return [next(copies) if isinstance(one, Tensor) else keep(one) for one in elements]
+
+
+def _host_copies(optimizer: ZeroOptimizer, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors in the optimizer's buffer."""
     starts, size = [], 0
     for tensor in tensors:
         starts.append(size)
@@ -251,13 +271,13 @@ def _copies(optimizer: ZeroOptimizer, tensors: Sequence[Tensor]) -> Iterator[Ten
             _pin(optimizer.host_copy)
     copies = []
     for tensor, start in zip(tensors, starts, strict=True):
-        copy = optimizer.host_copy[start : start + tensor.nbytes].view(tensor.dtype)
+        copy = optimizer.host_copy[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         if not tensor.is_meta:
-            copy.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+            copy.copy_(tensor.detach(), non_blocking=True)
         copies.append(copy)
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-    return iter(copies)
+    return copies
 
 
 def _pin(memory: Tensor) -> None:

@@ -8,10 +8,10 @@ parameter of one element.)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.masters import Master, WholeMaster
+from zerokit.runtime.homes import Elements
+from zerokit.runtime.masters import Master
 from zerokit.runtime.shards import Shards
+from zerokit.runtime.unit import UnitState
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -36,12 +38,12 @@ OUTER_PREFIX = "outer."
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One rank's slice of one parameter in one stream: `tensor` [part.interval], flat."""
+    """One rank's slice of one parameter in one stream: `tensor` [part.interval], flat, which may be elsewhere."""
 
     kind: str
     position: int
     part: Slice
-    tensor: Tensor
+    tensor: Elements
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -67,7 +69,7 @@ class Description:
     """States that are no tensors."""
 
 
-def dtype_name(tensor: Tensor, what: str = "a tensor") -> str:
+def dtype_name(tensor: Elements, what: str = "a tensor") -> str:
     """The dtype's name in safetensors. Raises `CheckpointError`, naming `what`, if there is none."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ELEMENT_BYTES:
@@ -90,7 +92,7 @@ def tensor_of(data: ReadableBuffer, dtype: str, shape: Sequence[int]) -> Tensor:
     return (torch.frombuffer(content, dtype=kind) if content else torch.empty(0, dtype=kind)).reshape(shape)
 
 
-class Elements(Memory):
+class InTensor(Memory):
     """The flat elements of `tensor` in the file's `dtype`."""
 
     def __init__(self, tensor: Tensor, dtype: str) -> None:
@@ -117,27 +119,50 @@ class Elements(Memory):
         return self.tensor.device.type == "cpu" and str(self.tensor.dtype) == f"torch.{self.dtype}"
 
 
-def own_slices(
-    runtime: Runtime, rank: int, *, weights_only: bool = False, replicas: bool = False
-) -> Iterator[Held]:
+def own_slices(runtime: Runtime, rank: int, *, weights_only: bool = False) -> Iterator[Held]:
     """The slices that this rank writes: its piece of every unit, in every stream or only in parameters'.
 
-    Those of tensors that are updated whole come from their owners (`owned`). `replicas`: what it reads, which is all of
-    masters that every rank has whole (stage 0), and of those that it owns.
+    Those of tensors that are updated whole come from their owners (`owned`).
     """
     positions = runtime.layout.positions
     for unit in runtime.units:
         for part in unit.unit.owned(rank) if not unit.unit.trainable else ():
             yield Held(PARAM, positions[part.parameter.name], part, unit.kept.at(part.memory))
-    for unit, master, state in runtime.masters():
-        if isinstance(master, WholeMaster) and not replicas:
-            continue
-        for part in unit.members(master, None if replicas else unit.own):
-            position = positions[part.parameter.name]
-            yield Held(MASTER, position, part, master.values.at(part.memory))
-            for kind, value in () if weights_only else state.items():
-                if _elementwise(value, master):
-                    yield Held(kind, position, part, master.like(value).at(part.memory))
+        for master in unit.slices:
+            kinds: dict[str, Tensor] = {MASTER: master.tensor}
+            if not weights_only:
+                kinds |= elementwise_states(runtime, master)
+            held = {kind: runtime.home.elements(unit, tensor) for kind, tensor in kinds.items()}
+            start = master.interval.start
+            for part in unit.members(master, unit.own):
+                place = part.memory.shifted(-start)
+                for kind, elements in held.items():
+                    own = elements[place.start : place.stop]
+                    yield Held(kind, positions[part.parameter.name], part, own)
+
+
+def slices_here(runtime: Runtime, units: Iterable[UnitState], *, weights_only: bool) -> Iterator[Held]:
+    """What this rank reads of units that are here: masters with their states, and its shards of frozen parameters.
+
+    Of masters that every rank has whole (stage 0), and of those that it owns, that is all.
+    """
+    positions = runtime.layout.positions
+    for unit in units:
+        for part in unit.unit.owned(runtime.collectives.position) if not unit.unit.trainable else ():
+            yield Held(PARAM, positions[part.parameter.name], part, unit.kept.at(part.memory))
+        for master in unit.masters:
+            kinds = {MASTER: master.values.tensor}
+            if not weights_only:
+                kinds |= elementwise_states(runtime, master)
+            for part in unit.members(master):
+                for kind, value in kinds.items():
+                    yield Held(kind, positions[part.parameter.name], part, master.like(value).at(part.memory))
+
+
+def elementwise_states(runtime: Runtime, master: Master) -> dict[str, Tensor]:
+    """The states of a master that have its shape, by kind."""
+    state = runtime.inner.state.get(master.tensor, {})
+    return {kind: value for kind, value in state.items() if _elementwise(value, master)}
 
 
 def kept_slices(runtime: Runtime) -> Iterator[Held]:
@@ -152,7 +177,7 @@ def kept_slices(runtime: Runtime) -> Iterator[Held]:
                 yield Held(MASTER, position, part, unit.kept.at(part.memory))
 
 
-def _elementwise(value: object, master: Master) -> bool:
+def _elementwise(value: object, master: Master) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.shape == master.tensor.shape
 
 

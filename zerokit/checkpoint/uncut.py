@@ -8,7 +8,7 @@ first, of tensors that lie in memory in another order than C's: products of matr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,7 @@ from zerokit.checkpoint.strict import compact, members, parse_json, typed
 from zerokit.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import torch
+    from zerokit.runtime.homes import Elements
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class UncutFile:
 
     place: Uncut
     header: bytes
-    tensors: list[torch.Tensor]
+    tensors: Sequence[Elements]
 
     @property
     def size(self) -> int:

@@ -50,6 +50,7 @@ from zerokit.checkpoint.strict import compact
 from zerokit.checkpoint.uncut import UncutFile
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout
+from zerokit.runtime.homes import in_memory
 
 _BATCH_BYTES = 64 << 20
 """Written in one call: what a device holds is copied to the host so much at a time."""
@@ -93,7 +94,7 @@ def write_rank(
         write_exactly(fd, [file.header], 0, path)
         for batch in _batches(file.extents):
             held = [slices[streams[e.stream].kind, line[e.position].name] for e in batch]
-            buffers = [host_bytes(tensor) for tensor in held]
+            buffers = [host_bytes(in_memory(elements)) for elements in held]
             assert [buffer.nbytes for buffer in buffers] == [extent.size for extent in batch]
             write_exactly(fd, buffers, batch[0].offset, path)
             for extent, buffer in zip(batch, buffers, strict=True):
@@ -106,7 +107,7 @@ def write_rank(
 def _write_uncut(work: Path, file: UncutFile) -> Uncut:
     path, offset, crc = work / file.place.name, 0, 0
     with new_file(path, file.size) as fd:
-        for data in chain([memoryview(file.header)], map(host_bytes, file.tensors)):
+        for data in chain([memoryview(file.header)], (host_bytes(in_memory(one)) for one in file.tensors)):
             write_exactly(fd, [data], offset, path)
             crc, offset = crc32(data, crc), offset + len(data)
     return replace(file.place, size=file.size, crc=crc)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerokit.errors import UsageError
-from zerokit.layout import build_layout, default_bucket_bytes
+from zerokit.layout import Unit, build_layout, default_bucket_bytes
 from zerokit.owners import Owners, default_cost
 from zerokit.placement import AnyPlacement, placed, without_lone_axis
 from zerokit.runtime.admission import BUILDING, require_agreement
@@ -32,6 +32,7 @@ from zerokit.runtime.classes import (
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.gradients import Gradients
+from zerokit.runtime.homes import home_of, kind_of, room_of
 from zerokit.runtime.inner import Part, Several
 from zerokit.runtime.masters import Master
 from zerokit.runtime.memory import Heap
@@ -80,7 +81,13 @@ class Runtime:
         device = device_of(model, group)
         classes = [inner.tuned(device, precision.master) for inner in classes]
         tried = [
-            probe_groups(inner.optimizer_class, inner.options, precision.master, inner.groups)
+            probe_groups(
+                inner.optimizer_class,
+                inner.options,
+                precision.master,
+                inner.groups,
+                in_turns=kind_of(options.states) != "device",
+            )
             for inner in classes
         ]
         self.states = [states for states_of_groups in tried for states in states_of_groups]
@@ -112,6 +119,7 @@ class Runtime:
             "precision": str(precision.as_dict()),
             "prefetch": str(options.prefetch),
             "on_nonfinite": str(options.on_nonfinite),
+            "states": kind_of(options.states),
             "optimizer": " + ".join(inner.optimizer_class.__name__ for inner in classes),
             "the owners of whole tensors": str(self.owners),
             **_describe(classes),
@@ -122,6 +130,8 @@ class Runtime:
         )
 
         # What they hold, and what moves it.
+        rooms = {unit.index: self._room(unit) for unit in self.layout.units if unit.trainable}
+        self.home = home_of(options.states, rooms, self.collectives)
         self.units = self._take_over(parts, options)
         self.gradients = Gradients(self.units, self.collectives, precision, self.layout, self.placement)
         self.engine = Engine(self.units, self.gradients, self.collectives, options.prefetch)
@@ -136,13 +146,16 @@ class Runtime:
             entry["params"] = [m.tensor for unit in self.units for m in unit.masters if m.group == number]
         made = [inner.optimizer_class(inner.groups, **inner.options) for inner in classes]
         self.inner = made[0] if len(made) == 1 else Several(made)
+        self.home.attach(self.inner)
         ends = list(accumulate(len(inner.groups) for inner in classes))
         self.parts = [
             Part(optimizer, range(end - len(own), end), own)
             for optimizer, own, end in zip(made, tried, ends, strict=True)
         ]
         self.wholes = WholeTensors(self.units, self.gradients, self.collectives, self.owners, self.parts)
-        self.weights = WholeWeights(model, self.engine, self.collectives, precision.master, self.wholes)
+        self.weights = WholeWeights(
+            model, self.engine, self.collectives, precision.master, self.wholes, self.home
+        )
         self.control = StepControl(self.collectives, self.gradients, self.inner)
         # A model outlives its optimizer where a function trains it and returns it.
         if self.placement.cuts_parameters:
@@ -170,7 +183,15 @@ class Runtime:
             placement = self.placement.of_unit(unit.index)
             units.append(
                 UnitState(
-                    unit, parameters, collectives, dtype, precision.master, placement, self.owners, renormed
+                    unit,
+                    parameters,
+                    collectives,
+                    dtype,
+                    precision.master,
+                    placement,
+                    self.owners,
+                    self.home,
+                    renormed,
                 )
             )
             units[-1].take_over(materializer.values_of(parameters))
@@ -185,8 +206,30 @@ class Runtime:
             torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
         return units
 
+    def _room(self, unit: Unit) -> int:
+        """Bytes for masters and states of a unit on this rank, from the trials."""
+        placement, position = self.placement.of_unit(unit.index), self.collectives.position
+        master, sizes = self.precision.master.itemsize, []
+        for group, stretch in unit.groups_within(placement.updated(unit, position)):
+            if group not in self.owners.groups:
+                states = self.states[group]
+                sizes += [
+                    stretch.numel * master,
+                    *[0] * len(states.kinds),
+                    stretch.numel * states.element_bytes,
+                ]
+        for tensor in self.owners.owned(unit.index, placement.owner(position)):
+            whole = self.states[tensor.group].whole
+            assert whole is not None
+            every, _ = whole.nbytes(tensor.shape)
+            sizes += [tensor.interval.numel * master, *[0] * len(whole.kinds(tensor.shape)[1]), every]
+        return room_of(sizes)
+
     def masters(self) -> Iterator[tuple[UnitState, Master, dict[str, Any]]]:
-        """The masters that this rank updates, in line order, each with its optimizer state ({} before a step)."""
+        """The masters that this rank updates, in line order, each with its optimizer state ({} before a step).
+
+        Their elements may be elsewhere: `home` has them.
+        """
         for unit in self.units:
             for master in unit.masters:
                 yield unit, master, self.inner.state.get(master.tensor, {})
@@ -198,8 +241,12 @@ class Runtime:
 
     def publish(self, *, frozen: bool = False) -> None:
         """Update the parameters after the masters, or `frozen` units' shards, were changed. Collective."""
-        write_back(self.units)
-        self.wholes.publish()
+
+        def write(present: Sequence[UnitState]) -> None:
+            write_back(present)
+            self.wholes.publish(present)
+
+        self.home.tour(self.units, write, writes=False)
         if frozen:
             for unit in self.units:
                 if not unit.unit.trainable:

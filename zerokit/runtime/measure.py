@@ -36,7 +36,11 @@ def measure_memory(runtime: Runtime) -> MemoryReport:
     for one in list_holdings(runtime):
         lines[one.line] += one.used
         lines["padding"] += one.padding
-    most = {"transient": runtime.gradients.transient, "exchange": runtime.wholes.most}
+    most = {
+        "transient": runtime.gradients.transient,
+        "exchange": runtime.wholes.most,
+        "visiting": runtime.home.most,
+    }
     return MemoryReport(**lines | most)
 
 
@@ -70,9 +74,12 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
     """The tensors that `measure_memory` adds up."""
     holdings: list[Holding] = []
     seen: set[int] = set()
+    away = {id(tensor) for unit in runtime.units for tensor in runtime.home.away(unit)}
 
     def add(line: str, tensor: Tensor, payload: int | None = None, *, elements: bool = False) -> None:
         """Count `tensor`'s storage, once, or its `elements`, under `line`; `payload` of them are not padding."""
+        if id(tensor) in away:
+            line, elements = runtime.home.name, True
         storage = tensor.untyped_storage()
         held = tensor.nbytes if elements else storage.nbytes()
         if elements or (held and storage.data_ptr() not in seen):
@@ -137,7 +144,8 @@ def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
         for unit in runtime.units
         if unit.dtype != precision.compute and unit.dtype in FLOATING
     }
-    return replace(of(precision), differing=differing, groups=flat, wholes=wholes)
+    home = runtime.home.name
+    return replace(of(precision), differing=differing, groups=flat, wholes=wholes, home=home)
 
 
 def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bool) -> ElementBytes:

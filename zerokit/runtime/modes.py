@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.inner import parts_of
+from zerokit.runtime.trials import Turns
+from zerokit.runtime.unit import UnitState
 
 
 class Modes:
@@ -26,8 +29,15 @@ class Modes:
         trainable = [unit for unit in runtime.units if unit.unit.trainable]
         for unit in trainable:
             unit.unguard_masters()
+        turns = [Turns(part) for part in parts_of(runtime.inner) if callable(getattr(part, name, None))]
+
+        def switch(present: Sequence[UnitState]) -> None:
+            tensors = {master.tensor for unit in present for master in unit.masters}
+            for turn in turns:
+                turn.call(name, tensors)
+
         try:
-            getattr(runtime.inner, name)()
+            runtime.home.tour(trainable, switch, writes=True)
         finally:
             for unit in trainable:
                 unit.guard_masters()

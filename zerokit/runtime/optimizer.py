@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -74,6 +76,9 @@ class ZeroOptimizer(Reports):
             by name or its end: {"attn.qkv.weight": 3} equal ones, or the rows of each.
         update_cost: the cost of one tensor's update by its shape, from which owners are chosen. By default 4m²n + 2m³
             for a matrix with m ≤ n, and the number of elements for others.
+        states: where masters and the optimizer's states are between steps: on the "device"; on the "host"; in a file in
+            the directory of this path, on a disk of the node; or on the device with moments in "fp8". From elsewhere
+            they visit the device unit by unit, and all bits stay as they are on it; fp8 rounds.
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 
     Raises:
@@ -106,6 +111,7 @@ class ZeroOptimizer(Reports):
         on_nonfinite: OnNonfinite = "skip",
         row_blocks: Mapping[str, int | Sequence[int]] | None = None,
         update_cost: Cost | None = None,
+        states: str | os.PathLike[str] = "device",
         **optimizer_options: Any,
     ) -> None:
         self.precision = Precision.of(precision)
@@ -123,6 +129,7 @@ class ZeroOptimizer(Reports):
             on_nonfinite,
             row_blocks,
             update_cost,
+            states,
         )
         self.runtime = made = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""
@@ -244,9 +251,9 @@ class ZeroOptimizer(Reports):
         self.refuse(INTERRUPTED)
         if agreed.updates:
             with profiled("update"), unless_updated(self._inner, self._note_no_update):
-                update_masters(
-                    self.runtime.units, self._gradients, self._inner, self.runtime.wholes, agreed.left_out
-                )
+                made = self.runtime
+                tour = partial(made.home.tour, writes=True, agree=self._control.require_all_well)
+                update_masters(made.units, self._gradients, self._inner, made.wholes, tour, agreed.left_out)
         self._last_traffic = self._collectives.take_traffic()
         if agreed.updates:
             self._engine.gather_updated()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Options:
     on_nonfinite: object
     row_blocks: Mapping[str, int | Sequence[int]] | None
     update_cost: Cost | None
+    states: str | os.PathLike[str]
 
     def __post_init__(self) -> None:
         require_choice(self.on_nonfinite)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -18,6 +18,7 @@ from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import checksums
 from zerokit.runtime.guard import SCALES_ITSELF
 from zerokit.runtime.interface import TorchInterface
+from zerokit.runtime.unit import UnitState
 from zerokit.skips import Skips
 
 EMA = "ema"
@@ -158,10 +159,25 @@ class RankState(dict[str, Any]):
 def take_state(runtime: Runtime) -> dict[str, Any]:
     """This rank's part, apart from the loss scale."""
     runtime.engine.take_changes()  # weights that were changed in place: masters are what is taken
+    here: dict[int, Tensor] = {}
+    """What is away, in memory of its own, by the identity of its tensor."""
+
+    def bring(units: Sequence[UnitState]) -> None:
+        here.update((id(tensor), tensor.detach().clone()) for u in units for tensor in runtime.home.away(u))
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return here[id(value)] if id(value) in here else value.clone() if here else value
+        if isinstance(value, dict):
+            return {key: shown(one) for key, one in value.items()}
+        return type(value)(map(shown, value)) if isinstance(value, list | tuple) else value
+
+    runtime.home.tour(runtime.units, bring, writes=False)
+    inner = runtime.inner.state_dict()
     return RankState(
-        inner=runtime.inner.state_dict(),
+        inner=inner | {"state": shown(inner["state"])},
         divided=[unit.divided for unit in runtime.units],
-        masters=[master.tensor.detach() for _, master, _ in runtime.masters()],
+        masters=[shown(master.tensor).detach() for _, master, _ in runtime.masters()],
         draws=runtime.gradients.draws.state(),
         skips=astuple(runtime.control.skips),
         place=_origin(runtime),
@@ -190,9 +206,14 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
                 "their own since then: load it into a new optimizer"
             )
     runtime.inner.load_state_dict(state["inner"])
+    masters = dict(zip((master for _, master, _ in runtime.masters()), state["masters"], strict=True))
+
+    def take(units: Sequence[UnitState]) -> None:
+        for master in (master for unit in units for master in unit.masters):
+            master.values.tensor.copy_(masters[master].reshape(-1))
+
     with torch.no_grad():
-        for (_, master, _), values in zip(runtime.masters(), state["masters"], strict=True):
-            master.tensor.detach().copy_(values)
+        runtime.home.tour(runtime.units, take, writes=True)
         runtime.publish()
     runtime.gradients.draws.begin(*state.get("draws", (None,)))
     runtime.control.resume(Skips(*state.get("skips", ())))

@@ -11,19 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from zerokit.errors import LayoutMismatch, UsageError
+from zerokit.errors import LayoutMismatch, StorageError, UsageError
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.collectives.base import Sums
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.inner import parts_of
 from zerokit.runtime.nonfinite import warn_of_skip
 from zerokit.runtime.torch_internals import leaves_out_steps, leaving_out
+from zerokit.runtime.trials import Turns
 from zerokit.runtime.unit import UnitState, write_back
 from zerokit.runtime.wholes import WholeTensors
 from zerokit.skips import Skips
@@ -96,6 +98,13 @@ class StepControl:
         self._require_one_path(numbers)
         total = torch.tensor(numbers[_COUNT], dtype=torch.float64) if counted else None
         return Agreement(overflow=numbers[_NONFINITE] > 0, empty=empty, count=total)
+
+    def require_all_well(self, failed: bool) -> None:
+        """Raise `StorageError` where any rank has `failed`. All ranks come here together, in a step."""
+        numbers = self.collectives.sum_soon([float(failed), self.collectives.rank * float(failed)]).read()
+        if numbers[0]:
+            who = f"rank {numbers[1]:.0f}" if numbers[0] == 1 else f"{numbers[0]:.0f} ranks"
+            raise StorageError(f"the states of {who} could not be read or written: see the error there")
 
     def finish(self) -> None:
         """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""
@@ -261,50 +270,71 @@ INTERRUPTED = (
 """Why steps are refused after that; a load of weights alone does not make up for it."""
 
 
+Update: TypeAlias = Callable[[Sequence[UnitState]], None]
+Tour: TypeAlias = Callable[[Sequence[UnitState], Update], None]
+"""Calls an update with units whose masters and states are here then, until it has had all."""
+
+
 def update_masters(
     units: Sequence[UnitState],
     gradients: Gradients,
     inner: Optimizer,
     wholes: WholeTensors,
+    tour: Tour,
     left_out: Tensor | None = None,
 ) -> None:
-    """Run `inner` over all masters with the reduced gradients, and write them back.
+    """Run `inner` over all masters with the reduced gradients, while a `tour` has them here, and write them back.
 
     Nothing changes where `left_out`, which is on the device, is true.
     """
-    optimizers = parts_of(inner)
     trainable = [unit for unit in units if unit.unit.trainable]
     for unit in trainable:
-        own = gradients.units[unit.index]
-        skipped = own.skipped
+        skipped = gradients.units[unit.index].skipped
         if skipped and not all(
             skipped.issuperset(positions) or skipped.isdisjoint(positions)
             for positions in map(unit.positions_in, unit.slices)
         ):
             unit.divide(inner)
         unit.unguard_masters()
+    # At least one turn of each, as what a class counts must be alike on all ranks.
+    turns = {optimizer: Turns(optimizer) for optimizer in parts_of(inner)}
+    try:
+        with wholes.updating(turns) as update_wholes:
+
+            def update(present: Sequence[UnitState]) -> None:
+                _give_gradients(present, gradients)
+                for optimizer, turn in turns.items():
+                    if isinstance(optimizer, SGD):
+                        _level_momentum(optimizer, all_begin=left_out is not None)
+                    with leaving_out(optimizer, left_out):
+                        turn.step()
+                _take_gradients(present)
+                update_wholes(present)
+                write_back(present)
+
+            tour(trainable, update)
+    finally:
+        _take_gradients(trainable)
+        for unit in trainable:
+            unit.guard_masters()
+
+
+def _give_gradients(units: Sequence[UnitState], gradients: Gradients) -> None:
+    for unit in units:
+        own = gradients.units[unit.index]
+        skipped = own.skipped
         for master in unit.slices:
             if skipped and skipped.issuperset(unit.positions_in(master)):
-                master.tensor.grad = None  # of an update that failed
                 continue  # as in torch, what has no gradient keeps its value and its states
             gradient = own.held.at(master.interval)
             tensor = master.tensor
             tensor.grad = gradient if gradient.dtype == tensor.dtype else gradient.to(tensor.dtype)
-    try:
-        with wholes.updating():
-            for optimizer in optimizers:
-                if optimizer in wholes.optimizers:
-                    continue
-                if isinstance(optimizer, SGD):
-                    _level_momentum(optimizer, all_begin=left_out is not None)
-                with leaving_out(optimizer, left_out):
-                    optimizer.step()
-        write_back(units)
-    finally:
-        for unit in trainable:
-            for master in unit.slices:
-                master.tensor.grad = None
-            unit.guard_masters()
+
+
+def _take_gradients(units: Sequence[UnitState]) -> None:
+    for unit in units:
+        for master in unit.slices:
+            master.tensor.grad = None
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def elements_share_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 
-def point_at(parameter: nn.Parameter, data: Tensor) -> None:
+def point_at(parameter: Tensor, data: Tensor) -> None:
     """Let `parameter` be a view of other memory, and stay the same object to autograd and to modules."""
     parameter.data = data
 

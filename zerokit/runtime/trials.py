@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -56,15 +56,36 @@ class Turns:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._before = [dict(group) for group in optimizer.param_groups]
+        self._switches = {name: value for name, value in vars(optimizer).items() if type(value) is bool}
 
     def take(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Step the tensors that have these gradients; none is left behind."""
+        with _having(gradients):
+            self.step()
+
+    def step(self) -> None:
+        """Step the tensors that have gradients now."""
+        self._begin()
+        self._optimizer.step()
+
+    def call(self, name: str, tensors: Collection[Tensor]) -> None:
+        """Call another method of the optimizer, which sees these tensors alone."""
+        self._begin()
+        vars(self._optimizer).update(self._switches)
+        every = [group["params"] for group in self._optimizer.param_groups]
+        try:
+            for group, own in zip(self._optimizer.param_groups, every, strict=True):
+                group["params"] = [tensor for tensor in own if tensor in tensors]
+            getattr(self._optimizer, name)()
+        finally:
+            for group, own in zip(self._optimizer.param_groups, every, strict=True):
+                group["params"] = own
+
+    def _begin(self) -> None:
         for group, before in zip(self._optimizer.param_groups, self._before, strict=True):
             for name in group.keys() - before.keys():
                 del group[name]
             group.update(before)
-        with _having(gradients):
-            self._optimizer.step()
 
 
 @contextmanager
@@ -315,8 +336,13 @@ def probe_groups(
     options: dict[str, Any],
     master: torch.dtype,
     groups: Sequence[Mapping[str, Any]],
+    *,
+    in_turns: bool = False,
 ) -> list[OptimizerStates]:
-    """What each group of a class leads to; groups that differ in numbers alone are tried once."""
+    """What each group of a class leads to; groups that differ in numbers alone are tried once.
+
+    `in_turns`: elementwise classes too must step some tensors without others. Raises `UnsupportedOptimizer`.
+    """
     tried: dict[str, OptimizerStates] = {}
     found = []
     for group in groups:
@@ -325,6 +351,9 @@ def probe_groups(
         key = repr(sorted(choices.items()))
         if key not in tried:
             tried[key] = probe(optimizer_class, options, master, own)
+            if in_turns and tried[key].whole is None:
+                make = _Maker(optimizer_class, _lively(options), _lively(own))
+                WholeStates(optimizer_class.__name__, make, master)
         found.append(tried[key])
     return found
 

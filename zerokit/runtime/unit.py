@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
 from zerokit.layout import Interval, Unit
@@ -25,6 +26,7 @@ from zerokit.owners import Owners
 from zerokit.placement import Axis, Placement
 from zerokit.runtime.collectives import Collectives, Exchange, Work
 from zerokit.runtime.guard import TICKET, Owner, Ticket, guarded_class, refuse_moving
+from zerokit.runtime.homes import Home
 from zerokit.runtime.hooks import profiled
 from zerokit.runtime.masters import MasterSlice, OwnedUnit, WholeMaster
 from zerokit.runtime.memory import UnitMemory, unit_memory
@@ -54,11 +56,12 @@ class UnitState(OwnedUnit, UnitUse):
         master: torch.dtype,
         placement: Placement,
         owners: Owners,
+        home: Home,
         renormed: Collection[int] = (),
     ) -> None:
         OwnedUnit.__init__(self, unit, parameters, collectives, placement)
         UnitUse.__init__(self)
-        self.dtype, self._master, self._owners = dtype, master, owners
+        self.dtype, self._master, self._owners, self._home = dtype, master, owners, home
         self.separate = unit.trainable and master != dtype
         self.comes_and_goes = placement.cuts_parameters
         """Whether whole parameters have memory only while they are gathered."""
@@ -122,6 +125,7 @@ class UnitState(OwnedUnit, UnitUse):
             self.whole.copy(exact)
         if self.unit.trainable:
             self._make_masters(exact)
+            self._home.leave(self)
         if self.comes_and_goes:
             self._memory.store()
             self.free()
@@ -137,6 +141,10 @@ class UnitState(OwnedUnit, UnitUse):
             values = exact.at(whole.interval).clone() if apart else None
             self.owned.append(WholeMaster(self.whole, whole, values))
 
+    def divide(self, inner: Optimizer) -> None:
+        with self._home.visiting(self, writes=True):
+            super().divide(inner)
+
     # ---- changes by the user
 
     def take_changes(self, *, certain: bool = False) -> None:
@@ -144,13 +152,18 @@ class UnitState(OwnedUnit, UnitUse):
         if not certain and not self._aliases and self._versions == self._current_versions():
             return
         self._memory.store()
-        with torch.no_grad():
-            for master in self.masters:
-                if master.separate:
-                    values = master.values.tensor
-                    changed = values.to(self.dtype) != master.kept
-                    values.copy_(torch.where(changed, master.kept.to(values.dtype), values))
+        if any(master.separate for master in self.masters):
+            with torch.no_grad(), self._home.visiting(self, writes=True):
+                self._refresh_masters()
         self.note_versions()
+
+    def _refresh_masters(self, *, exactly: bool = False) -> None:
+        """Take over the parameters' values, all of them or those that are not the masters' rounded ones."""
+        for master in self.masters:
+            if master.separate:
+                values, new = master.values.tensor, master.kept.to(master.dtype)
+                changed = values.to(self.dtype) != master.kept
+                values.copy_(new if exactly else torch.where(changed, new, values))
 
     def take_exact(self, position: int, values: Tensor) -> None:
         """Copy `values` [the shape of parameter `position`] to the masters, as the parameter may have rounded them."""
@@ -160,7 +173,7 @@ class UnitState(OwnedUnit, UnitUse):
         if self.exact is not None:
             self.exact[position] = values.detach().clone()
             return
-        with torch.no_grad():
+        with torch.no_grad(), self._home.visiting(self, writes=True):
             given = Shards(self.unit, values.detach().reshape(-1), part.memory)
             for master in self.masters:
                 master.values.copy(given)
@@ -182,9 +195,8 @@ class UnitState(OwnedUnit, UnitUse):
             if source is None:
                 self._memory.store()
                 # Their precision may differ by rank, too.
-                for master in self.masters:
-                    if master.separate:
-                        master.values.tensor.copy_(master.kept)
+                with self._home.visiting(self, writes=True):
+                    self._refresh_masters(exactly=True)
             elif self.collectives.rank != source:
                 exact = {at: torch.empty_like(self._views[at], dtype=dtype) for at, dtype, _ in given}
             for values in exact.values():
@@ -335,6 +347,7 @@ class UnitState(OwnedUnit, UnitUse):
             point_at(parameter, values[parameter])
         for master in self.masters:
             point_at(master.tensor, master.tensor.new_empty(0))
+        self._home.forget(self)
         self.slices.clear()
         self.owned.clear()
         nothing = Interval(0, 0)

@@ -19,6 +19,7 @@ from zerokit.formulas import TrafficReport
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.guard import TICKET, Guarded
+from zerokit.runtime.homes import Home
 from zerokit.runtime.saving import StandIns, Values
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
@@ -43,9 +44,11 @@ class WholeWeights:
         collectives: Collectives,
         master: torch.dtype,
         wholes: WholeTensors,
+        home: Home,
     ) -> None:
         self._model, self._engine = weakref.ref(model), engine
         self._collectives, self._master, self._wholes = collectives, master, wholes
+        self._home = home
         self.is_shown = False
 
     @contextmanager
@@ -201,9 +204,10 @@ class WholeWeights:
             self._collectives.gather(whole, axes=place.use, own=unit.kept).start().wait()
             return whole
         whole = unit.whole.like(torch.zeros(unit.unit.numel, dtype=self._master, device=unit.device))
-        for master in unit.slices:
-            whole.copy(master.values)
-        self._wholes.spread(unit, lambda master: master.values.tensor, whole).wait()
+        with self._home.visiting(unit, writes=False):
+            for master in unit.slices:
+                whole.copy(master.values)
+            self._wholes.spread(unit, lambda master: master.values.tensor, whole).wait()
         self._collectives.gather(whole, axes=(*place.use, *place.update)).start().wait()
         return whole
 

@@ -48,11 +48,6 @@ class WholeTensors:
         self.most = 0
         """Bytes that gradients and updated values took at most in the last step, on their way to owners and back."""
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """Those that update them."""
-        return [part.optimizer for part in self._parts]
-
     def spread(self, unit: UnitState, values_of: ValuesOf, into: Shards, *, counted: bool = True) -> Work:
         """Start to write what owners have of a unit's tensors to this rank's piece of them, `into`. Collective.
 
@@ -61,9 +56,9 @@ class WholeTensors:
         own = next((one for one in self._units if one.unit is unit), None)
         return DONE if own is None else own.spread(values_of, into, counted=counted)
 
-    def publish(self) -> None:
-        """Write the masters to what every rank keeps of the parameters. Collective."""
-        self._finish([one.spread(_values, one.unit.kept) for one in self._units])
+    def publish(self, units: Sequence[UnitState]) -> None:
+        """Write the masters of units, which are here, to what every rank keeps of the parameters. Collective."""
+        self._finish([one.spread(_values, one.unit.kept) for one in self._units if one.unit in units])
 
     def _finish(self, works: Sequence[Work]) -> None:
         for work in works:
@@ -72,24 +67,19 @@ class WholeTensors:
             self._collectives.wait_for_readers()
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """A context at whose end the tensors are updated; inside, gradients are on their way.
+    def updating(self, turns: Mapping[Optimizer, Turns]) -> Iterator[Callable[[Sequence[UnitState]], None]]:
+        """A context in which gradients are on their way, and whose function updates the tensors of units that are here.
 
-        The masters are not guarded. Whatever an optimizer raises, this rank takes part in all exchanges before.
+        The masters are not guarded. Whatever an optimizer raises, this rank takes part in all exchanges.
         """
         arriving = {one: one.collect(self._gradients) for one in self._units if one.moves}
         returning: list[Work] = []
         held = sum(memory.nbytes for _, memory in arriving.values())
         self.most, gone = held, False
-        try:
-            yield
-            turns = {part: Turns(part.optimizer) for part in self._parts}
-            for part in self._parts:
-                # Slices of groups that the class updates element by element; at least once, as what a class counts
-                # must be alike on all ranks.
-                tensors = [tensor for group in part.optimizer.param_groups for tensor in group["params"]]
-                turns[part].take({tensor: tensor.grad for tensor in tensors if tensor.grad is not None})
-            for one in self._units:
+
+        def update(units: Sequence[UnitState]) -> None:
+            nonlocal held
+            for one in (one for one in self._units if one.unit in units):
                 if one not in arriving:
                     arriving[one] = one.collect(self._gradients)
                     held += arriving[one][1].nbytes
@@ -98,6 +88,9 @@ class WholeTensors:
                 held += one.sent_numel * one.unit.dtype.itemsize - arriving.pop(one)[1].nbytes
                 self.most = max(self.most, held)
                 returning.append(one.spread(_values, one.unit.kept))
+
+        try:
+            yield update
         except ScheduleError:
             gone = True  # ranks that are waited for: each further wait would take the time-out again
             raise
@@ -107,16 +100,18 @@ class WholeTensors:
                 returning += [work for work, _ in arriving.values()]
                 self._finish([*returning, *(one.spread(_values, one.unit.kept) for one in rest)])
 
-    def _update(self, one: _UnitWholes, work: Work, memory: Tensor, turns: Mapping[Part, Turns]) -> None:
+    def _update(self, one: _UnitWholes, work: Work, memory: Tensor, turns: Mapping[Optimizer, Turns]) -> None:
         """Step a unit's tensors once their gradients have come to `memory`."""
         work.wait()
         one.unit.complete()  # the parameters of a unit that this rank has not used since the last step
         skipped = self._gradients.units[one.unit.index].skipped
-        for part, turn in turns.items():
+        for part in self._parts:
             # Each by itself: a class that stacks equal shapes rounds differently with their number.
             for master, gradient in one.places(memory):
                 if master.group in part.groups and master.whole.position not in skipped:
-                    turn.take({master.tensor: gradient.to(master.tensor.dtype).view(master.whole.shape)})
+                    turns[part.optimizer].take(
+                        {master.tensor: gradient.to(master.tensor.dtype).view(master.whole.shape)}
+                    )
 
 
 def _values(master: Master) -> Tensor:

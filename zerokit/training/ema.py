@@ -7,8 +7,9 @@ and resharded with them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from zerokit.errors import UsageError
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.states import AVERAGED, EMA
+from zerokit.runtime.unit import UnitState
 from zerokit.training.arguments import require_zero_optimizer
 
 
@@ -89,13 +91,18 @@ class Ema:
         if left_out is True:
             return
         self._runtime.engine.take_changes()
-        averages, weights = [], []
-        for _, master, state in self._runtime.masters():
+        runtime = self._runtime
+        runtime.home.tour(runtime.units, partial(self._take, left_out=left_out), writes=True)
+
+    def _take(self, units: Sequence[UnitState], left_out: bool | Tensor) -> None:
+        averages, weights, states = [], [], self._runtime.inner.state
+        for master in (master for unit in units for master in unit.masters):
+            state = states.get(master.tensor, {})
             if EMA in state:
                 averages.append(state[EMA])
                 weights.append(master.tensor.detach())
             else:
-                self._runtime.inner.state[master.tensor][EMA] = master.tensor.detach().clone()
+                states[master.tensor][EMA] = master.tensor.detach().clone()
         if isinstance(left_out, Tensor):  # the host does not know yet
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(torch.where(left_out, average, torch.lerp(average, weight, 1.0 - self.decay)))
@@ -149,14 +156,20 @@ class Ema:
     def _exchange(self) -> None:
         """Exchange weights and averages, on every rank."""
         self._runtime.control.finish()
-        self._runtime.settle()
-        for _, master, state in self._runtime.masters():
-            if EMA in state:
-                weights: Tensor = master.tensor.detach()
-                held = weights.clone()
-                weights.copy_(state[EMA])
-                state[EMA].copy_(held)
-        self._runtime.publish()
+        runtime = self._runtime
+        runtime.settle()
+
+        def swap(units: Sequence[UnitState]) -> None:
+            for master in (master for unit in units for master in unit.masters):
+                state = runtime.inner.state.get(master.tensor, {})
+                if EMA in state:
+                    weights: Tensor = master.tensor.detach()
+                    held = weights.clone()
+                    weights.copy_(state[EMA])
+                    state[EMA].copy_(held)
+
+        runtime.home.tour(runtime.units, swap, writes=True)
+        runtime.publish()
 
     def _living(self) -> ZeroOptimizer:
         optimizer = self._optimizer()

@@ -58,9 +58,10 @@ class Masters:
         """The masters of a part's region [numel], in fp32."""
         values = torch.zeros(part.numel, dtype=torch.float32)
         for unit, place in part.shards():
-            shard = Shards(unit, values[place], unit.shard(self.rank))
-            for master in self._runtime.units[unit.index].masters:
-                shard.copy(master.values)
+            shard, state = Shards(unit, values[place], unit.shard(self.rank)), self._runtime.units[unit.index]
+            with self._runtime.home.visiting(state, writes=False):
+                for master in state.masters:
+                    shard.copy(master.values)
         return values
 
     @contextmanager
@@ -88,13 +89,14 @@ class Masters:
                     runtime.collectives.gather(whole).start().wait()
                     runtime.collectives.wait_for_readers()
                     given = whole
-                for master in state.masters:
-                    target, new = master.values.at(given.interval), given.at(master.interval)
-                    if weight == 1.0:
-                        target.copy_(new)
-                    else:
-                        target.copy_(torch.lerp(target.to(new.dtype), new, weight))
-            write_back(states)
+                with runtime.home.visiting(state, writes=True):
+                    for master in state.masters:
+                        target, new = master.values.at(given.interval), given.at(master.interval)
+                        if weight == 1.0:
+                            target.copy_(new)
+                        else:
+                            target.copy_(torch.lerp(target.to(new.dtype), new, weight))
+                    write_back([state])
             for state in states:
                 if state.placement.update:
                     state.gather_from_owners()

@@ -1,0 +1,67 @@
+"""Where masters and the optimizer's states are between steps: on the device, or elsewhere, from where they visit it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+from zerokit.errors import UsageError, ZerokitWarning
+from zerokit.files import path_of
+from zerokit.runtime.admission import BUILDING
+from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.homes.disk import DiskHome
+from zerokit.runtime.homes.elsewhere import PAGE
+from zerokit.runtime.homes.home import Elements, Home, Stored, in_memory
+
+__all__ = ["Elements", "Home", "Stored", "home_of", "in_memory", "kind_of", "room_of"]
+
+KINDS = ("device", "host")
+
+
+def kind_of(states: object) -> str:
+    """The kind of home that `states` names. Raises `UsageError` for what names none."""
+    if isinstance(states, str) and states in KINDS:
+        return states
+    if isinstance(states, str | os.PathLike) and os.fspath(states):
+        return "disk"
+    raise UsageError(
+        f"states={states!r}: expected {', '.join(map(repr, KINDS))}, or the path of a directory on a disk of this node"
+    )
+
+
+def home_of(states: str | os.PathLike[str], rooms: Mapping[int, int], collectives: Collectives) -> Home:
+    """The home that `states` names, with so many bytes of room for each unit, by index. Collective.
+
+    Raises `UsageError` on all ranks where one of them has no room.
+    """
+    kind = kind_of(states)
+    if kind == "disk":
+        return _on_all(lambda: DiskHome(path_of(states), rooms), collectives)
+    if kind == "host" and collectives.rank == 0:
+        warnings.warn(
+            "states='host' changes nothing here: the model computes on the host, where its states are anyway",
+            ZerokitWarning,
+            stacklevel=2,
+        )
+    return Home()
+
+
+def _on_all(make: Callable[[], Home], collectives: Collectives) -> Home:
+    """What `make` gives on this rank. Raises `UsageError` on all ranks where it does on one."""
+    home: Home | None = None
+    problem = ""
+    try:
+        home = make()
+    except UsageError as error:
+        problem = str(error)
+    problems = collectives.all_gather_objects(problem, BUILDING)
+    if failed := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]:
+        raise UsageError("; ".join(failed))
+    assert home is not None
+    return home
+
+
+def room_of(sizes: Sequence[int]) -> int:
+    """Bytes of a store for tensors of these sizes, or at most for some that together have one of them."""
+    return sum(-(-size // PAGE) * PAGE + PAGE for size in sizes)

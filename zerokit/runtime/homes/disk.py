@@ -1,0 +1,219 @@
+"""A home on a disk: one file a rank, which has no name and goes with the process, however it ends.
+
+One thread reads and writes it, one request after the other. Reads and writes go past the page cache (`O_DIRECT`) where
+the states would not fit into it beside what the machine runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerokit.errors import StorageError, UsageError
+from zerokit.runtime.homes.elsewhere import PAGE, Elsewhere, Place
+from zerokit.runtime.homes.home import Elements, Stored
+from zerokit.runtime.masters import OwnedUnit
+
+_PIECE = 64 << 20
+"""Bytes: the system moves at most two GiB at once."""
+
+
+class _Moving:
+    """A request that the thread of a file works on."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self.wait = future.result
+
+
+class File:
+    """A file of no name in `directory`. Its methods raise `StorageError`, which names the directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `UsageError` where no file can be made there."""
+        self.directory = directory
+        try:
+            self.fd = _unnamed(directory)
+        except OSError as error:
+            raise UsageError(
+                f"states={str(directory)!r}: no file can be made there ({error.strerror}): expected a directory on a "
+                "disk of this node, with room for this rank's masters and states"
+            ) from error
+        weakref.finalize(self, os.close, self.fd)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def grow(self, end: int) -> None:
+        """Have the disk keep `end` bytes for it. Raises `UsageError` where they are not free."""
+        start = self.size
+        if end <= start:
+            return
+        try:
+            os.posix_fallocate(self.fd, start, end - start)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.truncate(self.fd, start)
+            raise UsageError(
+                f"states={str(self.directory)!r}: {(end - start) / 1e6:,.1f} MB more for this rank's masters and "
+                f"states cannot be had there ({error.strerror}): free some, or name another directory"
+            ) from error
+
+    def read(self, memory: memoryview, offset: int) -> None:
+        """Fill `memory` from byte `offset` on."""
+        while memory:
+            with self._explained("read"):
+                done = os.preadv(self.fd, [memory[:_PIECE]], offset)
+                if not done:
+                    raise OSError(errno.EIO, f"the file ends at byte {offset}")
+            memory, offset = memory[done:], offset + done
+
+    def write(self, memory: memoryview, offset: int) -> None:
+        """Write `memory` to byte `offset` and what follows."""
+        while memory:
+            with self._explained("written"):
+                done = os.pwritev(self.fd, [memory[:_PIECE]], offset)
+            memory, offset = memory[done:], offset + done
+
+    def copy(self) -> File:
+        """Another file with the same bytes, which share the disk's blocks where the file system can do that."""
+        made, offset, size = File(self.directory), 0, self.size
+        made.grow(size)
+        with self._explained("copied"):
+            while offset < size:
+                offset += os.copy_file_range(self.fd, made.fd, size - offset, offset, offset)
+        return made
+
+    @contextlib.contextmanager
+    def _explained(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"states in {self.directory} cannot be {done}: {error.strerror or error}"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOnDisk:
+    """A tensor in a file, or so many elements from `start` on of a flat one, if `numel` says how many."""
+
+    file: File
+    place: Place
+    start: int = 0
+    numel: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.place.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        numel = self.place.tensor.numel() if self.numel is None else self.numel
+        return numel * self.dtype.itemsize
+
+    def __getitem__(self, elements: slice) -> StoredOnDisk:
+        start, stop, _ = elements.indices(self.nbytes // self.dtype.itemsize)
+        return replace(self, start=self.start + start, numel=max(stop - start, 0))
+
+    def read(self) -> Tensor:
+        memory = torch.empty(self.nbytes, dtype=torch.uint8)
+        self.file.read(_bytes(memory), self.place.offset + self.start * self.dtype.itemsize)
+        own = memory.view(self.dtype)
+        return own if self.numel is not None else own.as_strided(self.place.tensor.shape, self.place.stride)
+
+
+class DiskHome(Elsewhere):
+    """A file in `directory`, which a thread of its own reads and writes."""
+
+    name = "disk"
+
+    def __init__(self, directory: Path, rooms: Mapping[int, int]) -> None:
+        """Raises `UsageError` where the directory has no room for these `rooms`, by unit."""
+        self.file = File(directory)
+        self._thread = ThreadPoolExecutor(1, "zerokit-states")
+        super().__init__(rooms)
+
+    def grow(self, end: int) -> None:
+        self.file.grow(end)
+
+    def forget(self, unit: OwnedUnit) -> None:
+        super().forget(unit)
+        if not self._slots:
+            os.truncate(self.file.fd, 0)
+
+    def buffer(self, nbytes: int) -> Tensor:
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        mapped = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError, AttributeError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def fetch(self, places: Sequence[Place], memory: Tensor) -> _Moving:
+        runs = list(_runs(places))
+        content = _bytes(memory)
+
+        def read() -> None:
+            for offset, at, size in runs:
+                self.file.read(content[at : at + size], offset)
+
+        return _Moving(self._thread.submit(read))
+
+    def put(self, places: Sequence[Place], memory: Tensor) -> _Moving:
+        runs = list(_runs(places))
+        content = _bytes(memory)
+
+        def write() -> None:
+            for offset, at, size in runs:
+                self.file.write(content[at : at + size], offset)
+
+        return _Moving(self._thread.submit(write))
+
+    def stored(self, place: Place) -> Elements:
+        return StoredOnDisk(self.file, place)
+
+    def keep(self) -> Callable[[Stored], Stored]:
+        copy = self.file.copy()
+        return lambda stored: replace(stored, file=copy) if isinstance(stored, StoredOnDisk) else stored
+
+
+def _runs(places: Sequence[Place]) -> Iterator[tuple[int, int, int]]:
+    """Byte of the store, byte of a buffer, and size, of what lies together in both."""
+    first: tuple[int, int, int] | None = None
+    for place in places:
+        size = -(-place.nbytes // PAGE) * PAGE
+        if first is not None and (first[0] + first[2], first[1] + first[2]) == (place.offset, place.at):
+            first = (first[0], first[1], first[2] + size)
+            continue
+        if first is not None:
+            yield first
+        first = (place.offset, place.at, size)
+    if first is not None:
+        yield first
+
+
+def _bytes(memory: Tensor) -> memoryview:
+    array: Any = memory.numpy()
+    return memoryview(array)
+
+
+def _unnamed(directory: Path) -> int:
+    """A file that no other process sees, and that goes when this one ends."""
+    with contextlib.suppress(OSError, AttributeError):
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    fd, name = tempfile.mkstemp(prefix="zerokit-states-", dir=directory)
+    os.unlink(name)
+    return fd

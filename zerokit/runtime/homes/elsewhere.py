@@ -1,0 +1,285 @@
+"""Homes whose states come to the device and leave it again: while one unit is updated, the next comes, the last leaves.
+
+A unit's tensors lie one behind the other in a buffer while they visit, and at places of their own in the store. Buffers
+and places begin at pages, as direct reads and writes need it.
+
+    store    | unit 0: master, exp_avg, exp_avg_sq | unit 1: … | unit 2: … | what came later
+    buffers                        unit 1 | unit 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerokit.runtime.homes.home import Elements, Home, states_of
+from zerokit.runtime.masters import OwnedUnit
+from zerokit.runtime.torch_internals import point_at
+
+T = TypeVar("T", bound=OwnedUnit)
+PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor's place: byte `offset` of the store, of which it has `room`, and byte `at` of a buffer."""
+
+    tensor: Tensor
+    offset: int
+    room: int
+    at: int
+    stride: tuple[int, ...]
+    """That of the tensor's dimensions: products of matrices that lie otherwise have other bits."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor in a buffer."""
+        own = memory[self.at : self.at + self.nbytes].view(self.tensor.dtype)
+        return own.as_strided(self.tensor.shape, self.stride)
+
+
+class Moving(Protocol):
+    """Bytes on their way: `wait` raises what went wrong."""
+
+    def wait(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A unit's part of the store, from byte `start` up to `stop`, of which it uses what lies before `end`."""
+
+    start: int
+    stop: int
+    end: int
+    places: list[Place] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Bytes of a buffer for the unit."""
+        return max((place.at + place.room for place in self.places), default=0)
+
+
+class Elsewhere(Home):
+    """What homes have in common whose states move; where to is theirs: `buffer`, `fetch`, `put` and `grow`."""
+
+    def __init__(self, rooms: Mapping[int, int]) -> None:
+        """`rooms`: bytes that each unit will probably need, by index."""
+        self._inner: Optimizer | None = None
+        self._slots: dict[int, _Slot] = {}
+        self._nothing: dict[torch.dtype, Tensor] = {}
+        for index, room in rooms.items():
+            end = self._end
+            self._slots[index] = _Slot(end, end + room, end)
+        self.grow(self._end)
+
+    # ---- what a home of this kind does
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Memory on the device for a unit that visits."""
+        raise NotImplementedError
+
+    def fetch(self, places: Sequence[Place], memory: Tensor) -> Moving:
+        """Start to bring tensors into a buffer."""
+        raise NotImplementedError
+
+    def put(self, places: Sequence[Place], memory: Tensor) -> Moving:
+        """Start to bring tensors from a buffer into the store. The buffer may be fetched into at once."""
+        raise NotImplementedError
+
+    def grow(self, end: int) -> None:
+        """Let the store have `end` bytes. Raises `UsageError` where it cannot."""
+        raise NotImplementedError
+
+    # ---- what is where
+
+    def attach(self, inner: Optimizer) -> None:
+        self._inner = inner
+
+    def away(self, unit: OwnedUnit) -> Sequence[Tensor]:
+        found: list[Tensor] = []
+        for master in unit.masters:
+            if master.separate and master.tensor.numel():
+                found.append(master.tensor)
+            if self._inner is not None:
+                found += states_of(master, self._inner)
+        return found
+
+    @property
+    def most(self) -> int:  # type: ignore[override]
+        sizes = [sum(place.nbytes for place in slot.places) for slot in self._slots.values()]
+        return min(len(sizes), 2) * max(sizes, default=0)
+
+    @property
+    def _end(self) -> int:
+        """The end of what is used or kept free for a unit."""
+        slots = self._slots.values()
+        ends = (place.offset + place.room for slot in slots for place in slot.places)
+        return max([0, *(slot.stop for slot in slots), *ends])
+
+    def reserve(self, nbytes: int) -> None:
+        self.grow(self._end + nbytes)
+
+    def forget(self, unit: OwnedUnit) -> None:
+        self._slots.pop(unit.index, None)
+
+    def place_of(self, unit: OwnedUnit, tensor: Tensor) -> Place | None:
+        """Where a tensor of a unit is, if it is away."""
+        slot = self._slots.get(unit.index)
+        return next((place for place in slot.places if place.tensor is tensor), None) if slot else None
+
+    def _arrange(self, unit: OwnedUnit) -> _Slot:
+        """Give everything that the unit has now a place; what has one keeps it, if it is large enough."""
+        slot = self._slots.setdefault(unit.index, _Slot(0, 0, 0))
+        before, slot.places = slot.places, []
+        at = 0
+        for number, tensor in enumerate(self.away(unit)):
+            room = -(-tensor.nbytes // PAGE) * PAGE
+            if number < len(before) and before[number].room >= room:
+                offset, room = before[number].offset, before[number].room
+            elif slot.end + room <= slot.stop:
+                offset, slot.end = slot.end, slot.end + room
+            else:
+                offset = self._end
+                self.grow(offset + room)
+            slot.places.append(Place(tensor, offset, room, at, _dense_stride(tensor)))
+            at += room
+        return slot
+
+    # ---- coming and leaving
+
+    def leave(self, unit: OwnedUnit) -> None:
+        self._leave(unit, None).wait()
+
+    def _leave(self, unit: OwnedUnit, memory: Tensor | None) -> Moving:
+        """Start to write a unit's tensors, which lie in this buffer or elsewhere, and let them be away."""
+        slot = self._arrange(unit)
+        strangers = [
+            place
+            for place in slot.places
+            if memory is None or place.tensor.data_ptr() != memory.data_ptr() + place.at
+        ]
+        if strangers:
+            # Behind what lies in the buffer, if they come from outside of it: new states of a first step.
+            fits = memory is not None and slot.size <= memory.nbytes
+            if memory is None or not fits or any(_lies_in(memory, place.tensor) for place in strangers):
+                memory, strangers = self.buffer(slot.size), slot.places
+            for place in strangers:
+                place.view(memory).copy_(place.tensor.detach())
+        self._send_away(slot)
+        return self.put(slot.places, self.buffer(0) if memory is None else memory)
+
+    def _send_away(self, slot: _Slot) -> None:
+        for place in slot.places:
+            kind = place.tensor.dtype
+            if kind not in self._nothing:
+                value = float("nan") if kind.is_floating_point or kind.is_complex else -1
+                self._nothing[kind] = torch.full((), value, dtype=kind, device=place.tensor.device)
+            point_at(place.tensor, self._nothing[kind].expand(place.tensor.shape))
+
+    def tour(
+        self,
+        units: Sequence[T],
+        work: Callable[[Sequence[T]], None],
+        *,
+        writes: bool,
+        agree: Callable[[bool], None] | None = None,
+    ) -> None:
+        if not units:
+            work(units)
+            return
+        slots = [self._slots.get(unit.index, _Slot(0, 0, 0)) for unit in units]
+        # With room for what a first step makes.
+        size = max(max(slot.size, slot.stop - slot.start) for slot in slots)
+        buffers = [self.buffer(size) for _ in units[:2]]
+        coming, leaving = [self.fetch(slots[0].places, buffers[0])], list[Moving]()
+        try:
+            for number, unit in enumerate(units):
+                _settle([*leaving[:-1], coming.pop()], agree)
+                del leaving[:-1]
+                if number + 1 < len(units):
+                    # Into the memory of the unit before, behind its last bytes on their way out.
+                    coming.append(self.fetch(slots[number + 1].places, buffers[(number + 1) % 2]))
+                for place in slots[number].places:
+                    point_at(place.tensor, place.view(buffers[number % 2]))
+                try:
+                    work([unit])
+                except Exception:
+                    if agree is not None:
+                        agree(True)  # the others wait for it there
+                    raise
+                finally:
+                    if writes:
+                        leaving.append(self._leave(unit, buffers[number % 2]))
+                    else:
+                        self._send_away(slots[number])
+            _settle(leaving, agree)
+        finally:
+            _first_error([*leaving, *coming])
+
+    @contextmanager
+    def visiting(self, unit: OwnedUnit, *, writes: bool) -> Iterator[None]:
+        slot = self._slots.get(unit.index, _Slot(0, 0, 0))
+        memory = self.buffer(max(slot.size, slot.stop - slot.start))
+        self.fetch(slot.places, memory).wait()
+        for place in slot.places:
+            point_at(place.tensor, place.view(memory))
+        try:
+            yield
+        finally:
+            if writes:
+                self._leave(unit, memory).wait()
+            else:
+                self._send_away(slot)
+
+    def elements(self, unit: OwnedUnit, tensor: Tensor) -> Elements:
+        place = self.place_of(unit, tensor)
+        return tensor.detach() if place is None else self.stored(place)
+
+    def stored(self, place: Place) -> Elements:
+        """What is at a place of the store."""
+        raise NotImplementedError
+
+
+def _settle(moving: Sequence[Moving], agree: Callable[[bool], None] | None) -> None:
+    """Wait for what is on its way, and raise what went wrong, on all ranks if they `agree`."""
+    error = _first_error(moving)
+    try:
+        if agree is not None:
+            agree(error is not None)
+    finally:
+        if error is not None:
+            raise error
+
+
+def _first_error(moving: Sequence[Moving]) -> Exception | None:
+    errors = []
+    for one in moving:
+        try:
+            one.wait()
+        except Exception as error:
+            errors.append(error)
+    return errors[0] if errors else None
+
+
+def _lies_in(memory: Tensor, tensor: Tensor) -> bool:
+    return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.nbytes
+
+
+def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's strides, if it leaves no holes; else those of a contiguous one."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return torch.empty(tensor.shape, device="meta").stride()
+            expected *= size
+    return tensor.stride()
