@@ -38,20 +38,25 @@ def away_of(held: MemoryReport) -> tuple[int, int, int, int, int]:
 def test_masters_and_states_are_in_the_line_of_their_home() -> None:
     layout = layout_of(100, 300)  # 28 and 20 elements of padding behind them
     before = report(layout, SIZES)
-    padding = 48 * (2 + 4 + 12)
-    assert away_of(before) == (400 * 12, 0, 0, 0, padding)
+    assert away_of(before) == (400 * 12, 0, 0, 0, 48 * (2 + 4 + 12))
     host = report(layout, replace(SIZES, home="host"))
-    assert away_of(host) == (0, 400 * 12, 0, 2 * 320 * 12, padding)
-    assert away_of(report(layout, replace(SIZES, home="disk"))) == (0, 0, 400 * 12, 2 * 320 * 12, padding)
+    # Padding is where the rest is.
+    assert away_of(host) == (0, 448 * 12, 0, 2 * 320 * 12, 48 * (2 + 4))
+    assert away_of(report(layout, replace(SIZES, home="disk"))) == (
+        0,
+        0,
+        *away_of(host)[1:2],
+        *away_of(host)[3:],
+    )
     # Elsewhere is not the device.
-    assert host.total == before.total - 400 * 12
+    assert host.total == before.total - 448 * 12
     assert host.scalars == before.scalars == 2 * 4
 
 
 def test_masters_that_are_the_parameters_stay() -> None:
     in_place = replace(SIZES, compute=4, master=0, home="host")
     held = report(layout_of(100, 300), in_place)
-    assert (held.parameters, held.optimizer, held.host) == (400 * 4, 0, 400 * 8)
+    assert (held.parameters, held.optimizer, held.host) == (400 * 4, 0, 448 * 8)
     assert held.visiting == 2 * 320 * 8
 
 
@@ -110,7 +115,10 @@ def test_only_the_line_changes(stage: int, rank: int) -> None:
     layout = layout_of(1000, 77, 3000, world=3)
     device = report(layout, SIZES, stage=stage, rank=rank)
     host = report(layout, replace(SIZES, home="host"), stage=stage, rank=rank)
-    assert replace(host, host=0, optimizer=host.host, visiting=0) == device
+    padding = device.padding - host.padding
+    assert host.host == device.optimizer + padding
+    assert replace(host, host=0, optimizer=device.optimizer, visiting=0, padding=device.padding) == device
+    assert device.total - host.total == host.host
 
 
 @pytest.mark.parametrize("stage", [2, 3])

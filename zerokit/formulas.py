@@ -37,9 +37,9 @@ class MemoryReport:
     host_copy: int = 0
     """Host memory of background saves."""
     host: int = 0
-    """Masters and states that are on the host between steps, and so not in `total`."""
+    """Masters and states that are on the host between steps, padding included, and so not in `total`."""
     disk: int = 0
-    """Masters and states that are on a disk between steps, and so not in `total`."""
+    """Masters and states that are on a disk between steps, padding included, and so not in `total`."""
     transient: int = 0
     """In backward alone, and so not in `total`: the most that gradients of units above the bucket size took at once on
     their way between ranks."""
@@ -199,6 +199,11 @@ def buffers_of(visiting: Collection[int]) -> int:
     return min(len(visiting), 2) * max(visiting, default=0)
 
 
+def padding_line(line: str) -> str:
+    """The line of the padding of what stands in `line`: what is elsewhere has it there, too."""
+    return line if line in ELSEWHERE else "padding"
+
+
 def whole_units(layout: Layout, placement: AnyPlacement) -> frozenset[int]:
     """The units whose parameters are never cut."""
     return frozenset(u.index for u in layout.units if not placement.of_unit(u.index).cuts_parameters)
@@ -253,7 +258,7 @@ def predict_memory(
     lines = dict.fromkeys((each.name for each in fields(MemoryReport)), 0)
     for one in list_held(layout, rank=rank, placement=placement, sizes=sizes):
         lines[one.line] += one.payload * one.element_bytes
-        lines["padding"] += (one.numel - one.payload) * one.element_bytes
+        lines[padding_line(one.line)] += (one.numel - one.payload) * one.element_bytes
     pool = Pool.of(layout, placement)
     lines["buckets"] = pool.buckets * pool.numel * sizes.reduce
     if reductions is None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zerokit.formulas import MemoryReport, TrafficReport, predict_memory, predict_traffic
+from zerokit.formulas import MemoryReport, TrafficReport, padding_line, predict_memory, predict_traffic
 from zerokit.owners import Shape
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.masters import WholeMaster
@@ -35,7 +35,7 @@ def measure_memory(runtime: Runtime) -> MemoryReport:
     lines = MemoryReport().as_dict()
     for one in list_holdings(runtime):
         lines[one.line] += one.used
-        lines["padding"] += one.padding
+        lines[padding_line(one.line)] += one.padding
     most = {
         "transient": runtime.gradients.transient,
         "exchange": runtime.wholes.most,
