@@ -76,6 +76,8 @@ def notes(record: Record) -> dict[str, str]:
     if any(rank.predicted_memory_bytes for rank in record.ranks):
         most = max((rank.predicted_memory_bytes or {}).get("total", 0) for rank in record.ranks)
         texts["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
+    texts["memory/elsewhere_mib"] = f"a rank's masters and states, on {settings.states} between steps"
+    texts["memory/visiting_mib"] = "of the device, while states visit it in the update"
     if (planned := record.planned) is not None and planned.total_bytes:
         texts["memory/step_peak_mib"] = f"all tensors of rank 0; planned {mib(planned.total_bytes)}"
         if planned.step_ms is not None:
