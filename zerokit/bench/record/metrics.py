@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from zerokit.bench.record.record import Record
-from zerokit.bench.record.settings import ON_DEVICE
 from zerokit.bench.record.statistics import mean_interval, median_interval
 from zerokit.sizes import ELSEWHERE
 
@@ -135,10 +134,10 @@ def _state(name: str) -> Read:
 
 
 def _beside(*lines: str) -> Read:
-    """Lines of the memory report that are not part of the state; None where the states are on the device."""
+    """Lines of the memory report that are no part of the state; None where masters and states are on the device."""
 
     def value(record: Record) -> float | None:
-        if record.settings.states == ON_DEVICE:
+        if record.settings.home not in ELSEWHERE:
             return None
         return _largest(
             None if rank.memory_bytes is None else sum(rank.memory_bytes.get(line, 0) for line in lines)
