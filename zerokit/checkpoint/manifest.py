@@ -30,12 +30,21 @@ BUFFER_PREFIX = "buffers/"
 """Names of buffers in `common` begin so."""
 
 FORMAT = "zerokit.checkpoint"
-MAJORS = (1, 2, 3)
+MAJORS = (1, 2, 3, 4)
 """Major versions that are read; a higher minor one only adds members that a reader may ignore.
 
 Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
 1.1 added weights alone, 1.2 values of `extra` by rank, 1.3 how many steps were skipped, 2.0 frozen parameters that are
-not in the ranks' files, 3.0 states that are not cut."""
+not in the ranks' files, 3.0 states that are not cut, 4.0 states in codes with scales."""
+
+SCALES = ".scale"
+"""The scales of the codes in a stream are in a stream that is called as theirs, and so on."""
+
+BLOCK = ALIGNMENT
+"""Elements that share a scale: every slice of a parameter begins at a multiple of it."""
+
+CODES = ("float8_e4m3fn", "float8_e5m2")
+"""Dtypes of codes."""
 
 BASE = re.compile(r"frozen-[0-9a-f]{16}")
 """Names of directories beside steps that have frozen parameters."""
@@ -137,6 +146,7 @@ class Manifest:
                 {
                     "kind": stream.kind,
                     "dtype": stream.dtype,
+                    **({} if stream.block == 1 else {"block": stream.block}),
                     "parameters": list(ranges(stream.parameters)),
                     "crc32": to_text(crcs),
                 }
@@ -158,6 +168,8 @@ class Manifest:
         }
 
     def _version(self) -> list[int]:
+        if any(stream.block > 1 for stream in self.streams):
+            return [4, 0]
         if self.uncut:
             return [3, 0]
         if self.frozen is not None:
@@ -190,7 +202,7 @@ class Manifest:
         return replace(self, layout=layout, checksums=tuple(kept), files=files)
 
     def slices(self, stream: int, position: int) -> Iterator[tuple[int, Interval, int]]:
-        """`(rank, elements, crc)` of a parameter's slices in one stream, in rank order.
+        """`(rank, elements, crc)` of a parameter's slices in one stream, its own elements, in rank order.
 
         Of what is apart there is one, of all elements, and its rank is −1.
         """
@@ -200,7 +212,7 @@ class Manifest:
                 yield -1, Interval(0, numel), self.checksums[stream][first]
             return
         for number, (rank, cut, _) in enumerate(self.layout.cuts(position)):
-            yield rank, cut, self.checksums[stream][first + number]
+            yield rank, self.streams[stream].elements(cut), self.checksums[stream][first + number]
 
     def checksum(self, stream: int, position: int, rank: int) -> int:
         return self.checksums[stream][
@@ -211,6 +223,12 @@ class Manifest:
         """The checksum of all elements of a parameter in one stream."""
         element = self.streams[stream].element_bytes
         return combine(Piece(crc, cut.numel * element) for _, cut, crc in self.slices(stream, position))
+
+    def scales(self, stream: int, position: int) -> int | None:
+        """The number of the stream with the scales of a parameter's codes; None where a stream has no codes."""
+        codes = self.streams[stream]
+        number = self.numbers.get((codes.kind + SCALES, position)) if codes.dtype in CODES else None
+        return None if number is None or self.streams[number].block == 1 else number
 
     @cached_property
     def numbers(self) -> dict[tuple[str, int], int]:
@@ -302,7 +320,8 @@ def _manifest(plain: Any) -> Manifest:
     budget = Budget(sum(len(unit.parameters) for unit in layout.units))
     streams, checksums = [], []
     for entry in _few(top, "streams"):
-        stream = Stream(member(entry, "kind", str), dtype_of(entry), budget.positions(entry))
+        block = bounded(entry, "block", 1) if version[0] > 3 and "block" in entry else 1
+        stream = Stream(member(entry, "kind", str), dtype_of(entry), budget.positions(entry), block)
         streams.append(stream)
         apart = frozen is not None and stream.kind == FROZEN
         checksums.append(checksums_of(entry, "crc32", slice_count(layout, stream, whole=apart)))
@@ -320,7 +339,7 @@ def _manifest(plain: Any) -> Manifest:
             )
     parts = [(part.kind, part.parameters) for part in streams]
     parts += [(part.kind, part.parameters) for part in scalars]
-    uncut = uncut_of(top, layout, parts) if version[0] > 2 else ()
+    uncut = uncut_of(top, layout, parts) if version[0] == 3 or (version[0] > 3 and "uncut" in top) else ()
     weights_only = "content" in top
     if weights_only:
         _check_weights_only(
@@ -380,9 +399,24 @@ def _check_streams(layout: Layout, streams: list[Stream]) -> None:
             if (stream.kind, position) in seen:
                 raise ValueError(f"parameter {position} is in two streams of kind {stream.kind[:200]!r}")
             seen.add((stream.kind, position))
+    for stream in streams:
+        if stream.block != 1:
+            _check_scales(stream, streams)
     for position, trains in enumerate(trainable):
         if ("master" if trains else "param", position) not in seen:
             raise ValueError(f"parameter {position} is in no {'master' if trains else 'param'} stream")
+
+
+def _check_scales(scales: Stream, streams: list[Stream]) -> None:
+    kind = scales.kind.removesuffix(SCALES)
+    if scales.block != BLOCK or scales.dtype != "float32" or kind in (scales.kind, *WEIGHT_KINDS):
+        raise ValueError(
+            f"stream {scales.kind[:200]!r} of {scales.dtype} has an element for each {scales.block} of its parameters, "
+            f"which only scales of states have: of float32, each {BLOCK}, and called by a kind and {SCALES!r}"
+        )
+    coded = [p for codes in streams if codes.kind == kind and codes.dtype in CODES for p in codes.parameters]
+    if sorted(coded) != list(scales.parameters):
+        raise ValueError(f"stream {scales.kind[:200]!r} has not just the parameters of the codes in {kind[:200]!r}")
 
 
 def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:
