@@ -15,7 +15,7 @@ import altair as alt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
-from zerokit.formulas import BLOCK_FORMATS
+from zerokit.sizes import BLOCK_FORMATS
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 _FLYING = "H = 50, 3 fragments in flight"

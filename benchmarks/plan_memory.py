@@ -21,12 +21,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from benchmarks.measuring import bar_holds, plain_table
 from benchmarks.plan_rows import SHAPES, PublishedMemory, Row, read_rows
 from zerokit.bench.workloads.models import Decoder
-from zerokit.formulas import ElementBytes
 from zerokit.placement import Mesh, Placement
 from zerokit.planning.memory import StepMemory
 from zerokit.planning.replay import Step
 from zerokit.planning.subject import Subject
 from zerokit.planning.trace import Traces
+from zerokit.sizes import ElementBytes
 from zerokit.training.recomputation import blocks_of
 
 BAR = 0.05

@@ -17,13 +17,13 @@ from statistics import median
 
 from benchmarks.measuring import plain_table, read_options
 from zerokit.bench.catalogue.workloads import GPTConfig, LlamaConfig
-from zerokit.formulas import ElementBytes
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.placement import Mesh, Placement
 from zerokit.planning.efficiency import SHARES, Shares, with_shares
 from zerokit.planning.hardware import DEVICES, Cluster, network
 from zerokit.planning.timeline import Plan, StepTime, step_time
 from zerokit.planning.work import ModelWork, Product, UnitWork, Work
+from zerokit.sizes import ElementBytes
 
 ROWS = Path(__file__).with_suffix(".json")
 NODE = 8

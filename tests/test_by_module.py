@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from zerokit.by_module import of_parameters, settle
 from zerokit.errors import UsageError
-from zerokit.formulas import ElementBytes, Pool, list_held, predict_memory, predict_traffic
+from zerokit.formulas import Pool, list_held, predict_memory, predict_traffic
 from zerokit.layout import Parameter, Segment, build_layout
 from zerokit.placement import Mesh, MixedPlacement, Placement, placed
+from zerokit.sizes import ElementBytes
 
 MODULES = ["", "backbone", "backbone.0", "backbone.0.norm", "backbone.1", "head"]
 SIZES = ElementBytes(compute=2, reduce=4, master=4, states=8, scalars=4)

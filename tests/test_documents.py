@@ -20,7 +20,7 @@ from zerokit.documents import parse_json, parse_toml, read_text
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.launch.hosts import MOST_HOSTS, expand_hostlist, read_hostfile
 from zerokit.launch.membership import find_membership
-from zerokit.planning.hardware import read_cluster
+from zerokit.planning.cluster_files import read_cluster
 from zerokit.text import MOST_LETTERS, printable, printable_json
 
 _DEVICE = '[device]\nname = "x"\ntflops = { bf16 = 1 }\nmemory_gb_per_s = 1\n'

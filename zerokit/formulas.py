@@ -6,14 +6,14 @@ for Ψ trainable parameters on N ranks, fp32 and Adam, 16Ψ · 8Ψ+8Ψ/N · 4Ψ+
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import product
 
 from zerokit.layout import Layout, Unit, is_pooled
-from zerokit.owners import Owners, Shape
 from zerokit.placement import AnyPlacement, Axis, Mesh, Placement
 from zerokit.schedule import Kind, Order
+from zerokit.sizes import ELSEWHERE, FP8_BLOCK, BlockFormat, ElementBytes, StateBytes, stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class MemoryReport:
 
     `parameters`, `gradients` and `optimizer` (masters and states; those of a tensor that is updated whole are its
     owner's) are the paper's three terms for trainable parameters; the other lines are what the paper leaves out.
+    `total` is the device's.
     """
 
     parameters: int = 0
@@ -35,24 +36,23 @@ class MemoryReport:
     gathered: int = 0
     host_copy: int = 0
     """Host memory of background saves."""
+    host: int = 0
+    """Masters and states that are on the host between steps, padding included, and so not in `total`."""
+    disk: int = 0
+    """Masters and states that are on a disk between steps, padding included, and so not in `total`."""
     transient: int = 0
     """In backward alone, and so not in `total`: the most that gradients of units above the bucket size took at once on
     their way between ranks."""
     exchange: int = 0
     """In step alone, and so not in `total`: the most that gradients and updated values of tensors that are updated
     whole took at once, on their way to this rank that owns them and back."""
-
-    host: int = 0
-    """Masters and states that are in the host's memory between steps. What is elsewhere is not in `total`."""
-    disk: int = 0
-    """Masters and states that are on a disk between steps."""
     visiting: int = 0
-    """In step alone, and so not in `total`: two units' masters and states, which visit from elsewhere."""
+    """In step alone, and so not in `total`: the buffers of masters and states that come from elsewhere."""
 
     @property
     def total(self) -> int:
         elsewhere = self.host + self.disk
-        return sum(self.as_dict().values()) - self.transient - self.exchange - elsewhere - self.visiting
+        return sum(self.as_dict().values()) - elsewhere - self.transient - self.exchange - self.visiting
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
@@ -104,75 +104,6 @@ class TrafficReport:
         return {"elements": self.elements, "bytes": self.bytes, **asdict(self)}
 
 
-@dataclass(frozen=True, slots=True)
-class BlockFormat:
-    """Integers of `bits` in blocks of `block` elements, each with a scale of two bytes."""
-
-    bits: int
-    block: int
-
-    def nbytes(self, numel: int) -> int:
-        """Bytes of `numel` elements that lie together; the last block may be shorter."""
-        return -(-numel * self.bits // 8) + 2 * -(-numel // self.block)
-
-    def unit_nbytes(self, unit: Unit) -> int:
-        """Bytes of a unit's payload and of the scales of all its shards."""
-        scales = unit.world * -(-unit.cut.piece_numel // self.block)
-        return -(-unit.payload_numel * self.bits // 8) + 2 * scales
-
-
-BLOCK_FORMATS = {"int8": BlockFormat(8, 256), "int4": BlockFormat(4, 128)}
-"""The narrow wires: 1.008 and 0.516 bytes an element."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wholes:
-    """Tensors that are updated whole: their owners, and by group and shape the bytes of an owner's states of one.
-
-    `states_of` gives those of all states, and those of single numbers among them.
-    """
-
-    owners: Owners
-    states_of: Callable[[int, Shape], tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class ElementBytes:
-    """Bytes per element, for each kind of state.
-
-    `master` is 0 where the parameters' own storage serves as master; `states` counts all element states of the
-    optimizer together (8 for Adam in fp32), `scalars` bytes of other state for each flat parameter. `wire` is that of
-    gradients on their way to be summed, None where it is `reduce`.
-    """
-
-    compute: int
-    reduce: int
-    master: int
-    states: int
-    scalars: int = 0
-    wire: int | BlockFormat | None = None
-    differing: Mapping[int, ElementBytes] = field(default_factory=dict)
-    """Those of units that compute in another dtype than the rest, by index."""
-    groups: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """`states` and `scalars` of optimizer groups that have others, by number."""
-    wholes: Wholes | None = None
-    """The tensors that are updated whole, if there are any."""
-
-    def of_unit(self, index: int) -> ElementBytes:
-        """The bytes per element of a unit."""
-        return self.differing.get(index, self)
-
-
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
-_CAST = ("float32", "bfloat16", "float16")
-
-
-def stored_bytes(unit: Unit, compute_bytes: int) -> int:
-    """Bytes per element of a unit's parameters: frozen ones of unusual dtypes are not cast to the compute dtype."""
-    dtype = unit.parameters[0].dtype
-    return compute_bytes if unit.trainable or dtype in _CAST else _DTYPE_BYTES.get(dtype, 1)
-
-
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers and buckets", "activations")
 """What memory is for. The last is all that torch allocates in a step and nothing holds beyond it."""
 
@@ -186,7 +117,7 @@ KIND_OF_LINE = {
     "buffers": "buffers and buckets",
     "buckets": "buffers and buckets",
 }
-"""The kind of memory that each line of a `MemoryReport` is, padding included."""
+"""The kind of memory of the device that each line of a `MemoryReport` is, padding included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +129,8 @@ class Held:
     payload: int
     numel: int
     element_bytes: int
+    visiting: int = 0
+    """Bytes that an element takes in the buffers of states that visit."""
 
 
 def list_held(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: ElementBytes) -> Iterator[Held]:
@@ -217,19 +150,58 @@ def list_held(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: Elem
         for group, stretch in unit.groups_within(own.updated(unit, position)):
             if wholes is not None and group in wholes.owners.groups:
                 continue
-            states, scalars = sizes.groups.get(group, (sizes.states, sizes.scalars))
+            states = sizes.of_group(group)
             payload = unit.payload_within(stretch)
-            yield Held("optimizer", unit.index, payload, stretch.numel, bytes_of.master + states)
-            yield Held("scalars", unit.index, scalars, scalars, 1)
+            yield from _states(sizes.home, unit.index, payload, stretch.numel, bytes_of.master, states)
+            yield Held("scalars", unit.index, states.scalars, states.scalars, 1)
         if wholes is None:
             continue
         for tensor in wholes.owners.owned(unit.index, own.owner(position)):
             # Where parameters come and go, the master has memory of its own in any case.
             master = bytes_of.master or (bytes_of.compute if own.cuts_parameters else 0)
             every, single = wholes.states_of(tensor.group, tensor.shape)
-            nbytes = master * tensor.interval.numel + every - single
-            yield Held("optimizer", unit.index, nbytes, nbytes, 1)
+            moments, numel = wholes.moments_of(tensor.group, tensor.shape), tensor.interval.numel
+            nbytes = master * numel + every - single - sum(moments) * numel
+            yield from _states(sizes.home, unit.index, nbytes, nbytes, 0, StateBytes(1, 0))
+            yield from _moments(unit.index, numel, numel, moments)
             yield Held("scalars", unit.index, single, single, 1)
+
+
+def _states(
+    home: str, unit: int, payload: int, numel: int, master: int, states: StateBytes
+) -> Iterator[Held]:
+    """The masters and states of elements, where they are between steps."""
+    wide = master + states.element - sum(states.moments)
+    away = home in ELSEWHERE
+    yield Held(home if away else "optimizer", unit, payload, numel, wide, wide if away else 0)
+    yield from _moments(unit, payload, numel, states.moments)
+
+
+def _moments(unit: int, payload: int, numel: int, moments: tuple[int, ...]) -> Iterator[Held]:
+    """The codes of moments in fp8, and the scales of their blocks."""
+    if moments:
+        blocks = -(-numel // FP8_BLOCK)
+        yield Held("optimizer", unit, payload, numel, len(moments), sum(moments))
+        yield Held("optimizer", unit, blocks, blocks, 4 * len(moments))
+
+
+def visits(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: ElementBytes) -> dict[int, int]:
+    """The bytes of masters and states that come to the device in a step, by unit; as many leave it again."""
+    found = {unit.index: 0 for unit in layout.units if unit.trainable}
+    for one in list_held(layout, rank=rank, placement=placement, sizes=sizes):
+        if one.visiting:
+            found[one.unit] += one.numel * one.visiting
+    return found
+
+
+def buffers_of(visiting: Collection[int]) -> int:
+    """The bytes of two buffers, in which units take turns, or of one where there is only one unit."""
+    return min(len(visiting), 2) * max(visiting, default=0)
+
+
+def padding_line(line: str) -> str:
+    """The line of the padding of what stands in `line`: what is elsewhere has it there, too."""
+    return line if line in ELSEWHERE else "padding"
 
 
 def whole_units(layout: Layout, placement: AnyPlacement) -> frozenset[int]:
@@ -286,7 +258,7 @@ def predict_memory(
     lines = dict.fromkeys((each.name for each in fields(MemoryReport)), 0)
     for one in list_held(layout, rank=rank, placement=placement, sizes=sizes):
         lines[one.line] += one.payload * one.element_bytes
-        lines["padding"] += (one.numel - one.payload) * one.element_bytes
+        lines[padding_line(one.line)] += (one.numel - one.payload) * one.element_bytes
     pool = Pool.of(layout, placement)
     lines["buckets"] = pool.buckets * pool.numel * sizes.reduce
     if reductions is None:
@@ -302,6 +274,8 @@ def predict_memory(
     lines["transient"] = max(together, default=0) * sizes.reduce
     lines["buffers"] = buffers
     lines["exchange"] = exchange_bytes(layout, rank=rank, placement=placement, sizes=sizes)
+    come = visits(layout, rank=rank, placement=placement, sizes=sizes)
+    lines["visiting"] = buffers_of(come.values())
     return MemoryReport(**lines)
 
 

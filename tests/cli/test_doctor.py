@@ -57,6 +57,12 @@ def test_json_is_one_document_with_facts_by_rank(tmp_path: Path) -> None:
     assert [one.seat.rank for one in ranks] == [0, 1]
     assert from_plain(GroupFacts, document["facts"]["group"]).pairs[0].gb_per_s > 0
     assert document["facts"]["tracking"]["kind"] == "SQLite"
+    (rates,) = {
+        one.directory.rates for one in ranks if one.directory.rates is not None and one.seat.rank == 0
+    }
+    assert min(rates.read_bytes_per_s, rates.write_bytes_per_s) > 0
+    assert {"ZD605"} <= set(codes)
+    assert "ZD204" not in codes  # there is no device
     # Nothing is left but the folder that the test gave for temporary files.
     assert [path.name for path in tmp_path.rglob("*")] == ["tmp"]
 

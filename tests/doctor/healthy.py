@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zerokit.doctor.clock import Offset
+from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices
 from zerokit.doctor.directory import Directory
+from zerokit.doctor.disk import DiskRates
 from zerokit.doctor.examine import judge
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import Finding, Seat, Severity
@@ -44,7 +46,9 @@ def rank_facts(rank: int, *, ranks_a_node: int = 1) -> RankFacts:
         network=network(place.node),
         limits=LIMITS,
         processor=Processor(64, list(range(64)), None, 0.5),
-        directory=Directory("/data/run", "/data/run", None, 900 * GIB, 10**6, 1e9),
+        directory=Directory(
+            "/data/run", "/data/run", None, 900 * GIB, 10**6, 1e9, DiskRates(True, GIB, 6e9, 4e9)
+        ),
     )
 
 
@@ -61,6 +65,7 @@ def group_facts(ranks: list[RankFacts]) -> GroupFacts:
         seen=[True] * len(ranks),
         all_reduce=AllReduce(2**24, 0.002, 15.0, "nccl", True),
         pairs=[Pair(a, b, 2**24, 0.002, 8.0 + a) for a in nodes for b in nodes if a < b],
+        copies=Copies(25.0, 24.0, 20.0),
     )
 
 

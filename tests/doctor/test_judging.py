@@ -10,7 +10,9 @@ import pytest
 
 from tests.doctor.healthy import LIMITS, LOOPBACK, bad, group_facts, judged, network, rank_facts, seat, world
 from zerokit.doctor.clock import Offset
+from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices, judge_devices
+from zerokit.doctor.disk import DiskRates
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import CHECKS, Severity, Verdict, by_machine, by_rank, where
 from zerokit.doctor.interfaces import Interface, nccl_takes
@@ -67,6 +69,8 @@ RANK_FAULTS: list[tuple[str, Severity, Change]] = [
     ("ZD602", FAULT, on("directory", free_files=0)),
     ("ZD602", WARNING, on("directory", free_bytes=2**29)),
     ("ZD603", WARNING, on("directory", bytes_per_s=5e6)),
+    ("ZD605", WARNING, on("directory", rates=DiskRates(True, 2**30, 5e9, 5e7))),
+    ("ZD605", WARNING, on("directory", rates=DiskRates(False, 2**30, 5e7, 5e9))),
 ]  # fmt: skip
 
 
@@ -75,6 +79,7 @@ def group_with(**changes: Any) -> GroupChange:
 
 
 GROUP_FAULTS: list[tuple[str, Severity, GroupChange]] = [
+    ("ZD204", WARNING, group_with(copies=Copies(3.0, 3.1, 2.9))),
     ("ZD404", WARNING, group_with(routes=["sockets", "sockets"])),
     ("ZD501", WARNING, group_with(offsets=[Offset(0.0, 0.0), Offset(-2.0, 0.01)])),
     ("ZD501", FAULT, group_with(offsets=[Offset(0.0, 0.0), Offset(3600.0, 0.01)])),
@@ -120,6 +125,17 @@ def test_every_check_has_a_fault_in_these_tests() -> None:
     tried = {code for code, *_ in RANK_FAULTS} | {code for code, *_ in GROUP_FAULTS}
     elsewhere = {"ZD202", "ZD801", "ZD802", "ZD803", "ZD901"}  # below, in test_ranks and test_tracking
     assert tried | elsewhere == set(CHECKS)
+
+
+def test_rates_say_what_states_elsewhere_cost() -> None:
+    """12 bytes of masters and states a parameter: 12 GB / 4 GB/s and 12 / 6 on a disk, 12 / 20 both ways at once."""
+    found = {one.code: one.found for one in judged(world(2))}
+    assert found["ZD605"] == (
+        "6,000 MB/s written, 4,000 MB/s read past the page cache: 5.0 s a step per 10⁹ parameters"
+    )
+    assert found["ZD204"] == (
+        "25.0 GB/s to the device, 24.0 to the host, 20.0 each way at once: 0.60 s a step per 10⁹ parameters"
+    )
 
 
 def test_ranks_on_one_device_are_named() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.planning.test_timeline import FAST, SIZES, plan_of
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
+from zerokit.planning.cluster_files import read_cluster
 from zerokit.planning.efficiency import SHARES, Efficiency, of_device
 from zerokit.planning.hardware import (
     DEVICES,
@@ -21,7 +22,6 @@ from zerokit.planning.hardware import (
     Reading,
     Sharing,
     device_named,
-    read_cluster,
 )
 from zerokit.planning.measured import beside, measured_efficiency, measured_step
 from zerokit.planning.timeline import step_time

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerokit.formulas import ElementBytes
 from zerokit.layout import Layout, Parameter, Segment, build_layout
 from zerokit.placement import Axis, Mesh, Placement
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import Cluster, Device, Link
 from zerokit.planning.timeline import Plan, step_time, update_bytes
 from zerokit.planning.work import ModelWork, Product, UnitWork, Work
+from zerokit.sizes import ElementBytes
 
 SIZES = ElementBytes(compute=2, reduce=4, master=4, states=8)
 FAST = Efficiency(100e12, (50e12, 40e12), 1e12, 2)

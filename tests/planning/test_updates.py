@@ -20,7 +20,6 @@ from zerokit.bench.plans.subjects import subject_named
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import build
 from zerokit.errors import UsageError
-from zerokit.formulas import ElementBytes
 from zerokit.layout import Parameter, Segment, build_layout
 from zerokit.placement import Mesh, Placement
 from zerokit.planning.efficiency import Efficiency
@@ -31,6 +30,7 @@ from zerokit.planning.timeline import Plan, step_time, update_bytes
 from zerokit.planning.trace import Traces
 from zerokit.planning.work import ModelWork, UnitWork, Work, newton_schulz
 from zerokit.runtime import Precision, ZeroOptimizer
+from zerokit.sizes import ElementBytes
 
 FAST = Efficiency(100e12, (50e12, 40e12), 1e12, 2)
 

@@ -24,7 +24,7 @@ from tests.support.oracle import train_alone
 from tests.support.recording import plain_unit
 from tests.support.streams import PromptStream, device_way
 from tests.support.training import LARGE, SMALL, Run, Trajectory, require_memory_route, train_all, train_zero
-from zerokit.formulas import BLOCK_FORMATS, Operation
+from zerokit.formulas import Operation
 from zerokit.layout import Cut, Interval, Parameter, Unit
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives import Collectives, Kind, Parcels, Wire, Work, make_collectives
@@ -35,6 +35,7 @@ from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.wires.blocks import QuantisedWire
 from zerokit.runtime.wires.rounding import rounding_key
+from zerokit.sizes import BLOCK_FORMATS
 
 
 def _routes(wire: str) -> Iterator[Collectives]:

@@ -19,10 +19,10 @@ import zerokit
 from tests.runtime.test_parity import assert_equal_bits
 from tests.support.on_ranks import on_ranks
 from tests.support.training import Run, Trajectory, one_step, trained
-from zerokit.formulas import BLOCK_FORMATS
 from zerokit.runtime.wires import blocks
 from zerokit.runtime.wires.blocks import QuantisedWire
 from zerokit.runtime.wires.rounding import Draws, rounding_key
+from zerokit.sizes import BLOCK_FORMATS
 
 NAMES = tuple(BLOCK_FORMATS)
 STAGES = (0, 1, 2, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zerokit.formulas import BLOCK_FORMATS
+from zerokit.sizes import BLOCK_FORMATS
 from zerokit.training.differences import Differences
 
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerokit.doctor.disk import DiskRates, measure_disk
 from zerokit.doctor.findings import Answers, Finding, Verdict, by_machine, by_rank, finding
 
 _MIB = 2**20
@@ -21,6 +22,10 @@ FREE_LEAST_BYTES = 64 * _MIB
 FREE_LITTLE_BYTES = 2**30
 SLOW_BYTES_PER_S = 20e6
 """A disk of the last century, or one that takes 0.4 s to sync; a checkpoint of 10 GB takes ten minutes."""
+SLOW_STATES_BYTES_PER_S = 150e6
+"""A hard disk, or a network's; NVMe drives are ten times as fast."""
+PER_BILLION_BYTES = 12e9
+"""The masters and states of 10⁹ parameters with Adam in mixed precision, which come and leave in every step."""
 SEEN_SECONDS = 5.0
 """NFS clients may believe for some seconds that a new file is not there (acdirmin is 30 s only for old directories)."""
 
@@ -36,6 +41,7 @@ class Directory:
         free_bytes: for this user.
         free_files: inodes; None where the file system does not count them.
         bytes_per_s: of writing and syncing a few MiB; None where that was not tried.
+        rates: of large pieces; None where that was not tried, or little is free.
     """
 
     path: str
@@ -44,16 +50,20 @@ class Directory:
     free_bytes: int
     free_files: int | None
     bytes_per_s: float | None = None
+    rates: DiskRates | None = None
 
 
 def look_at_directory(path: Path, trial_bytes: int) -> Directory:
-    """Write a file, sync it, and remove it, in what exists of `path`; a larger one of `trial_bytes` is timed."""
+    """Write a file, sync it, and remove it, in what exists of `path`; a larger one of `trial_bytes` is timed.
+
+    So is a much larger one where states could live, unless there are no `trial_bytes`.
+    """
     path = path.absolute()
     existing = next(
         one for one in (path, *path.parents) if os.path.exists(one)
     )  # no error where a parent is forbidden
     error: str | None = None
-    bytes_per_s = None
+    bytes_per_s, rates = None, None
     free_bytes, free_files = 0, None
     try:
         status = os.statvfs(existing)
@@ -65,9 +75,10 @@ def look_at_directory(path: Path, trial_bytes: int) -> Directory:
             _write(existing, TINY_BYTES)
             if 0 < trial_bytes < free_bytes:
                 bytes_per_s = trial_bytes / max(_write(existing, trial_bytes), 1e-9)
+                rates = measure_disk(existing, free_bytes)
     except OSError as trouble:
         error = trouble.strerror or str(trouble)
-    return Directory(str(path), str(existing), error, free_bytes, free_files, bytes_per_s)
+    return Directory(str(path), str(existing), error, free_bytes, free_files, bytes_per_s, rates)
 
 
 def _write(folder: Path, size_bytes: int) -> float:
@@ -117,6 +128,7 @@ def judge_directories(answers: Answers[Directory], seen: Answers[bool] | None = 
     findings += by_machine("ZD602", usable or full, _judge_space)
     timed = [(seat, one.bytes_per_s) for seat, one in usable if one.bytes_per_s is not None]
     findings += by_machine("ZD603", timed, _judge_speed)
+    findings += by_machine("ZD605", [(s, one.rates) for s, one in usable if one.rates], _judge_rates)
     if len(answers) > 1:
         if seen is None:
             findings.append(
@@ -168,6 +180,20 @@ def _judge_speed(bytes_per_s: float) -> Verdict:
         listed,
         "Training waits for saves (blocking=False hides a part), and a save may take minutes.",
         "use a local disk or a parallel file system, and check what else writes there (iostat)",
+    )
+
+
+def _judge_rates(rates: DiskRates) -> Verdict:
+    how = "past the page cache" if rates.direct else "through the page cache"
+    written, read = (f"{rate / 1e6:,.0f} MB/s" for rate in (rates.write_bytes_per_s, rates.read_bytes_per_s))
+    seconds = rates.visit_seconds(PER_BILLION_BYTES)
+    listed = f"{written} written, {read} read {how}: {seconds:,.1f} s a step per 10⁹ parameters"
+    if min(rates.write_bytes_per_s, rates.read_bytes_per_s) >= SLOW_STATES_BYTES_PER_S:
+        return Verdict.ok(listed)
+    return Verdict.warning(
+        listed,
+        "Steps with states=PATH there take minutes; checkpoints are not concerned.",
+        "give states= a directory on a local NVMe drive",
     )
 
 

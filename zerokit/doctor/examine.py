@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from zerokit import __version__
 from zerokit.bench.record.schema import SchemaError, from_plain, to_plain
 from zerokit.doctor.clock import judge_clocks
+from zerokit.doctor.copies import judge_copies
 from zerokit.doctor.devices import judge_devices
 from zerokit.doctor.directory import judge_directories
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
@@ -202,6 +203,8 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
         *judge_directories(directories, seen),
         finding("ZD701", judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None)),
     ]
+    if group.copies is not None:
+        findings.append(finding("ZD204", judge_copies(group.copies)))
     if group.pairs:
         findings.append(finding("ZD702", judge_pairs(group.pairs, seats)))
     return findings

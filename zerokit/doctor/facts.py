@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerokit.doctor.clock import Offset
+from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices, look_at_devices
 from zerokit.doctor.directory import Directory, look_at_directory
 from zerokit.doctor.findings import Seat
@@ -48,6 +49,7 @@ class GroupFacts:
         pairs: of nodes; empty unless asked for.
         axes: the ranks of a node, and the nodes; without an axis of one rank.
         paces: how fast hosts compute; None on devices, and for one rank.
+        copies: between devices and pinned memory of their hosts; None on hosts.
     """
 
     offsets: list[Offset]
@@ -57,6 +59,7 @@ class GroupFacts:
     pairs: list[Pair] = field(default_factory=list)
     axes: list[AxisLink] = field(default_factory=list)
     paces: Paces | None = None
+    copies: Copies | None = None
 
 
 def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:

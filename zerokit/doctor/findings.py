@@ -41,6 +41,9 @@ CHECKS = {
         Check("ZD201", "CUDA devices", "Without a device that torch can use, training runs on the CPU."),
         Check("ZD202", "one device per rank", "NCCL refuses two ranks on one device."),
         Check("ZD203", "same devices", "A step is as slow as its slowest device."),
+        Check(
+            "ZD204", "pinned copies", 'With states="host", masters and states cross this link in every step.'
+        ),
         Check("ZD301", "gloo's interface", "gloo listens on one address, which the other ranks must reach."),
         Check(
             "ZD302", "NCCL's interfaces", "NCCL connects over these, and sends over them without InfiniBand."
@@ -59,6 +62,11 @@ CHECKS = {
         Check("ZD603", "writing", "A save waits until its files are on disk."),
         Check(
             "ZD604", "one directory", "The files of all ranks must be in one directory to be one checkpoint."
+        ),
+        Check(
+            "ZD605",
+            "states on disk",
+            "With states=PATH, masters and states are read and written there in every step.",
         ),
         Check("ZD701", "all-reduce", "Every step sends the gradients over this link."),
         Check("ZD702", "pairs of nodes", "A ring is as slow as its slowest link."),

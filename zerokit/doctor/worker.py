@@ -24,6 +24,7 @@ from typing import TypeVar
 from zerokit import files
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.doctor.clock import measure_offsets
+from zerokit.doctor.copies import measure_copies
 from zerokit.doctor.devices import Device
 from zerokit.doctor.directory import TRIAL_BYTES, sees, show, take_away
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
@@ -39,6 +40,7 @@ STAGES = (
     "comparing clocks",
     "reading neighbours' memory",
     "computing together",
+    "copying to the device",
     "looking for rank 0's file",
     "all-reducing",
     "exchanging along axes",
@@ -108,11 +110,14 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     collectives = make_collectives(group, torch.device("cpu"), None, units=1)
     alone = sum(one.seat.node == seat.node for one in everyone) == 1
     routes = _gather(None if alone else collectives.route.partition(" and ")[0])
-    units, paces = None, None
+    units, paces, copies = None, None, None
     if accelerator.device.type == "cpu" and group.size() > 1:
         units = measure_units(group, collectives)
         at("computing together")
         paces = measure_paces(group)
+    if accelerator.device.type == "cuda":
+        at("copying to the device")
+        copies = measure_copies(group, accelerator.device)
     at("looking for rank 0's file")
     seen = _see(facts, job)
     at("all-reducing")
@@ -132,7 +137,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
             leaders.setdefault(one.seat.node, one.seat.rank)
         pairs = measure_pairs(wire, accelerator, list(leaders.values()))
     if seat.rank == 0:
-        together = GroupFacts(offsets, routes, seen, all_reduce, pairs, axes, paces)
+        together = GroupFacts(offsets, routes, seen, all_reduce, pairs, axes, paces, copies)
         _write(folder / "group.json", json.dumps(to_plain(together)))
     at("done")
     dist.barrier()

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from pathlib import Path
-from typing import Any
 
-from zerokit.documents import parse_json, parse_toml, read_text
 from zerokit.errors import UsageError
 
-_TERA, _GIGA = 1e12, 1e9
+TERA, GIGA = 1e12, 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +50,23 @@ class Link:
     reading: Reading | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way of states that visit the device in every step.
+
+    Attributes:
+        come: bytes a second of a rank's states to the device, while all ranks' states visit.
+        leave: back.
+        in_turn: whether states come and leave by turns, as on a disk; else both at once at these rates.
+        room_bytes: for the states of all ranks of a node; None where nobody said.
+    """
+
+    come: float
+    leave: float
+    in_turn: bool = False
+    room_bytes: int | None = None
+
+
 @dataclass(frozen=True)
 class Device:
     """A device by its data sheet.
@@ -63,6 +77,7 @@ class Device:
         memory_bytes: of the device.
         memory_bytes_per_s: peak bandwidth of its memory.
         inner: the link to the others of its node; None where it must be given.
+        host: the way to its host's memory; None where it must be given.
         torch_names: parts of the name that torch gives it.
     """
 
@@ -71,36 +86,53 @@ class Device:
     memory_bytes: int = 0
     memory_bytes_per_s: float = 0.0
     inner: Link | None = None
+    host: Way | None = None
     torch_names: tuple[str, ...] = ()
 
 
 def _device(
-    name: str, half: float, single: float, gib: float, memory: float, inner: Link, *torch_names: str
+    name: str,
+    half: float,
+    single: float,
+    gib: float,
+    memory: float,
+    inner: Link,
+    host: Way,
+    *torch_names: str,
 ) -> Device:
-    flops = {"bf16": half * _TERA, "fp16": half * _TERA, "fp32": single * _TERA}
-    return Device(name, flops, int(gib * 2**30), memory * _TERA, inner, torch_names)
+    flops = {"bf16": half * TERA, "fp16": half * TERA, "fp32": single * TERA}
+    return Device(name, flops, int(gib * 2**30), memory * TERA, inner, host, torch_names)
 
 
 # Bandwidths are what all-gathers and reduce-scatters of large buffers reach (nccl-tests' bus bandwidth) over 600 GB/s
 # of NVLink both ways (A100) or 900 (H100). Latencies are a ring step's in NCCL's own model (NVIDIA/nccl,
 # src/graph/tuning.cc: hwLat, ring, Simple).
-_NVLINK3 = Link(3.4e-6, 230 * _GIGA)
-_NVLINK4 = Link(3.4e-6, 350 * _GIGA)
-_PCIE4 = Link(5.7e-6, 20 * _GIGA)
-_PCIE5 = Link(5.7e-6, 40 * _GIGA)
+_NVLINK3 = Link(3.4e-6, 230 * GIGA)
+_NVLINK4 = Link(3.4e-6, 350 * GIGA)
+_PCIE4 = Link(5.7e-6, 20 * GIGA)
+_PCIE5 = Link(5.7e-6, 40 * GIGA)
+
+# Copies from and to pinned memory over sixteen lanes, as many bytes each way at the same time. An A100 copies at
+# 25 GB/s alone, and at 11 and 24 while both ways are in use (NVIDIA/nvbandwidth#53), so that both are done at 16 GB/s
+# each. An H100 copies at 53 alone (NVIDIA/nvbandwidth#24); the same part of that is assumed.
+_HOST4, _HOST5 = Way(16 * GIGA, 16 * GIGA), Way(33 * GIGA, 33 * GIGA)
+USUAL_DISK = Way(6 * GIGA, 4 * GIGA, in_turn=True)
+"""A node's disk where nobody says: one NVMe drive on four lanes of PCIe 4, whose data sheets say 7 and 5 GB/s."""
 
 # NVIDIA's data sheets of A100, H100, H200 and L40S. "h100-96-500w" is the one of torchtitan's benchmarks
 # (benchmarks/llama3_h100_202412_torchtitan.md): 96 GB of HBM2e at 2.4 TB/s, limited to 500 W.
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        _device("a100-40", 312, 19.5, 40, 1.555, _NVLINK3, "A100-SXM4-40GB", "A100-PCIE-40GB"),
-        _device("a100-80", 312, 19.5, 80, 2.039, _NVLINK3, "A100-SXM4-80GB", "A100 80GB PCIe", "A100"),
-        _device("h100-80", 989.4, 66.9, 80, 3.35, _NVLINK4, "H100 80GB HBM3", "H100 SXM"),
-        _device("h100-96-500w", 989.4, 66.9, 96, 2.4, _NVLINK4),
-        _device("h100-pcie", 756, 51.2, 80, 2.0, _PCIE5, "H100 PCIe"),
-        _device("h200", 989.4, 66.9, 141, 4.8, _NVLINK4, "H200"),
-        _device("l40s", 362, 91.6, 48, 0.864, _PCIE4, "L40S"),
+        _device("a100-40", 312, 19.5, 40, 1.555, _NVLINK3, _HOST4, "A100-SXM4-40GB", "A100-PCIE-40GB"),
+        _device(
+            "a100-80", 312, 19.5, 80, 2.039, _NVLINK3, _HOST4, "A100-SXM4-80GB", "A100 80GB PCIe", "A100"
+        ),
+        _device("h100-80", 989.4, 66.9, 80, 3.35, _NVLINK4, _HOST5, "H100 80GB HBM3", "H100 SXM"),
+        _device("h100-96-500w", 989.4, 66.9, 96, 2.4, _NVLINK4, _HOST5),
+        _device("h100-pcie", 756, 51.2, 80, 2.0, _PCIE5, _HOST5, "H100 PCIe"),
+        _device("h200", 989.4, 66.9, 141, 4.8, _NVLINK4, _HOST5, "H200"),
+        _device("l40s", 362, 91.6, 48, 0.864, _PCIE4, _HOST4, "L40S"),
     )
 }
 
@@ -138,7 +170,7 @@ def network(gbit_per_s: float) -> Link:
     """
     if not 0 < gbit_per_s < inf:
         raise UsageError(f"the bandwidth of a node is a number above 0, not {gbit_per_s!r} Gbit/s")
-    return Link(NETWORK_LATENCY_S, gbit_per_s * NETWORK_EFFICIENCY / 8 * _GIGA)
+    return Link(NETWORK_LATENCY_S, gbit_per_s * NETWORK_EFFICIENCY / 8 * GIGA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +197,7 @@ class Cluster:
     """A cluster: equal nodes of equal devices, with one rank per device.
 
     `inner` joins the ranks of a node and `outer` the nodes; None where nothing is known of it. `sharing` was measured
-    on hosts with `ranks_per_node` ranks at work.
+    on hosts with `ranks_per_node` ranks at work. `host` is the way of one rank's states, `disk` that of a whole node's.
     """
 
     device: Device
@@ -173,6 +205,25 @@ class Cluster:
     inner: Link | None = None
     outer: Link | None = None
     sharing: Sharing | None = None
+    host: Way | None = None
+    disk: Way | None = None
+
+    def way(self, home: str) -> Way | None:
+        """The way of a rank's states from "host" or "disk"; None where it is unknown."""
+        if home == "host":
+            return self.host or self.device.host
+        disk = self.disk or USUAL_DISK
+        return replace(disk, come=disk.come / self.ranks_per_node, leave=disk.leave / self.ranks_per_node)
+
+    def way_of(self, home: str) -> Way:
+        """As `way`. Raises `UsageError` if it is unknown."""
+        found = self.way(home)
+        if found is None:
+            raise UsageError(
+                f"the bandwidth between {self.device.name} and its host is unknown: give [host] with gb_per_s in a "
+                "file for --cluster, or the output of `zerokit doctor --json` on such devices"
+            )
+        return found
 
     def nodes(self, world: int) -> int:
         """The number of nodes for `world` ranks."""
@@ -192,152 +243,3 @@ class Cluster:
             "the bandwidth is unknown between nodes: give [outer] with gbit_per_s in a file for --cluster, or the "
             "output of `zerokit doctor --json` on two nodes"
         )
-
-
-def read_cluster(path: Path, *, device: Device | None = None) -> Cluster:
-    """A cluster from a TOML or JSON file, or from the output of `zerokit doctor --json`.
-
-    Args:
-        path: a file with `device` (a name, or a table), `gpus_per_node`, and the tables `inner` (`gb_per_s` of a rank)
-            and `outer` (`gbit_per_s` of a node), both with an optional `latency_us`.
-        device: takes the place of the file's.
-
-    Raises `UsageError` that names the first thing that is wrong or missing.
-    """
-    try:
-        text = read_text(path)
-        value = parse_json(text) if text.lstrip().startswith("{") else parse_toml(text)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is not a cluster file: {error}") from error
-    try:
-        return _from_doctor(value["facts"], device) if "facts" in value else _from_table(value, device)
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{path} is not what `zerokit doctor --json` of this version prints: run it anew"
-        ) from error
-
-
-_MOST, _MOST_RANKS = 1e18, 1 << 20
-"""Limits of a figure in a file, and of the ranks of a node: whatever is computed from them stays finite."""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST
-
-
-def _measured(table: Mapping[str, Any], key: str, *, zero: bool = True) -> float:
-    """A figure of the doctor's; raises `ValueError` for what cannot be one, or 0 where there is no `zero`."""
-    value = table[key]
-    if not _is_number(value) or not (value or zero):
-        raise ValueError(f"{key} is {value!r:.60}")
-    return float(value)
-
-
-def _speed(table: Mapping[str, Any], key: str) -> float:
-    return _measured(table, key, zero=False) * _GIGA
-
-
-def _figures(given: Any, name: str, keys: Mapping[str, bool]) -> dict[str, float]:
-    """The numbers of the table `name`; `keys` are those it may have, and whether it must."""
-    table = given if isinstance(given, dict) else {}
-    if unknown := [key for key in table if key not in keys]:
-        raise UsageError(f"{unknown[0]!r:.60} in [{name}] is unknown: expected {', '.join(keys)}")
-    found: dict[str, Any] = {key: table.get(key) for key, needed in keys.items() if needed or key in table}
-    for key, value in found.items():
-        if not _is_number(value) or value == 0:
-            raise UsageError(
-                f"[{name}] needs {key}, a number above 0 and below {_MOST:g}, and has {value!r:.60}"
-            )
-    return found
-
-
-def _from_table(value: Mapping[str, Any], device: Device | None) -> Cluster:
-    known = ("device", "gpus_per_node", "inner", "outer")
-    if unknown := [name for name in value if name not in known]:
-        raise UsageError(f"{unknown[0]!r:.60} is unknown: expected {', '.join(known)}")
-    if device is None:
-        given = value.get("device")
-        if given is None:
-            raise UsageError('no device: write device = "h100-80", or give --device')
-        device = device_named(given) if isinstance(given, str) else _described(given)
-    count = value.get("gpus_per_node")
-    if type(count) is not int or not 1 <= count <= _MOST_RANKS:
-        raise UsageError(f"gpus_per_node is {count!r:.60}: expected the devices of a node, such as 8")
-    links = {"inner": device.inner, "outer": None}
-    for name, key in (("inner", "gb_per_s"), ("outer", "gbit_per_s")):
-        if name in value:
-            figures = _figures(value[name], name, {key: True, "latency_us": False})
-            if name == "outer":
-                link = network(figures[key])
-            else:
-                link = replace(device.inner or Link(0.0, 1.0), bytes_per_s=figures[key] * _GIGA)
-            latency_s = figures["latency_us"] * 1e-6 if "latency_us" in figures else link.latency_s
-            links[name] = replace(link, latency_s=latency_s)
-    return Cluster(device, count, links["inner"], links["outer"])
-
-
-def _described(given: Any) -> Device:
-    """A device by its figures: `name`, `tflops` by dtype, `memory_gb`, `memory_gb_per_s`."""
-    peaks = given.get("tflops") if isinstance(given, dict) else None
-    if not isinstance(peaks, dict) or not peaks:
-        raise UsageError("[device] needs its dense peaks, such as tflops = { bf16 = 989, fp32 = 67 }")
-    flops = _figures(peaks, "device.tflops", dict.fromkeys(("bf16", "fp16", "fp32"), False))
-    rest = {key: value for key, value in given.items() if key not in ("name", "tflops")}
-    sizes = _figures(rest, "device", dict.fromkeys(("memory_gb", "memory_gb_per_s"), True))
-    return Device(
-        str(given.get("name", "device")),
-        {dtype: peak * _TERA for dtype, peak in flops.items()},
-        int(sizes["memory_gb"] * _GIGA),
-        sizes["memory_gb_per_s"] * _GIGA,
-    )
-
-
-def _from_doctor(facts: Any, device: Device | None) -> Cluster:
-    group = (facts.get("group") if isinstance(facts, dict) else None) or {}
-    axes = {axis["axis"]: axis for axis in group.get("axes", ())}
-    if not axes:
-        raise UsageError(
-            "the doctor measured no link: run `zerokit doctor --json` with two ranks or more, such as "
-            "--nproc-per-node 2"
-        )
-    ranks = axes["inner"]["ranks"] if "inner" in axes else 1
-    if type(ranks) is not int or not 1 <= ranks <= _MOST_RANKS:
-        raise ValueError(f"ranks is {ranks!r:.60}")
-    if device is not None and device.flops:
-        if group.get("paces") is not None:
-            raise UsageError(
-                f"the doctor's ranks computed on hosts, and {device.name} is planned: run it on those devices, or "
-                "describe their links in a TOML file"
-            )
-        links = {
-            name: Link(
-                _measured(axis, "latency_s"), _speed(axis, "gb_per_s") * (ranks if name == "outer" else 1)
-            )
-            for name, axis in axes.items()  # all exchanged at once
-        }
-        return Cluster(device, ranks, links.get("inner"), links.get("outer"))
-    paces = group.get("paces")
-    if paces is None:
-        raise UsageError("the doctor did not see how fast ranks compute together: run it anew on these hosts")
-    alone, together = paces["alone"], paces["together"]
-    sharing = Sharing(
-        int(_measured(paces, "threads")),
-        _speed(alone, "gflops"),
-        max(1.0, _measured(together, "block_ms") / _measured(alone, "block_ms", zero=False)),
-        max(1.0, _speed(alone, "gb_per_s") / _speed(together, "gb_per_s")),
-        _measured(together, "page_s"),
-    )
-    links = {name: _host_link(axis, ranks if name == "outer" else 1) for name, axis in axes.items()}
-    return Cluster(device or Device("cpu"), ranks, links.get("inner"), links.get("outer"), sharing)
-
-
-def _host_link(axis: Mapping[str, Any], at_once: int) -> Link:
-    """An axis of hosts, along which so many ranks of a node exchanged at once."""
-    speed, units = _speed(axis, "gb_per_s") * at_once, axis.get("units")
-    if units is None:
-        share = min(0.9, _measured(axis, "slowdown"))
-        return Link(_measured(axis, "latency_s"), speed, share=share, relays=False)
-    gather, fresh, reduce = (_speed(units, f"{name}_gb_per_s") for name in ("gather", "fresh", "reduce"))
-    return Link(_measured(units, "latency_s"), gather, relays=False, reading=Reading(gather, fresh, reduce))

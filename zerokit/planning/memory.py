@@ -13,16 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from zerokit.formulas import (
-    KIND_OF_LINE,
-    MEMORY_KINDS,
-    ElementBytes,
-    MemoryReport,
-    Pool,
-    Wholes,
-    list_held,
-    predict_memory,
-)
+from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS, MemoryReport, Pool, list_held, predict_memory
 from zerokit.layout import Layout
 from zerokit.owners import Owners
 from zerokit.placement import AnyPlacement
@@ -32,6 +23,7 @@ from zerokit.planning.work import MATRICES
 from zerokit.runtime.measure import element_bytes
 from zerokit.runtime.precision import Precision
 from zerokit.runtime.trials import OptimizerStates, probe
+from zerokit.sizes import ELSEWHERE, ElementBytes, Wholes
 
 CONTEXT_BYTES = 500_000_000
 """What CUDA itself takes of a device for one process: about 0.5 GB on an H100 (pytorch/torchcomms#777)."""
@@ -73,15 +65,24 @@ def adamw_states(master: torch.dtype) -> OptimizerStates:
 
 
 def element_sizes(
-    precision: Precision, optimizer: str, layout: Layout, placement: AnyPlacement
+    precision: Precision, optimizer: str, layout: Layout, placement: AnyPlacement, home: str = "device"
 ) -> ElementBytes:
-    """Bytes per element in each role, with AdamW; with "muon" the `MATRICES` have one momentum, on their owners."""
-    sizes = element_bytes(precision, adamw_states(precision.master), averaged=False)
+    """Bytes per element in each role, with AdamW; with "muon" the `MATRICES` have one momentum, on their owners.
+
+    Masters and states have this `home` between steps.
+    """
+    size = precision.master.itemsize
+    sizes = replace(element_bytes(precision, adamw_states(precision.master), averaged=False), home=home)
+    if home == "fp8":
+        sizes = replace(sizes, moments=(size, size))
     if optimizer == "adamw":
         return sizes
-    momentum = precision.master.itemsize
-    owners = Owners(layout, placement, [MATRICES])
-    return replace(sizes, wholes=Wholes(owners, lambda group, shape: (momentum * math.prod(shape), 0)))
+    wholes = Wholes(
+        Owners(layout, placement, [MATRICES]),
+        lambda group, shape: (size * math.prod(shape), 0),
+        lambda group, shape: (size,) * (home == "fp8"),
+    )
+    return replace(sizes, wholes=wholes)
 
 
 def fullest_rank(sizes: ElementBytes, placement: AnyPlacement) -> int:
@@ -113,6 +114,8 @@ class StepMemory:
                 and replay.is_lone(layout.units[one.unit])
             ):
                 continue  # its memory is autograd's own, which comes with the gradient
+            if one.line in ELSEWHERE:
+                continue
             self._fixed[KIND_OF_LINE[one.line]] += one.numel * one.element_bytes
         pool = Pool.of(layout, placement)
         buckets = pool.buckets * pool.numel * step.sizes.reduce
@@ -133,8 +136,10 @@ class StepMemory:
         by_kind[:, -1] += np.where(self._momentary, now, until_next)
         at = int(by_kind.sum(axis=1).argmax())
         fixed = np.array([self._fixed[kind] for kind in MEMORY_KINDS])
-        # In the update no activations are left; what is on its way to owners and back is not held between steps either.
-        update = np.array([0] * (len(MEMORY_KINDS) - 1) + [self._held.exchange], dtype=np.int64)
+        # In the update no activations are left. What is on its way to owners and back is not held between steps either,
+        # nor are the buffers of states that visit.
+        passing = {MEMORY_KINDS[-1]: self._held.exchange, KIND_OF_LINE["optimizer"]: self._held.visiting}
+        update = np.array([passing.get(kind, 0) for kind in MEMORY_KINDS], dtype=np.int64)
         most = by_kind[at] if by_kind[at].sum() >= update.sum() else update
         peak, highest = fixed + most, fixed + np.maximum(by_kind.max(axis=0), update)
         return PlannedMemory(

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import product
 
 from zerokit.errors import UsageError
-from zerokit.formulas import ElementBytes
 from zerokit.owners import Owners
 from zerokit.placement import AnyPlacement, Mesh, placed
 from zerokit.planning.cells import GIB, Cell, Division, Plan, PlannedCell, Question
@@ -18,6 +17,7 @@ from zerokit.planning.timeline import Plan as Timed
 from zerokit.planning.timeline import step_time
 from zerokit.planning.trace import Traces
 from zerokit.runtime.precision import Precision
+from zerokit.sizes import ElementBytes
 
 
 def plan_cells(subject: Subject, question: Question) -> Plan:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zerokit.formulas import BlockFormat, ElementBytes, Pool, stored_bytes, whole_units
+from zerokit.formulas import Pool, whole_units
 from zerokit.layout import Layout, Unit
 from zerokit.placement import AnyPlacement
 from zerokit.planning.recording import Event, ModelTrace, Moment
@@ -19,6 +19,7 @@ from zerokit.runtime.gradients import MOST_IN_FLIGHT
 from zerokit.runtime.passes import ForwardPass, Passes
 from zerokit.runtime.reductions import Reductions
 from zerokit.schedule import Cursor, Kind, Operation, Order, Plan, Stop
+from zerokit.sizes import BlockFormat, ElementBytes, stored_bytes
 
 
 @dataclass(frozen=True, slots=True)

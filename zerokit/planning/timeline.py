@@ -9,28 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
-from typing import TypeAlias
 
-from zerokit.formulas import BlockFormat, ElementBytes, stored_bytes, whole_units
+from zerokit.formulas import visits, whole_units
 from zerokit.layout import Layout
 from zerokit.placement import AnyPlacement, Axis
+from zerokit.planning.clock import Clock, Event, Flown
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import PAGE_BYTES, Cluster
-from zerokit.planning.hops import Hop, Hops
+from zerokit.planning.hops import Hops
+from zerokit.planning.visiting import Tour
 from zerokit.planning.work import ModelWork, newton_schulz
 from zerokit.schedule import Kind, lay_out
 from zerokit.schedule import Plan as Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A stretch of time on one lane of a rank: "compute", "inner" or "outer" (the axes' collectives)."""
-
-    lane: str
-    name: str
-    start_s: float
-    stop_s: float
+from zerokit.sizes import ELSEWHERE, BlockFormat, ElementBytes, stored_bytes
 
 
 @dataclass(frozen=True)
@@ -43,8 +34,9 @@ class StepTime:
         exposed_s: how long a rank waits for collectives of each axis, or moves their bytes itself.
         slowed_s: how much longer work takes because collectives in flight use the same device.
         optimizer_s: norm, clipping and update, of the rank that owns most of what is updated whole.
-        limit: what to improve first: "compute", "memory" (the device's), "host", "inner" or "outer".
+        limit: what to improve first: "compute", "memory" (the device's), "host", "inner", "outer" or "states".
         events: of one step; of a step of many micro-batches, the first ones and the last.
+        visits_s: how long the update waits for masters and states that visit.
     """
 
     total_s: float
@@ -54,70 +46,12 @@ class StepTime:
     optimizer_s: float
     limit: str
     events: tuple[Event, ...] = field(repr=False)
+    visits_s: float = 0.0
 
     @property
     def exposed_total_s(self) -> float:
         """Exposed communication of all axes."""
         return sum(self.exposed_s.values())
-
-
-_Flown: TypeAlias = tuple[Hop, float, float]
-
-
-class _Clock:
-    """Lanes of one rank: when each is free, what has happened on it, and what the rank has waited for."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.free: dict[str, float] = {}
-        self.flights: list[tuple[float, float, float]] = []
-        """Collectives in flight or to come: start, stop and the share of the device that they take."""
-        self.events: list[Event] = []
-        self.exposed = dict.fromkeys(Axis, 0.0)
-        self.slowed = 0.0
-        self.busy: dict[str, float] = {}
-
-    def run(self, seconds: float, name: str) -> None:
-        """Add computation; collectives in flight slow it down."""
-        start, left, now = self.now, seconds, self.now
-        self.flights = [flight for flight in self.flights if flight[1] > now]
-        while left > 0:
-            share = max((flight[2] for flight in self.flights if flight[0] <= now < flight[1]), default=0.0)
-            edges = [edge for flight in self.flights for edge in flight[:2] if edge > now]
-            until = min(edges, default=float("inf"))
-            done = min(left, (until - now) * (1 - share))
-            now = until if done < left else now + done / (1 - share)
-            left -= done
-        self.slowed += now - start - seconds
-        self.now = now
-        if seconds:
-            self.events.append(Event("compute", name, start, now))
-
-    def fly(self, hops: Sequence[Hop], name: str) -> list[_Flown]:
-        """Issue a chain of hops, each after the one before; returns their starts and stops."""
-        flown: list[_Flown] = []
-        ready = self.now
-        for hop in hops:
-            start = max(ready, self.free.get(hop.link, 0.0))
-            ready = start + hop.link_s
-            if hop.link_s:
-                self.free[hop.link] = ready
-                self.flights.append((start, ready, hop.share))
-                self.events.append(Event(hop.axis.name.lower(), name, start, ready))
-                self.busy[hop.axis.name.lower()] = self.busy.get(hop.axis.name.lower(), 0.0) + hop.link_s
-            flown.append((hop, start, ready))
-        return flown
-
-    def wait(self, flown: Sequence[_Flown], name: str) -> None:
-        """Wait until these hops have arrived, and add the time of their copies."""
-        for hop, _, stop in flown:
-            if stop > self.now:
-                self.exposed[hop.axis] += stop - self.now
-                self.now = stop
-            if hop.copy_s:
-                self.events.append(Event("compute", name, self.now, self.now + hop.copy_s))
-                self.exposed[hop.axis] += hop.copy_s
-                self.now += hop.copy_s
 
 
 @dataclass(frozen=True)
@@ -152,7 +86,8 @@ class _Step:
     def __init__(self, plan: Plan, cluster: Cluster, efficiency: Efficiency) -> None:
         self._plan, self._efficiency = plan, efficiency
         self._hops = Hops(plan.placement.mesh, cluster, efficiency)
-        self._clock = _Clock()
+        self._way = cluster.way_of(plan.sizes.home) if plan.sizes.home in ELSEWHERE else None
+        self._clock = Clock()
         self._units = plan.layout.units
         uses = [use.unit for use in plan.work.units]
         kept = plan.kept
@@ -198,7 +133,7 @@ class _Step:
     def time(self) -> StepTime:
         plan, clock = self._plan, self._clock
         updates = self._gather_updates()
-        flown: list[list[_Flown]] = []
+        flown: list[list[Flown]] = []
         repeated = 0.0
         for reduces, times in _runs(plan.micro_batches, plan.reductions):
             before, exposed, slowed = clock.now, dict(clock.exposed), clock.slowed
@@ -212,23 +147,21 @@ class _Step:
                 clock.exposed[axis] += more * (clock.exposed[axis] - exposed[axis])
         for chain in flown:
             clock.wait(chain, "reduce")
-        optimizer_s = self._optimizer_seconds()
-        sent = self._exchange("to owners", plan.sizes.reduce)
-        clock.run(optimizer_s, "update")
-        optimizer_s += self._update_whole_tensors(sent)
+        optimizer_s, visits_s = self._update()
         return StepTime(
             clock.now + repeated,
             plan.micro_batches * (sum(self._forward_s) + sum(self._backward_s) + self._fresh_s),
             dict(clock.exposed),
             clock.slowed,
             optimizer_s,
-            self._limit(),
+            self._limit(visits_s),
             tuple(clock.events),
+            visits_s,
         )
 
     def _walk(
-        self, plan: Schedule, flown: dict[int, list[_Flown]], seconds: Sequence[float]
-    ) -> list[list[_Flown]]:
+        self, plan: Schedule, flown: dict[int, list[Flown]], seconds: Sequence[float]
+    ) -> list[list[Flown]]:
         """Run through one direction of a micro-batch; `flown` are gathers under way, by unit. Returns reductions."""
         clock, reductions = self._clock, []
         work: tuple[float, str] | None = (
@@ -254,7 +187,7 @@ class _Step:
             clock.run(*work)
         return reductions
 
-    def _reduce(self, index: int) -> list[_Flown]:
+    def _reduce(self, index: int) -> list[Flown]:
         """Send a unit's gradients on their way to be summed."""
         unit, sizes = self._units[index], self._plan.sizes
         wire = sizes.reduce if sizes.wire is None else sizes.wire
@@ -267,7 +200,7 @@ class _Step:
         self._clock.wait([(hop, 0.0, 0.0) for hop in hops[:own]], f"reduce {index}")
         return self._clock.fly(hops[own:], f"reduce {index}")
 
-    def _gather_updates(self) -> dict[int, list[_Flown]]:
+    def _gather_updates(self) -> dict[int, list[Flown]]:
         """After a step, all updated units are gathered, and waited for where the next forward uses them."""
         flown = {}
         for unit in self._units:
@@ -277,22 +210,60 @@ class _Step:
                 flown[unit.index] = self._clock.fly(hops, f"gather {unit.index}")
         return flown
 
-    def _optimizer_seconds(self) -> float:
-        """The norm reads the gradients; the update reads and writes masters and states, and writes parameters."""
-        placement, sizes = self._plan.placement, self._plan.sizes
-        whole = frozenset() if sizes.wholes is None else sizes.wholes.owners.groups
-        numel = sum(
-            stretch.numel
+    def _update(self) -> tuple[float, float]:
+        """Update all units; returns the seconds of computation, and those in which it waits for states that visit."""
+        clock, sizes, placement = self._clock, self._plan.sizes, self._plan.placement
+        sent = self._exchange("to owners", sizes.reduce)
+        numel, busiest = self._updated_numel(), self._busiest()
+        returned: list[list[Flown]] = []
+        if self._way is None:
+            seconds = self._update_slices(sum(numel.values()), "update")
+            seconds += sum(self._update_whole(index, sent[index], busiest, returned) for index in sent)
+            visits_s = 0.0
+        else:
+            come = visits(self._plan.layout, rank=busiest, placement=placement, sizes=sizes)
+            tour, seconds = Tour(clock, self._way, sizes.home, come), 0.0
+            for number, index in enumerate(come):
+                tour.arrive(number)
+                seconds += self._update_slices(numel[index], f"update {index}")
+                if index in sent:
+                    seconds += self._update_whole(index, sent[index], busiest, returned)
+                tour.leave(number)
+            tour.finish()
+            visits_s = tour.waited
+        for chain in returned:
+            clock.wait(chain, "from owners")
+        return seconds, visits_s
+
+    def _busiest(self) -> int:
+        """The rank whose whole tensors take longest."""
+        wholes = self._plan.sizes.wholes
+        loads = [0.0] if wholes is None else wholes.owners.loads
+        return max(range(len(loads)), key=loads.__getitem__)
+
+    def _updated_numel(self) -> dict[int, int]:
+        """The elements of each trainable unit that a rank updates one by one."""
+        placement, wholes = self._plan.placement, self._plan.sizes.wholes
+        whole = frozenset() if wholes is None else wholes.owners.groups
+        return {
+            unit.index: sum(
+                stretch.numel
+                for group, stretch in unit.groups_within(placement.of_unit(unit.index).updated(unit, 0))
+                if group not in whole
+            )
             for unit in self._units
             if unit.trainable
-            for group, stretch in unit.groups_within(placement.of_unit(unit.index).updated(unit, 0))
-            if group not in whole
-        )
-        return self._efficiency.moving_seconds(numel * update_bytes(sizes))
+        }
 
-    def _exchange(self, name: str, element_bytes: int, unit: int | None = None) -> dict[int, list[_Flown]]:
+    def _update_slices(self, numel: int, name: str) -> float:
+        """The norm reads the gradients; the update reads and writes masters and states, and writes parameters."""
+        seconds = self._efficiency.moving_seconds(numel * update_bytes(self._plan.sizes))
+        self._clock.run(seconds, name)
+        return seconds
+
+    def _exchange(self, name: str, element_bytes: int, unit: int | None = None) -> dict[int, list[Flown]]:
         """Send the pieces of whole tensors, of all units or of one, to their owners or back."""
-        flown: dict[int, list[_Flown]] = {}
+        flown: dict[int, list[Flown]] = {}
         wholes = self._plan.sizes.wholes
         if wholes is None:
             return flown
@@ -301,43 +272,37 @@ class _Step:
             flown[index] = self._clock.fly(self._hops.exchange(crossing), f"{name} {index}")
         return flown
 
-    def _update_whole_tensors(self, sent: Mapping[int, list[_Flown]]) -> float:
-        """Update what the busiest owner has, unit by unit, each behind its gradients; the seconds of computation."""
+    def _update_whole(
+        self, index: int, gradients: list[Flown], rank: int, returned: list[list[Flown]]
+    ) -> float:
+        """Update what a rank owns of a unit, behind its gradients; the seconds of computation."""
         clock, sizes = self._clock, self._plan.sizes
-        if sizes.wholes is None:
-            return 0.0
-        owners, placement = sizes.wholes.owners, self._plan.placement
-        busiest = max(range(len(owners.loads)), key=owners.loads.__getitem__)
-        returned: list[list[_Flown]] = []
-        total = 0.0
-        for index, gradients in sent.items():
-            clock.wait(gradients, f"to owners {index}")
-            owned = owners.owned(index, placement.of_unit(index).owner(busiest))
-            seconds = sum(
-                self._efficiency.seconds(
-                    newton_schulz(each.shape, each.interval.numel * update_bytes(replace(sizes, states=4)))
-                )
-                for each in owned
-            )
-            clock.run(seconds, f"update {index}")
-            total += seconds
-            returned += self._exchange("from owners", sizes.compute, index).values()
-        for chain in returned:
-            clock.wait(chain, "from owners")
-        return total
+        assert sizes.wholes is not None
+        clock.wait(gradients, f"to owners {index}")
+        owner = self._plan.placement.of_unit(index).owner(rank)
+        matrix = replace(sizes, states=4, moments=sizes.moments[:1])
+        seconds = sum(
+            self._efficiency.seconds(newton_schulz(each.shape, each.interval.numel * update_bytes(matrix)))
+            for each in sizes.wholes.owners.owned(index, owner)
+        )
+        clock.run(seconds, f"update {index}")
+        returned += self._exchange("from owners", sizes.compute, index).values()
+        return seconds
 
-    def _limit(self) -> str:
+    def _limit(self, visits_s: float) -> str:
         own = self._plan.micro_batches * (sum(self._forward_s) + sum(self._backward_s))
-        slowest, busy = max(self._clock.busy.items(), key=itemgetter(1), default=("", 0.0))
-        if busy > own:
+        busy = {**self._clock.busy, "states": visits_s}
+        slowest = max(busy, key=busy.__getitem__)
+        if busy[slowest] > own:
             return slowest
         return self._efficiency.limit(part for use in self._plan.work.units for part in use.parts)
 
 
 def update_bytes(sizes: ElementBytes) -> int:
-    """Bytes per element that norm and update read and write."""
+    """Bytes per element that norm and update read and write; moments in fp8 are decoded before and encoded after."""
     master = sizes.master or sizes.compute
-    return 2 * sizes.reduce + 2 * master + 2 * sizes.states + (sizes.compute if sizes.master else 0)
+    coded = len(sizes.moments) + sum(sizes.moments)
+    return 2 * (sizes.reduce + master + sizes.states + coded) + (sizes.compute if sizes.master else 0)
 
 
 def _runs(micro_batches: int, reductions: int) -> list[tuple[bool, int]]:

@@ -9,14 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zerokit.formulas import (
-    ElementBytes,
-    MemoryReport,
-    TrafficReport,
-    Wholes,
-    predict_memory,
-    predict_traffic,
-)
+from zerokit.formulas import MemoryReport, TrafficReport, padding_line, predict_memory, predict_traffic
 from zerokit.owners import Shape
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.masters import WholeMaster
@@ -24,6 +17,7 @@ from zerokit.runtime.precision import FLOATING, Precision
 from zerokit.runtime.trials import OptimizerStates, tensors_in
 from zerokit.runtime.use import State
 from zerokit.schedule import Kind
+from zerokit.sizes import ElementBytes, StateBytes, Wholes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,7 @@ def measure_memory(runtime: Runtime) -> MemoryReport:
     lines = MemoryReport().as_dict()
     for one in list_holdings(runtime):
         lines[one.line] += one.used
-        lines["padding"] += one.padding
+        lines[padding_line(one.line)] += one.padding
     most = {
         "transient": runtime.gradients.transient,
         "exchange": runtime.wholes.most,
@@ -132,7 +126,7 @@ def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
     precision = runtime.precision
     average = precision.master.itemsize if averaged else 0
     flat = {
-        number: (states.element_bytes + average, states.scalar_bytes)
+        number: StateBytes(states.element_bytes + average, states.scalar_bytes)
         for number, states in enumerate(runtime.states)
         if states.whole is None
     }
@@ -150,7 +144,8 @@ def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
         for unit in runtime.units
         if unit.dtype != precision.compute and unit.dtype in FLOATING
     }
-    return replace(of(precision), differing=differing, groups=flat, wholes=wholes)
+    home = runtime.home.name
+    return replace(of(precision), differing=differing, groups=flat, wholes=wholes, home=home)
 
 
 def element_bytes(precision: Precision, states: OptimizerStates, *, averaged: bool) -> ElementBytes:

@@ -11,7 +11,7 @@ import torch
 
 from zerokit.by_module import REST
 from zerokit.errors import LossScaleError, UsageError
-from zerokit.formulas import BLOCK_FORMATS, BlockFormat
+from zerokit.sizes import BLOCK_FORMATS, BlockFormat
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -58,7 +58,8 @@ class WholeTensors:
 
     def publish(self, units: Sequence[UnitState]) -> None:
         """Write the masters of units, which are here, to what every rank keeps of the parameters. Collective."""
-        self._finish([one.spread(_values, one.unit.kept) for one in self._units if one.unit in units])
+        present = set(units)
+        self._finish([one.spread(_values, one.unit.kept) for one in self._units if one.unit in present])
 
     def _finish(self, works: Sequence[Work]) -> None:
         for work in works:
@@ -79,7 +80,8 @@ class WholeTensors:
 
         def update(units: Sequence[UnitState]) -> None:
             nonlocal held
-            for one in (one for one in self._units if one.unit in units):
+            present = set(units)
+            for one in (one for one in self._units if one.unit in present):
                 if one not in arriving:
                     arriving[one] = one.collect(self._gradients)
                     held += arriving[one][1].nbytes

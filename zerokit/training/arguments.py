@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from zerokit.errors import UsageError
-from zerokit.formulas import BLOCK_FORMATS
 from zerokit.runtime.optimizer import ZeroOptimizer
+from zerokit.sizes import BLOCK_FORMATS
 from zerokit.training.islands import Islands
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zerokit.formulas import BlockFormat
 from zerokit.runtime.wires import QuantisedWire
+from zerokit.sizes import BlockFormat
 
 KNOWN, LOST = "known", "lost"
 """The names of their streams in a checkpoint."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from zerokit.errors import UsageError
-from zerokit.formulas import BlockFormat
 from zerokit.layout import Cut, Interval, Layout, Unit
+from zerokit.sizes import BlockFormat
 from zerokit.training.differences import Differences
 
 

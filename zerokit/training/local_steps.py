@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerokit.errors import ScheduleError, UsageError
-from zerokit.formulas import BLOCK_FORMATS, MemoryReport, TrafficReport
+from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.precision import BlockName
+from zerokit.sizes import BLOCK_FORMATS
 from zerokit.training.arguments import check_arguments, require_islands
 from zerokit.training.differences import KNOWN, LOST
 from zerokit.training.exchange import Exchange, Synchronisation

@@ -19,9 +19,10 @@ from zerokit.bench.catalogue.engines import (
 from zerokit.bench.catalogue.workloads import describe
 from zerokit.bench.record.settings import Settings
 from zerokit.errors import UsageError
-from zerokit.formulas import ElementBytes, predict_memory
+from zerokit.formulas import predict_memory
 from zerokit.layout import Parameter, Segment, build_layout
 from zerokit.placement import Mesh, Placement
+from zerokit.sizes import ElementBytes
 
 # Millions of parameters, as published: of the papers in the catalogue's comments, of the released weights
 # (GPT-2, Llama, BERT with its masked-language head), of torchvision's tables (ResNet, Inception with both heads).

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from zerokit.bench.engines.optimizers import shares_of
 from zerokit.bench.engines.trainer import Trainer
 from zerokit.bench.workloads.build import Loaded
-from zerokit.formulas import BLOCK_FORMATS
 from zerokit.placement import StageArgument, stage_of
 from zerokit.runtime import Precision
+from zerokit.sizes import BLOCK_FORMATS
 from zerokit.training import LocalSteps, ZeroOptimizer
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerokit.bench.record.measured import MemoryTimeline
 from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS
+from zerokit.sizes import ELSEWHERE
 
 if TYPE_CHECKING:
     from zerokit.bench.engines.trainer import Trainer
@@ -113,11 +114,11 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def held_by(zero: ZeroOptimizer) -> Iterator[Held]:
-    """What the optimizer holds now."""
+    """What the optimizer holds on the device now."""
     from zerokit.runtime.measure import list_holdings  # no part of other engines' memory
 
     runtime = zero.runtime
-    for one in list_holdings(runtime):
+    for one in (each for each in list_holdings(runtime) if each.line not in ELSEWHERE):
         yield KIND_OF_LINE[one.line], one.tensor, one.used + one.padding
 
 

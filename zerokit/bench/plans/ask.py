@@ -15,8 +15,9 @@ from zerokit.bench.record.settings import OPTIONS, parse_mesh
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh, stage_of
 from zerokit.planning.cells import Plan, PlannedCell, Question
+from zerokit.planning.cluster_files import read_cluster
 from zerokit.planning.efficiency import Efficiency, of_device
-from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network, read_cluster
+from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network
 from zerokit.planning.planner import plan_cells
 from zerokit.planning.subject import Subject
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -53,14 +53,14 @@ class Moving(Protocol):
     def wait(self) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Slot:
     """A unit's part of the store, from byte `start` up to `stop`, of which it uses what lies before `end`."""
 
-    start: int
-    stop: int
-    end: int
-    places: list[Place] = field(default_factory=list)
+    start: int = 0
+    stop: int = 0
+    end: int = 0
+    places: Sequence[Place] = ()
 
     @property
     def size(self) -> int:
@@ -138,21 +138,25 @@ class Elsewhere(Home):
 
     def _arrange(self, unit: OwnedUnit) -> _Slot:
         """Give everything that the unit has now a place; what has one keeps it, if it is large enough."""
-        slot = self._slots.setdefault(unit.index, _Slot(0, 0, 0))
-        before, slot.places = slot.places, []
+        slot = self._slots.get(unit.index, _Slot())
+        before, end, beyond = slot.places, slot.end, -1
+        places: list[Place] = []
         at = 0
         for number, tensor in enumerate(self.away(unit)):
             room = -(-tensor.nbytes // PAGE) * PAGE
             if number < len(before) and before[number].room >= room:
                 offset, room = before[number].offset, before[number].room
-            elif slot.end + room <= slot.stop:
-                offset, slot.end = slot.end, slot.end + room
+            elif end + room <= slot.stop:
+                offset, end = end, end + room
             else:
-                offset = self._end
-                self.grow(offset + room)
-            slot.places.append(Place(tensor, offset, room, at, _dense_stride(tensor)))
+                offset = self._end if beyond < 0 else beyond
+                beyond = offset + room
+            places.append(Place(tensor, offset, room, at, _dense_stride(tensor)))
             at += room
-        return slot
+        if beyond > 0:
+            self.grow(beyond)
+        self._slots[unit.index] = arranged = replace(slot, end=end, places=places)
+        return arranged
 
     # ---- coming and leaving
 
@@ -171,7 +175,7 @@ class Elsewhere(Home):
             # Behind what lies in the buffer, if they come from outside of it: new states of a first step.
             fits = memory is not None and slot.size <= memory.nbytes
             if memory is None or not fits or any(_lies_in(memory, place.tensor) for place in strangers):
-                memory, strangers = self.buffer(slot.size), slot.places
+                memory, strangers = self.buffer(slot.size), list(slot.places)
             for place in strangers:
                 place.view(memory).copy_(place.tensor.detach())
         self._send_away(slot)
@@ -196,7 +200,7 @@ class Elsewhere(Home):
         if not units:
             work(units)
             return
-        slots = [self._slots.get(unit.index, _Slot(0, 0, 0)) for unit in units]
+        slots = [self._slots.get(unit.index, _Slot()) for unit in units]
         # With room for what a first step makes.
         size = max(max(slot.size, slot.stop - slot.start) for slot in slots)
         buffers = [self.buffer(size) for _ in units[:2]]
@@ -227,7 +231,7 @@ class Elsewhere(Home):
 
     @contextmanager
     def visiting(self, unit: OwnedUnit, *, writes: bool) -> Iterator[None]:
-        slot = self._slots.get(unit.index, _Slot(0, 0, 0))
+        slot = self._slots.get(unit.index, _Slot())
         memory = self.buffer(max(slot.size, slot.stop - slot.start))
         self.fetch(slot.places, memory).wait()
         for place in slot.places:

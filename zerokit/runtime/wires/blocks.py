@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from zerokit.formulas import BlockFormat
 from zerokit.layout import Unit
 from zerokit.runtime.collectives.route import Wire
 from zerokit.runtime.wires.rounding import Key, noise
+from zerokit.sizes import BlockFormat
 
 _CHUNK = {"cpu": 1 << 18}
 """Elements at a time: on hosts so few that they stay in a core's cache from one operation to the next."""
