@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zerokit.runtime.homes.codes import BLOCK, CodeFormat, Codes
+from zerokit.runtime.homes.codes import BLOCK, CodeFormat, Codes, decode
 
 FORMATS = [
     CodeFormat(dtype, small) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) for small in (False, True)
@@ -25,7 +25,7 @@ def encoded(form: CodeFormat, values: Tensor) -> Codes:
 
 def decoded(form: CodeFormat, codes: Codes) -> Tensor:
     out = torch.empty(codes.codes.numel())
-    form.decode(codes, out)
+    decode(codes, out)
     return out
 
 

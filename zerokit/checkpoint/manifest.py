@@ -416,7 +416,9 @@ def _check_scales(scales: Stream, streams: list[Stream]) -> None:
         )
     coded = [p for codes in streams if codes.kind == kind and codes.dtype in CODES for p in codes.parameters]
     if sorted(coded) != list(scales.parameters):
-        raise ValueError(f"stream {scales.kind[:200]!r} has not just the parameters of the codes in {kind[:200]!r}")
+        raise ValueError(
+            f"stream {scales.kind[:200]!r} has not just the parameters of the codes in {kind[:200]!r}"
+        )
 
 
 def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:

@@ -36,6 +36,28 @@ TRIAL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError,
 """What classes raise for tensors that they do not take."""
 
 
+SQUARES = frozenset(
+    ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "exp_avg_var", "max_exp_avg_var")
+)
+"""Names of second moments: running means or maxima of squares or magnitudes."""
+MOMENTS = SQUARES | {"exp_avg", "exp_avg_diff", "momentum_buffer", "grad_avg"}
+"""Names of moments: averages over the last hundred or thousand gradients.
+
+None are weights and their averages, nor sums over the whole training, such as Adagrad's, to which a step adds less than
+eight bits can tell.
+"""
+
+
+def moments_of(state: Mapping[str, Any], shape: Sequence[int]) -> list[tuple[str, Tensor]]:
+    """The moments of a tensor of this shape among its states, in float32."""
+    return [
+        (kind, value)
+        for kind, value in state.items()
+        if kind in MOMENTS and isinstance(value, Tensor) and value.shape == shape
+        if value.dtype == torch.float32 and value.numel()
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerStates:
     """The optimizer's tensors for one tensor: bytes per element and fixed; `kinds` have its shape, `scalars` not.
@@ -48,6 +70,8 @@ class OptimizerStates:
     kinds: frozenset[str]
     scalars: frozenset[str]
     whole: WholeStates | None = None
+    moments: int = 0
+    """How many of them are moments in float32."""
 
 
 class Turns:
@@ -167,6 +191,10 @@ class WholeStates:
         whole = sum(width * math.prod(dims) for dims, width in sizes)
         return whole, sum(width for dims, width in sizes if not dims)
 
+    def moments(self, shape: tuple[int, ...]) -> int:
+        """How many of the states are moments in float32, of the tensor's shape."""
+        return self._states(shape).moments
+
     def kinds(self, shape: tuple[int, ...]) -> tuple[frozenset[str], frozenset[str]]:
         """The states that have this shape of their tensor from the first step on, and all that there may be."""
         states = self._states(shape)
@@ -200,7 +228,8 @@ class WholeStates:
             state = optimizer.state[tensor]
             kinds.append({k for k, v in state.items() if isinstance(v, Tensor) and v.shape == tensor.shape})
         sizes = [(tuple(value.shape), value.element_size()) for value in tensors_in(list(state.values()))]
-        return _States(sizes, frozenset(set.intersection(*kinds)), frozenset(state))
+        moments = len(moments_of(state, tensor.shape))
+        return _States(sizes, frozenset(set.intersection(*kinds)), frozenset(state), moments)
 
 
 class _States(NamedTuple):
@@ -210,6 +239,7 @@ class _States(NamedTuple):
     alike: frozenset[str]
     """Those of the tensor's shape."""
     all: frozenset[str]
+    moments: int
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -328,6 +358,7 @@ def probe(
         frozenset(alike),
         frozenset(others),
         shapes,
+        len(moments_of(tensors, typed.shape)),
     )
 
 

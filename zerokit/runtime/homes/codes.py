@@ -21,7 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 64
+from zerokit.sizes import FP8_BLOCK
+
+BLOCK = FP8_BLOCK
 """Elements with one scale: every slice of a parameter begins at a multiple of it."""
 
 _DROPPED = 4
@@ -49,6 +51,10 @@ class Codes(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
+
+    def at(self, start: int, stop: int) -> Codes:
+        """Those of elements that begin with a block, and end with one or with all that it has."""
+        return Codes(self.codes[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +93,11 @@ class CodeFormat:
                 ratio = torch.where(blocks > 0, ratio.clamp_min(least), ratio)
             codes.copy_(ratio)
 
-    def decode(self, codes: Codes, out: Tensor) -> None:
-        """Write the elements to `out` [n], in float32."""
-        for blocks, each, scales in _chunks(out, codes):
-            blocks.copy_(each).mul_(scales.unsqueeze(-1))
+
+def decode(codes: Codes, out: Tensor) -> None:
+    """Write the elements to `out` [n], in float32, which may be the codes' values already."""
+    for blocks, each, scales in _chunks(out, codes):
+        blocks.copy_(each).mul_(scales.unsqueeze(-1))
 
 
 def _chunks(values: Tensor, codes: Codes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
