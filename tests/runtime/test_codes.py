@@ -61,7 +61,8 @@ def tensors(draw: st.DrawFn) -> Tensor:
 @given(tensors(), st.sampled_from(FORMATS))
 def test_encoding_what_was_decoded_changes_nothing(values: Tensor, form: CodeFormat) -> None:
     codes = encoded(form, values)
-    assert codes.codes.shape == values.shape and codes.scales.shape == (-(-values.numel() // BLOCK),)
+    assert codes.codes.shape == values.shape
+    assert codes.scales.shape == (-(-values.numel() // BLOCK),)
     assert equal(encoded(form, decoded(form, codes)), codes)
 
 
@@ -87,7 +88,8 @@ def test_elements_are_within_half_a_step(values: Tensor, form: CodeFormat) -> No
     for start in range(0, values.numel(), BLOCK):
         block, found = values[start : start + BLOCK].double(), back[start : start + BLOCK].double()
         finite = block.isfinite()
-        assert not found[~finite].isfinite().any() and found[finite].isfinite().all()
+        assert not found[~finite].isfinite().any()
+        assert found[finite].isfinite().all()
         most = block[finite].abs().max().item() if finite.any() else 0.0
         step = (
             info.smallest_normal

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, to_text
 from zerokit.checkpoint.disk import read_whole
 from zerokit.checkpoint.entries import Budget, Uncut, checksums_of, dtype_of, layout_of, ranges, uncut_of
 from zerokit.checkpoint.safetensors import Stream, file_name, slice_checksums, slice_count
+from zerokit.checkpoint.streams import CODES, SCALES, check_streams
 from zerokit.checkpoint.strict import bounded, compact, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Interval, Layout
@@ -36,15 +37,6 @@ MAJORS = (1, 2, 3, 4)
 Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
 1.1 added weights alone, 1.2 values of `extra` by rank, 1.3 how many steps were skipped, 2.0 frozen parameters that are
 not in the ranks' files, 3.0 states that are not cut, 4.0 states in codes with scales."""
-
-SCALES = ".scale"
-"""The scales of the codes in a stream are in a stream that is called as theirs, and so on."""
-
-BLOCK = ALIGNMENT
-"""Elements that share a scale: every slice of a parameter begins at a multiple of it."""
-
-CODES = ("float8_e4m3fn", "float8_e5m2")
-"""Dtypes of codes."""
 
 BASE = re.compile(r"frozen-[0-9a-f]{16}")
 """Names of directories beside steps that have frozen parameters."""
@@ -325,7 +317,7 @@ def _manifest(plain: Any) -> Manifest:
         streams.append(stream)
         apart = frozen is not None and stream.kind == FROZEN
         checksums.append(checksums_of(entry, "crc32", slice_count(layout, stream, whole=apart)))
-    _check_streams(layout, streams)
+    check_streams(layout, streams)
     scalars = tuple(
         Scalars(member(entry, "kind", str), dtype_of(entry), shape_of(entry), budget.positions(entry))
         for entry in _few(top, "scalars")
@@ -378,47 +370,6 @@ def _files(top: dict[str, Any], world: int) -> tuple[File, ...]:
     if len(entries) != world:
         raise ValueError(f"{len(entries)} files are listed, expected one for each of {world} ranks")
     return tuple(_file(entry, file_name(rank, world), of_rank=True) for rank, entry in enumerate(entries))
-
-
-def _check_streams(layout: Layout, streams: list[Stream]) -> None:
-    if any(a.order >= b.order for a, b in pairwise(streams)):
-        raise ValueError(
-            "streams are not in order: wide elements first, then master, then by name, each once"
-        )
-    trainable = [parameter.trainable for parameter in layout.parameters]
-    seen: set[tuple[str, int]] = set()
-    for stream in streams:
-        if not stream.kind or "/" in stream.kind:
-            raise ValueError(f"a stream cannot be called {stream.kind[:200]!r}")
-        for position in stream.parameters:
-            if trainable[position] == (stream.kind == "param"):
-                raise ValueError(
-                    f"stream {stream.kind[:200]!r} holds parameter {position}, which is "
-                    f"{'trainable' if trainable[position] else 'frozen'}"
-                )
-            if (stream.kind, position) in seen:
-                raise ValueError(f"parameter {position} is in two streams of kind {stream.kind[:200]!r}")
-            seen.add((stream.kind, position))
-    for stream in streams:
-        if stream.block != 1:
-            _check_scales(stream, streams)
-    for position, trains in enumerate(trainable):
-        if ("master" if trains else "param", position) not in seen:
-            raise ValueError(f"parameter {position} is in no {'master' if trains else 'param'} stream")
-
-
-def _check_scales(scales: Stream, streams: list[Stream]) -> None:
-    kind = scales.kind.removesuffix(SCALES)
-    if scales.block != BLOCK or scales.dtype != "float32" or kind in (scales.kind, *WEIGHT_KINDS):
-        raise ValueError(
-            f"stream {scales.kind[:200]!r} of {scales.dtype} has an element for each {scales.block} of its parameters, "
-            f"which only scales of states have: of float32, each {BLOCK}, and called by a kind and {SCALES!r}"
-        )
-    coded = [p for codes in streams if codes.kind == kind and codes.dtype in CODES for p in codes.parameters]
-    if sorted(coded) != list(scales.parameters):
-        raise ValueError(
-            f"stream {scales.kind[:200]!r} has not just the parameters of the codes in {kind[:200]!r}"
-        )
 
 
 def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:

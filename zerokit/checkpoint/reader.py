@@ -52,7 +52,8 @@ class Checkpoint(Source):
         """A whole parameter in one stream, such as `read("master", "blocks.0.weight")`, as an array of its shape.
 
         Only its bytes are read, and they are verified. bfloat16 and float8 elements, which numpy does not have, come as
-        float32, exactly; codes times their scales; scales themselves one for each 64 elements. Raises `UsageError` for a stream or name that is not there, `CheckpointError` for damage.
+        float32, exactly; codes of a state times their scales; scales, such as `exp_avg.scale`, flat, one for each 64
+        elements. Raises `UsageError` for a stream or name that is not there, `CheckpointError` for damage.
         """
         number, position = self.find(stream, name)
         shape = self.layout.parameters[position].shape

@@ -19,9 +19,10 @@ from zerokit.checkpoint.by_rank import Member, decode_by_rank
 from zerokit.checkpoint.checksum import Piece, Pieces
 from zerokit.checkpoint.disk import read_part
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode, ranks_in
-from zerokit.checkpoint.manifest import BLOCK, BUFFER_PREFIX, File, Manifest
+from zerokit.checkpoint.manifest import BUFFER_PREFIX, File, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.checkpoint.small_floats import PACKED, SMALL, values_of
+from zerokit.checkpoint.streams import BLOCK
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Interval, Layout
 

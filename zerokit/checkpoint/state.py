@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from zerokit.checkpoint.extra import encode
-from zerokit.checkpoint.manifest import BLOCK, SCALES, Scalars
+from zerokit.checkpoint.manifest import Scalars
 from zerokit.checkpoint.requests import Memory
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
+from zerokit.checkpoint.streams import BLOCK, SCALES
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime

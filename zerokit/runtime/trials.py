@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UnsupportedOptimizer
+from zerokit.runtime.moments import moments_of
 from zerokit.runtime.torch_internals import FakeTensorMode, TorchDispatchMode
 
 _SHAPE = (16, 24)
@@ -34,28 +35,6 @@ _ADVICE = (
 )
 TRIAL_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, AssertionError)
 """What classes raise for tensors that they do not take."""
-
-
-SQUARES = frozenset(
-    ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "exp_avg_var", "max_exp_avg_var")
-)
-"""Names of second moments: running means or maxima of squares or magnitudes."""
-MOMENTS = SQUARES | {"exp_avg", "exp_avg_diff", "momentum_buffer", "grad_avg"}
-"""Names of moments: averages over the last hundred or thousand gradients.
-
-None are weights and their averages, nor sums over the whole training, such as Adagrad's, to which a step adds less than
-eight bits can tell.
-"""
-
-
-def moments_of(state: Mapping[str, Any], shape: Sequence[int]) -> list[tuple[str, Tensor]]:
-    """The moments of a tensor of this shape among its states, in float32."""
-    return [
-        (kind, value)
-        for kind, value in state.items()
-        if kind in MOMENTS and isinstance(value, Tensor) and value.shape == shape
-        if value.dtype == torch.float32 and value.numel()
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Moments in eight bits: codes and scales on the device, decoded while their unit is updated, and encoded after it.
 
-What is a moment follows from its name (`trials.MOMENTS`). Masters, averages of weights and all other states stay as
+What is a moment follows from its name (`MOMENTS`). Masters, averages of weights and all other states stay as
 they are.
 """
 
@@ -21,8 +21,9 @@ from zerokit.owners import Owners
 from zerokit.runtime.homes.codes import BLOCK, CodeFormat, Codes, decode
 from zerokit.runtime.homes.home import Elements, Home
 from zerokit.runtime.masters import OwnedUnit
+from zerokit.runtime.moments import MOMENTS, SQUARES, moments_of
 from zerokit.runtime.torch_internals import point_at
-from zerokit.runtime.trials import MOMENTS, SQUARES, OptimizerStates, moments_of
+from zerokit.runtime.trials import OptimizerStates
 
 T = TypeVar("T", bound=OwnedUnit)
 
@@ -65,8 +66,8 @@ def require_codable(
     for tensor in (tensor for index in owners.units for tensor in owners.of_unit(index)):
         if tensor.interval.start % BLOCK:
             raise UsageError(
-                f"states='fp8' has a scale for each {BLOCK} elements of a parameter, and row_blocks= begins a tensor of "
-                f"shape {list(tensor.shape)} within them: choose blocks of rows with a multiple of {BLOCK} elements"
+                f"states='fp8' has a scale for each {BLOCK} elements of a parameter, and row_blocks= begins a tensor "
+                f"{list(tensor.shape)} within them: choose blocks of rows with a multiple of {BLOCK} elements"
             )
 
 
