@@ -45,9 +45,12 @@ def _groups(model: nn.Module, classes: str) -> Any:
 def _optimizer(
     model: nn.Module, stage: Any, classes: str, states: str = "fp8", **options: Any
 ) -> ZeroOptimizer:
-    options |= {"momentum": {"lr": 0.1, "momentum": 0.9}, "amsgrad": {"amsgrad": True}}.get(classes, {})
-    options |= {"rmsprop": {"centered": True, "momentum": 0.9}}.get(classes, {})
-    options = {"precision": "fp32"} | options
+    own: dict[str, dict[str, Any]] = {
+        "momentum": {"lr": 0.1, "momentum": 0.9},
+        "amsgrad": {"amsgrad": True},
+        "rmsprop": {"centered": True, "momentum": 0.9},
+    }
+    options = {"precision": "fp32"} | own.get(classes, {}) | options
     if isinstance(stage, tuple):
         options["mesh"] = (2, dist.get_world_size() // 2)
     return ZeroOptimizer(model, _groups(model, classes), stage=stage, states=states, **options)
@@ -245,7 +248,7 @@ def test_what_cannot_be_encoded_is_refused() -> None:
     ):
         made(_model(), torch.optim.Adagrad)
     precision = zerokit.Precision(compute=torch.bfloat16, master=torch.bfloat16)
-    with pytest.raises(UsageError, match="beside masters in torch.bfloat16 moments are torch.bfloat16: use"):
+    with pytest.raises(UsageError, match=r"beside masters in torch\.bfloat16 moments are torch\.bfloat16: use"):
         made(_model(), torch.optim.AdamW, precision=precision)
     blocks = {"weight": 3}
     with pytest.raises(
