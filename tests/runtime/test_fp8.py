@@ -248,7 +248,9 @@ def test_what_cannot_be_encoded_is_refused() -> None:
     ):
         made(_model(), torch.optim.Adagrad)
     precision = zerokit.Precision(compute=torch.bfloat16, master=torch.bfloat16)
-    with pytest.raises(UsageError, match=r"beside masters in torch\.bfloat16 moments are torch\.bfloat16: use"):
+    with pytest.raises(
+        UsageError, match=r"beside masters in torch\.bfloat16 moments are torch\.bfloat16: use"
+    ):
         made(_model(), torch.optim.AdamW, precision=precision)
     blocks = {"weight": 3}
     with pytest.raises(

@@ -60,7 +60,9 @@ def _check_scales(scales: Stream) -> None:
 
 def _check_codes(streams: list[Stream]) -> None:
     """Beside scales, all codes have some, and all scales codes."""
-    coded = {(s.kind, p) for s in streams if s.dtype in CODES and s.kind not in _WEIGHTS for p in s.parameters}
+    coded = {
+        (s.kind, p) for s in streams if s.dtype in CODES and s.kind not in _WEIGHTS for p in s.parameters
+    }
     scaled = {(s.kind.removesuffix(SCALES), p) for s in streams if s.block != 1 for p in s.parameters}
     for kind, position in sorted(coded ^ scaled):
         lacks = "has codes without scales" if (kind, position) in coded else "has scales of no codes"
