@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
+from tests.support.distributed import run_ranks
 from tests.support.on_ranks import on_ranks
 
 
@@ -40,7 +42,6 @@ def _classes(name: str, model: nn.Module) -> Any:
         return torch.optim.AdamW
     if name == "momentum":
         return torch.optim.SGD
-    library = pytest.importorskip
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "blocks" in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "blocks" not in n]
     if name == "muon":
@@ -157,14 +158,13 @@ def _compare(case: tuple[dict[str, Any], dict[str, Any]], home: str) -> None:
             model.head.weight.mul_(0.5)
         average.restart()
         losses += _train(model, optimizer, range(3, 5), **loop)
-        mine = optimizer.state_dict()
+        mine = copy.deepcopy(optimizer.state_dict())  # on the device it shares memory
         losses += _train(model, optimizer, range(5, 7), **loop)
         weights = _weights(optimizer)
         with average.applied():
             weights += _weights(optimizer)
         optimizer.load_state_dict(mine)
         _train(model, optimizer, range(5, 7), **loop)
-        # Twice from the same state: the schedule is new, and so is not the last run's.
         assert _same(_weights(optimizer), weights[: len(weights) // 2])
         found.append((losses, weights))
     assert found[0][0] == found[1][0]
@@ -191,9 +191,12 @@ def test_an_accumulated_step_reads_and_writes_once(tmp_path: Path) -> None:
     _train(model, optimizer, range(2))
     counts = []
     for parts in (1, 4):
-        with patch.object(os, "preadv", side_effect=os.preadv) as reads:
-            with patch.object(os, "pwritev", side_effect=os.pwritev) as writes:
-                _train(model, optimizer, range(2, 3), parts=parts)
+        watched = partial(patch.object, os)
+        with (
+            watched("preadv", side_effect=os.preadv) as reads,
+            watched("pwritev", side_effect=os.pwritev) as writes,
+        ):
+            _train(model, optimizer, range(2, 3), parts=parts)
         counts.append((reads.call_count, writes.call_count))
     units = len(optimizer.layout.units)
     assert counts == [(units, units)] * 2
@@ -243,8 +246,6 @@ def _read(directory: Path) -> None:
 
 
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
-    from tests.support.distributed import run_ranks
-
     run_ranks(4, _write, tmp_path)
     run_ranks(3, _read, tmp_path)
 
@@ -255,8 +256,10 @@ def test_local_steps_have_the_same_bits(tmp_path: Path) -> None:
     for states in ("device", _home(tmp_path)):
         torch.manual_seed(0)
         model, optimizer = _build(states, precision="bf16", mesh=(2, 2), stage=("local", 3))
+        local = zerokit.LocalSteps(optimizer, every=2)
         for number in range(5):
             _train(model, optimizer, range(number, number + 1))
+        local.synchronize()
         found.append(_weights(optimizer))
     assert _same(*found)
 
