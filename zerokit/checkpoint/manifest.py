@@ -318,6 +318,8 @@ def _manifest(plain: Any) -> Manifest:
         apart = frozen is not None and stream.kind == FROZEN
         checksums.append(checksums_of(entry, "crc32", slice_count(layout, stream, whole=apart)))
     check_streams(layout, streams)
+    if version[0] == 4 and all(stream.block == 1 for stream in streams):
+        raise ValueError("version 4 has codes with scales, and no stream of scales is listed")
     scalars = tuple(
         Scalars(member(entry, "kind", str), dtype_of(entry), shape_of(entry), budget.positions(entry))
         for entry in _few(top, "scalars")

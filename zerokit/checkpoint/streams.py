@@ -16,6 +16,8 @@ BLOCK = ALIGNMENT
 CODES = ("float8_e4m3fn", "float8_e5m2")
 """Dtypes of codes."""
 
+_WEIGHTS = ("master", "param")
+
 
 def check_streams(layout: Layout, streams: list[Stream]) -> None:
     """Raise `ValueError` unless these streams hold each parameter as they must, and codes have their scales."""
@@ -39,21 +41,29 @@ def check_streams(layout: Layout, streams: list[Stream]) -> None:
             seen.add((stream.kind, position))
     for stream in streams:
         if stream.block != 1:
-            _check_scales(stream, streams)
+            _check_scales(stream)
+    if any(stream.block != 1 for stream in streams):
+        _check_codes(streams)
     for position, trains in enumerate(trainable):
         if ("master" if trains else "param", position) not in seen:
             raise ValueError(f"parameter {position} is in no {'master' if trains else 'param'} stream")
 
 
-def _check_scales(scales: Stream, streams: list[Stream]) -> None:
+def _check_scales(scales: Stream) -> None:
     kind = scales.kind.removesuffix(SCALES)
-    if scales.block != BLOCK or scales.dtype != "float32" or kind in (scales.kind, "master", "param"):
+    if scales.block != BLOCK or scales.dtype != "float32" or kind in (scales.kind, *_WEIGHTS):
         raise ValueError(
             f"stream {scales.kind[:200]!r} of {scales.dtype} has an element for each {scales.block} of its parameters, "
-            f"which only scales of states have: of float32, each {BLOCK}, and called by a kind and {SCALES!r}"
+            f"which only scales of states have: of float32, for each {BLOCK}, and called by a kind and {SCALES!r}"
         )
-    coded = [p for codes in streams if codes.kind == kind and codes.dtype in CODES for p in codes.parameters]
-    if sorted(coded) != list(scales.parameters):
-        raise ValueError(
-            f"stream {scales.kind[:200]!r} has not just the parameters of the codes in {kind[:200]!r}"
-        )
+
+
+def _check_codes(streams: list[Stream]) -> None:
+    """Beside scales, all codes have some, and all scales codes."""
+    coded = {
+        (s.kind, p) for s in streams if s.dtype in CODES and s.kind not in _WEIGHTS for p in s.parameters
+    }
+    scaled = {(s.kind.removesuffix(SCALES), p) for s in streams if s.block != 1 for p in s.parameters}
+    for kind, position in sorted(coded ^ scaled):
+        lacks = "has codes without scales" if (kind, position) in coded else "has scales of no codes"
+        raise ValueError(f"{kind[:200]!r} of parameter {position} {lacks}")
