@@ -9,8 +9,8 @@ Copies are made at once. What the computation touches is seen by a dispatch mode
 
 from __future__ import annotations
 
+import sys
 import threading
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +58,7 @@ class _Access:
         return self.start < stop and start < self.stop
 
 
-@dataclass
+@dataclass(eq=False)
 class _Memory:
     """Memory of the host or of the device that is watched."""
 
@@ -177,8 +177,10 @@ class ClockedIssued(Issued):
 
 def _caller() -> str:
     """The function that calls a method of a stream or an event."""
-    names = [frame.name for frame in traceback.extract_stack(limit=5)][:-2]
-    return next(name for name in reversed(names) if name != "arrive")
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_name == "arrive":
+        frame = frame.f_back
+    return str(frame.f_code.co_name)
 
 
 class ClockedStream(CopyStream):
@@ -241,12 +243,13 @@ class _Executor:
             finally:
                 after.update(clocks.now(clocks.thread()))
 
-        return _Future(clocks, self._executor.submit(run), after)
+        return _Future(clocks, self._executor.submit(run), after, arguments)
 
 
 class _Future:
-    def __init__(self, clocks: Clocks, future: Any, after: Clock) -> None:
-        self._clocks, self._future, self._after = clocks, future, after
+    def __init__(self, clocks: Clocks, future: Any, after: Clock, keep: object) -> None:
+        """Keeps a request's memory: who drops it last comes after the thread that has dropped it."""
+        self._clocks, self._future, self._after, self._keep = clocks, future, after, keep
 
     def result(self) -> Any:
         try:
