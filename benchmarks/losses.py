@@ -1,8 +1,9 @@
-"""Loss after the same tokens on two ranks: wires that round gradients, or islands with local steps, beside exact sums.
+"""Loss after the same tokens on two ranks: what is rounded or comes late, beside exact sums and states in fp32.
 
     wires      int8 and int4 gradients, from the first step on
     islands    local SGD, DiLoCo and Streaming DiLoCo, behind steps that synchronise each time, once for all methods of
                a seed, as in post-local SGD (arXiv:1808.07217) and DiLoCo (arXiv:2311.08105)
+    states     AdamW's moments in eight bits
 
 Every run sees the same samples in the same order, each once; the learning rate falls along a cosine to a tenth. What is
 compared is the loss on held-out text after the last step: the mean over seeds of its ratio to that of exact sums.
@@ -11,6 +12,7 @@ A file keeps what is done, and the same command goes on with what is left.
 
 python benchmarks/losses.py wires wires.json --model gpt-tiny --lr 3e-3 --steps 400
 python benchmarks/losses.py islands islands.json
+python benchmarks/losses.py states states.json --model gpt-tiny --lr 3e-3 --steps 500
 """
 
 from __future__ import annotations
@@ -36,19 +38,20 @@ from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import load
 
 EXACT = "exact sums"
-BARS = {"int8": 1.002, "int4": 1.01, "DiLoCo": 1.02}
+BARS = {"int8": 1.002, "int4": 1.01, "DiLoCo": 1.02, "fp8": 1.002}
 """How much of the exact sums' loss a method may have."""
 HELD_OUT = 64
 """Batches, from a place in the text that no run comes to."""
 
 
 def methods(what: str, every: int) -> dict[str, dict[str, Any]]:
-    """Options of `Precision` or of `LocalSteps` by name."""
+    """Options of `Precision`, of `LocalSteps` or of `ZeroOptimizer` by name."""
     known: dict[str, dict[str, dict[str, Any]]] = {
         "wires": {
             "int8": {"wire": "int8"},
             "int4": {"wire": "int4"},
         },
+        "states": {"fp8": {"states": "fp8"}},
         "islands": {
             "local SGD (mean)": {"every": every, "outer": None},
             "DiLoCo": {"every": every},
@@ -56,7 +59,7 @@ def methods(what: str, every: int) -> dict[str, dict[str, Any]]:
         },
     }
     if what not in known:
-        raise SystemExit(f"{what}: expected {' or '.join(known)}")
+        raise SystemExit(f"{what}: expected {', '.join(known)}")
     return known[what]
 
 
@@ -72,11 +75,13 @@ def train(job: dict[str, Any], method: str, seed: int) -> dict[str, Any]:
     )
     loaded, together = load(settings), job["together"]
     options = methods(job["what"], job["every"]).get(method, {})
-    islands = "every" in options
+    islands, states = "every" in options, options.pop("states", "device")
     losses: list[float] = []
 
     def optimizer_for(network: torch.nn.Module, precision: Precision, **mesh: Any) -> ZeroOptimizer:
-        return ZeroOptimizer(network, torch.optim.AdamW, precision=precision, lr=job["lr"], **mesh)
+        return ZeroOptimizer(
+            network, torch.optim.AdamW, precision=precision, states=states, lr=job["lr"], **mesh
+        )
 
     def run(network: torch.nn.Module, optimizer: ZeroOptimizer, steps: range) -> None:
         for step in steps:
@@ -118,7 +123,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = read_options(
         __doc__,
         words,
-        _what=(str, "wires or islands"),
+        _what=(str, "wires, islands or states"),
         _file=(Path, "keeps every loss; models after the first part lie beside it"),
         model="gpt-5m",
         batch_size=4,
@@ -127,7 +132,7 @@ def main(words: Sequence[str] | None = None) -> int:
         every=50,
         seeds=5,
         lr=1e-3,
-        method=([], "only these beside exact sums"),
+        method=([], "only these beside the exact one"),
     )
     given = vars(options)
     path, chosen = given.pop("file"), given.pop("method")

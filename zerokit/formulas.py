@@ -194,9 +194,9 @@ def visits(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: Element
     return found
 
 
-def buffers_of(visiting: Collection[int]) -> int:
-    """The bytes of two buffers, in which units take turns, or of one where there is only one unit."""
-    return min(len(visiting), 2) * max(visiting, default=0)
+def buffers_of(visiting: Collection[int], *, most: int = 2) -> int:
+    """The bytes of `most` buffers, in which units take turns, or of one where there is only one unit."""
+    return min(len(visiting), most) * max(visiting, default=0)
 
 
 def padding_line(line: str) -> str:
@@ -275,7 +275,7 @@ def predict_memory(
     lines["buffers"] = buffers
     lines["exchange"] = exchange_bytes(layout, rank=rank, placement=placement, sizes=sizes)
     come = visits(layout, rank=rank, placement=placement, sizes=sizes)
-    lines["visiting"] = buffers_of(come.values())
+    lines["visiting"] = buffers_of(come.values(), most=1 if sizes.home == "fp8" else 2)
     return MemoryReport(**lines)
 
 

@@ -75,7 +75,17 @@ def make_timeline() -> MemoryTimeline:
     return MemoryTimeline(parts, [0.0, 1.0, 2.0], readings)
 
 
-_LATER = ("mesh", "outer_stage", "recompute", "every", "fragments", "delay", "target_loss", "optimizer")
+_LATER = (
+    "mesh",
+    "outer_stage",
+    "recompute",
+    "every",
+    "fragments",
+    "delay",
+    "target_loss",
+    "optimizer",
+    "states",
+)
 """Settings that came later must not change what is drawn."""
 
 

@@ -20,6 +20,7 @@ import safetensors
 import zerokit.checkpoint
 from tests.support.checkpoints import (
     Content,
+    coded,
     example_content,
     example_layout,
     sealed,
@@ -47,7 +48,15 @@ TEXT = (Path(zerokit.checkpoint.__file__).parent / "FORMAT.md").read_text()
 
 # The stranger's reader: standard library, and no module of zerokit.
 
-SIZES = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "uint8": 1}
+SIZES = {
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "uint8": 1,
+}
 
 
 def up(number: int) -> int:
@@ -113,6 +122,7 @@ def read_all(step: Path) -> dict[tuple[str, str], bytes]:
             for first, last in () if is_apart(manifest, stream) else stream["parameters"]:
                 for place in range(first, last):
                     start, stop = held.get(place, (0, 0))
+                    start, stop = start // stream.get("block", 1), -(-stop // stream.get("block", 1))
                     piece = content[position : position + (stop - start) * SIZES[stream["dtype"]]]
                     position += len(piece)
                     if piece:
@@ -167,14 +177,20 @@ def decoded(value: Any, tensors: dict[str, bytes]) -> Any:
     return tensors[value["tensor"]] if isinstance(value, dict) else value
 
 
-@pytest.mark.parametrize(("world", "weights_only"), [(1, False), (7, False), (64, False), (3, True)])
-def test_a_stranger_s_reader_reads_everything(tmp_path: Path, world: int, weights_only: bool) -> None:
-    content = example_content(example_layout(world))
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [(1, "whole"), (7, "whole"), (64, "whole"), (3, "weights"), (1, "codes"), (7, "codes"), (64, "codes")],
+)
+def test_a_stranger_s_reader_reads_everything(tmp_path: Path, world: int, kind: str) -> None:
+    content, weights_only = example_content(example_layout(world)), kind == "weights"
     content = weights_of(content) if weights_only else content
+    content = coded(content, example_layout(world)) if kind == "codes" else content
     step = write_run(tmp_path / "run", example_layout(world), content)
     assert read_all(step) == content.values
     manifest = read_manifest(step)
     assert (step.parent / "latest").read_text().split() == [step.name, manifest["crc32"]]
+    assert (manifest["version"][0] == 4) == (kind == "codes")
+    VALIDATOR.validate(manifest)
     if weights_only:
         assert f'"content":"{manifest["content"]}"' in TEXT
         assert (manifest["version"], manifest["scalars"]) == ([1, 1], [])
@@ -324,14 +340,59 @@ def uncut(position: int, kinds: list[str], **members: Any) -> Callable[[Any], No
     return lambda plain: plain.update(version=[3, 0], uncut=[entry] * (2 if members == {} else 1))
 
 
+CODES: dict[str, tuple[Callable[[Any], None], str]] = {
+    "another block": (stream(2, block=32), "'exp_avg.scale' of float32 has an element for each 32 of its"),
+    "a block of none": (stream(2, block=0), "'block' is 0, expected 1 to"),
+    "a block as a text": (stream(2, block="64"), "'block' is '64', expected int"),
+    "scales without blocks": (stream(2, block=1), "'exp_avg' of parameter 0 has codes without scales"),
+    "scales of another kind": (
+        stream(2, kind="exp_avg.scales"),
+        "'exp_avg.scales' of float32 has an element",
+    ),
+    "scales of nothing": (stream(2, kind="exp_avg.zcale"), "has an element for each 64"),
+    "blocks of the weights": (stream(1, block=64), "stream 'master' of float32 has an element for each 64"),
+    "blocks of codes": (stream(5, block=64), "stream 'exp_avg' of float8_e4m3fn has an element for each 64"),
+    "codes in another dtype": (stream(5, dtype="uint8"), "'exp_avg' of parameter 0 has scales of no codes"),
+    "scales in another dtype": (stream(2, dtype="int32"), "'exp_avg.scale' of int32 has an element for each"),
+    "no scales": (
+        lambda plain: [each.pop("block", None) for each in plain["streams"]].clear(),
+        "no stream of scales is listed",
+    ),
+    "scales of fewer": (
+        lambda plain: plain["streams"][2].update(
+            parameters=[[0, 1]], crc32=plain["streams"][2]["crc32"][: 8 * 3]
+        ),
+        "'exp_avg' of parameter 1 has codes without scales",
+    ),
+    "codes of version 3": (put("version", value=[3, 0]), "'uncut' is missing"),
+}
+
+
+@pytest.mark.parametrize("case", CODES)
+def test_codes_that_do_not_fit_their_scales_are_refused(tmp_path: Path, case: str) -> None:
+    layout = example_layout(3)
+    written = write_checkpoint(tmp_path / "step", layout, coded(example_content(layout), layout))
+    assert parse_manifest(written.to_bytes(), "here") == written
+    plain = json.loads(written.to_bytes())
+    assert [plain["streams"][number]["kind"] for number in (1, 2, 5)] == [
+        "master",
+        "exp_avg.scale",
+        "exp_avg",
+    ]
+    change, message = CODES[case]
+    change(plain)
+    with pytest.raises(CheckpointError, match=message):
+        parse_manifest(sealed(plain), "there/manifest.json")
+
+
 OUTSIDE = "../rank-00000-of-00003.safetensors"
 REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "another content": (put("content", value="adapters"), "'adapters', this zerokit knows 'weights': use"),
     "weights with more": (put("content", value="weights"), "but there is optimizer state: 'exp_avg'"),
     "another format": (put("format", value="torch"), "format is 'torch', expected 'zerokit.checkpoint'"),
     "another major version": (
-        put("version", value=[4, 0]),
-        r"version is 4.0, this zerokit reads 1.x to 3.x: use",
+        put("version", value=[5, 0]),
+        r"version is 5.0, this zerokit reads 1.x to 4.x: use",
     ),
     "frozen nowhere": (put("version", value=[2, 0]), "'frozen' is missing"),
     "frozen elsewhere": (

@@ -24,6 +24,7 @@ from tests.cli.commands import run_python
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import (
     Content,
+    coded,
     example_content,
     example_layout,
     weights_of,
@@ -74,13 +75,14 @@ def layouts(draw: st.DrawFn) -> Layout:
     layout=layouts(),
     world=st.integers(1, 64),
     buffer=st.sampled_from([16, 1000, 1 << 20]),
-    weights_only=st.booleans(),
+    kind=st.sampled_from(["whole", "weights", "codes"]),
 )
 def test_generated_models(
-    tmp_path_factory: pytest.TempPathFactory, layout: Layout, world: int, buffer: int, weights_only: bool
+    tmp_path_factory: pytest.TempPathFactory, layout: Layout, world: int, buffer: int, kind: str
 ) -> None:
     folder = tmp_path_factory.mktemp("generated")
-    content = weights_of(example_content(layout)) if weights_only else example_content(layout)
+    content = example_content(layout)
+    content = {"whole": content, "weights": weights_of(content), "codes": coded(content, layout)}[kind]
     write_checkpoint(folder / "old", layout, content)
     write_checkpoint(folder / "new", layout.for_world(world), content)
     with pytest.MonkeyPatch.context() as patch:

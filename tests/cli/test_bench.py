@@ -173,6 +173,38 @@ def test_muon_is_named_with_its_share_of_the_step_and_its_figures_are_the_formul
     assert run.data.metrics["phase/optimizer_share"] == pytest.approx(phases.optimizer_share)
 
 
+def test_states_on_a_disk_have_the_same_losses_and_their_bytes_are_the_formulas(
+    tmp_path: Path, mlflow_uri: str
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    (tmp_path / "nvme").mkdir()
+    options = ("--stage", "3", "--nproc-per-node", "2", "--experiment", "homes", *TINY)
+    words = ("--states", "device,./nvme", "--repeats", "1", "--output", "sweep", "--tracking-uri", mlflow_uri)
+    process = zerokit_inside(tmp_path, "bench", *options, *words, OMP_NUM_THREADS="1")
+    assert process.returncode == 0, process.stderr
+    assert "Losses of cells with equal training are bitwise identical." in process.stdout
+    assert "states elsewhere" in process.stdout
+    found = {one.settings.states: one for one in map(read_record, (tmp_path / "sweep/cells").glob("*.json"))}
+    assert set(found) == {"device", "./nvme"}
+    for there, here in zip(found["./nvme"].ranks, found["device"].ranks, strict=True):
+        assert there.memory_bytes == there.predicted_memory_bytes
+        assert there.memory_bytes is not None
+        assert here.memory_bytes is not None
+        assert there.memory_bytes["disk"] >= here.memory_bytes["optimizer"] > 0
+        assert there.memory_bytes["optimizer"] == 0 < there.memory_bytes["visiting"]
+        assert there.memory_bytes["total"] == here.memory_bytes["total"] - there.memory_bytes["disk"]
+    planned = found["./nvme"].planned
+    assert planned is not None
+    assert planned.peak_bytes["optimizer"] < found["device"].planned.peak_bytes["optimizer"]  # type: ignore[union-attr]
+    assert list((tmp_path / "nvme").iterdir()) == []
+    client = MlflowClient(tracking_uri=mlflow_uri)
+    experiment = client.get_experiment_by_name("homes")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], "params.states = './nvme'")
+    assert runs[0].data.metrics["memory/elsewhere_mib"] > 0
+
+
 def test_a_tracking_server_that_is_down_loses_nothing_and_json_is_alone_on_stdout(tmp_path: Path) -> None:
     """Stage 3 on one rank and other options on the way."""
     process = zerokit_inside(

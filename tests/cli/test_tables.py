@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.bench.records import make_cell, make_failure, make_record, make_sweep, paced
+from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep, paced
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
@@ -57,6 +57,21 @@ def test_the_optimizer_and_its_share_of_the_step_are_named() -> None:
     # With many cells, one of which has another optimizer than AdamW.
     assert "optimizer's share" not in " ".join(table(make_sweep(), 200).split())
     assert "optimizer's share" in " ".join(table([*make_sweep(), *muon], 300).split())
+
+
+def test_states_elsewhere_are_named_with_what_they_cost() -> None:
+    away = make_cell(states="/nvme")
+    state = {"parameters": 6 * MIB, "disk": 5 * MIB, "visiting": MIB, "total": 6 * MIB}
+    away = replace(away, ranks=[replace(rank, memory_bytes=state) for rank in away.ranks])
+    shown = table([away], 160)
+    assert re.search(
+        r"^states elsewhere +5\.00 MiB +a rank's masters and states, on /nvme between", shown, re.MULTILINE
+    )
+    assert "visits of states are part of it" in shown
+    both = table([make_cell(), away], 160)
+    for text in ("states device", "states /nvme", "states elsewhere", "optimizer's share"):
+        assert text in both
+    assert "states elsewhere" not in table([make_cell(), make_cell(stage=3)], 160)
 
 
 def test_rounds_have_an_error_and_single_runs_say_that_nothing_is_known() -> None:

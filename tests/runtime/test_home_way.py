@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import zerokit
+from tests.runtime.test_device_control import CountedReads
 from tests.support.clocks import COMPUTATION, Clocks, clocked
 from tests.support.devices import SCENES, Scene, Training, at, lagging, prompt
 from tests.support.on_ranks import on_ranks
@@ -105,6 +106,19 @@ def test_the_host_waits_for_no_visit(given: tuple[str, int]) -> None:
         assert clocks.waits > 0
 
 
+@on_ranks(2, [(home, stage) for stage in (1, 3) for home in ("fp8", "host")])
+def test_a_step_reads_nothing_more_than_on_the_device(given: tuple[str, int]) -> None:
+    """The numbers of the step before, once; encoding and decoding are the computation's own."""
+    home, stage = given
+    with _on_a_gpu() as (device, _):
+        training = Training(at(SCENES["plain"], precision="bf16", stage=stage), device, states=home)
+        training.step(0)
+        training.step(1)
+        with CountedReads() as reads:
+            training.step(2)
+    assert reads.counts == {"tolist": 1}
+
+
 def _save_and_go(training: Training, folder: Path) -> list[str]:
     """Saves between steps, one of them in the background while the next steps write; then the model is released."""
     files = []
@@ -187,7 +201,7 @@ def test_a_wait_that_is_missing_is_seen(name: str, tmp_path: Path) -> None:
 
 @on_ranks(2, (0, 1))
 def test_a_disk_that_fails_leaves_no_copy_behind(failing: int, tmp_path: Path) -> None:
-    """A read fails on one rank while the piece before is on its way to the device: all ranks raise, before any update."""
+    """A read fails on one rank while the piece before is on its way: all ranks raise before any update."""
     with _on_a_gpu() as (device, clocks):
         training = Training(at(SCENES["plain"], precision="bf16"), device, states=str(tmp_path))
         training.step(0)

@@ -115,6 +115,25 @@ def weights_of(content: Content) -> Content:
     )
 
 
+def coded(content: Content, layout: Layout) -> Content:
+    """The same, with moments in codes and scales: random bytes."""
+    generator, line = random.Random(1), layout.parameters
+    streams, values = [], dict(content.values)
+    for stream in content.streams:
+        if stream.kind not in ("exp_avg", "exp_avg_sq"):
+            streams.append(stream)
+            continue
+        dtype = "float8_e4m3fn" if stream.kind == "exp_avg" else "float8_e5m2"
+        scales = Stream(f"{stream.kind}.scale", "float32", stream.parameters, 64)
+        streams += [replace(stream, dtype=dtype), scales]
+        for position in stream.parameters:
+            parameter = line[position]
+            values[stream.kind, parameter.name] = generator.randbytes(parameter.numel)
+            values[scales.kind, parameter.name] = generator.randbytes(4 * -(-parameter.numel // 64))
+    ordered = tuple(sorted(streams, key=lambda stream: stream.order))
+    return replace(content, streams=ordered, values=values)
+
+
 def write_checkpoint(path: Path, layout: Layout, content: Content) -> Manifest:
     """Write the step directory `path`."""
     path.mkdir(parents=True)

@@ -6,6 +6,7 @@ an export has rounded are read on the wider side, and rounded alike.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from zerokit.checkpoint.formats.description import ModelNames
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, WEIGHT_KINDS
 from zerokit.checkpoint.requests import Memory, read, requests_for
-from zerokit.checkpoint.safetensors import ELEMENT_BYTES
+from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.checkpoint.source import Source, from_array, to_array
 from zerokit.checkpoint.strict import canonical
 from zerokit.errors import CheckpointError
@@ -246,11 +247,15 @@ def _parameters(checkpoint: Source) -> dict[str, str]:
 
 def _elements(checkpoint: Source, kind: str) -> dict[str, str]:
     return {
-        name: f"{stream.dtype} {list(checkpoint.shapes[name])} {piece.crc:08x}"
+        name: f"{stream.dtype} {_shape(stream, checkpoint.shapes[name])} {piece.crc:08x}"
         for number, stream in enumerate(checkpoint.streams)
         if stream.kind == kind
         for name, piece in checkpoint.checksums(number)
     }
+
+
+def _shape(stream: Stream, shape: tuple[int, ...]) -> list[int]:
+    return list(shape) if stream.block == 1 else [stream.elements(Interval(0, math.prod(shape))).numel]
 
 
 def _uncut(checkpoint: Source) -> dict[str, str]:

@@ -15,6 +15,7 @@ from zerokit.checkpoint.run import committed, read_sound, superseded
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Leftover, leftovers
 from zerokit.errors import CheckpointError, StorageError
+from zerokit.layout import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def _summary(checkpoint: Source) -> Summary:
     for stream in manifest.streams:
         for position in stream.parameters:
             kinds[position].append(stream.kind)
-        numel = sum(line[position].numel for position in stream.parameters)
+        numel = sum(stream.elements(Interval(0, line[p].numel)).numel for p in stream.parameters)
         streams.append(
             StreamSummary(
                 stream.kind, stream.dtype, len(stream.parameters), numel, numel * stream.element_bytes

@@ -34,6 +34,7 @@ from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.files import path_of
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.homes import Codes, decode
 from zerokit.runtime.inner import parts_of
 from zerokit.runtime.unit import UnitState
 from zerokit.text import printable
@@ -225,7 +226,10 @@ def _read_states(
 
     def read_units(present: Sequence[UnitState]) -> None:
         held = slices_here(runtime, present, weights_only=weights_only)
-        found.append(read(checkpoint, _requests(checkpoint, sources, held)))
+        scaled: list[tuple[Tensor, Tensor]] = []
+        found.append(read(checkpoint, _requests(checkpoint, sources, held, scaled)))
+        for codes, scales in scaled:
+            decode(Codes(codes, scales), codes)
 
     def read_all() -> Pieces:
         runtime.home.tour(runtime.units, read_units, writes=True)
@@ -235,12 +239,20 @@ def _read_states(
 
 
 def _read(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Held], together: Together) -> None:
-    pieces = together.each(lambda: read(checkpoint, _requests(checkpoint, sources, held)))
+    pieces = together.each(lambda: read(checkpoint, _requests(checkpoint, sources, held, [])))
     checkpoint.require_right(together.exchange(pieces))
 
 
-def _requests(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Held]) -> Iterator[Request]:
-    """What is needed of the parameters in `sources`, which gives their positions in the checkpoint."""
+def _requests(
+    checkpoint: Source,
+    sources: Mapping[str, int],
+    held: Iterable[Held],
+    scaled: list[tuple[Tensor, Tensor]],
+) -> Iterator[Request]:
+    """What is needed of the parameters in `sources`, which gives their positions in the checkpoint.
+
+    Tensors that get codes are added to `scaled`, with those that get the scales.
+    """
     streams = checkpoint.manifest.numbers
     # A parameter is in one of the two streams of weights, and its values come from that one.
     weights = {position: number for (kind, position), number in streams.items() if kind in WEIGHT_KINDS}
@@ -256,6 +268,11 @@ def _requests(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Hel
             assert isinstance(one.tensor, Tensor)
             elements = InTensor(one.tensor, checkpoint.streams[number].dtype)
             yield from requests_for(checkpoint, number, position, one.part.interval, elements, 0)
+            if (scales := checkpoint.manifest.scales(number, position)) is not None:
+                every = checkpoint.streams[scales].elements(one.part.interval)
+                scaled.append((one.tensor, torch.empty(every.numel, device=one.tensor.device)))
+                elements = InTensor(scaled[-1][1], checkpoint.streams[scales].dtype)
+                yield from requests_for(checkpoint, scales, position, every, elements, 0)
 
 
 def _make_states(runtime: Runtime, states: Iterable[Mapping[str, torch.dtype]]) -> None:

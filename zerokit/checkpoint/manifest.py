@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from zerokit.checkpoint.checksum import Piece, Pieces, combine, crc32, to_text
 from zerokit.checkpoint.disk import read_whole
 from zerokit.checkpoint.entries import Budget, Uncut, checksums_of, dtype_of, layout_of, ranges, uncut_of
 from zerokit.checkpoint.safetensors import Stream, file_name, slice_checksums, slice_count
+from zerokit.checkpoint.streams import CODES, SCALES, check_streams
 from zerokit.checkpoint.strict import bounded, compact, member, members, parse_json, shape_of, typed
 from zerokit.errors import CheckpointError
 from zerokit.layout import ALIGNMENT, Interval, Layout
@@ -30,12 +31,12 @@ BUFFER_PREFIX = "buffers/"
 """Names of buffers in `common` begin so."""
 
 FORMAT = "zerokit.checkpoint"
-MAJORS = (1, 2, 3)
+MAJORS = (1, 2, 3, 4)
 """Major versions that are read; a higher minor one only adds members that a reader may ignore.
 
 Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
 1.1 added weights alone, 1.2 values of `extra` by rank, 1.3 how many steps were skipped, 2.0 frozen parameters that are
-not in the ranks' files, 3.0 states that are not cut."""
+not in the ranks' files, 3.0 states that are not cut, 4.0 states in codes with scales."""
 
 BASE = re.compile(r"frozen-[0-9a-f]{16}")
 """Names of directories beside steps that have frozen parameters."""
@@ -137,6 +138,7 @@ class Manifest:
                 {
                     "kind": stream.kind,
                     "dtype": stream.dtype,
+                    **({} if stream.block == 1 else {"block": stream.block}),
                     "parameters": list(ranges(stream.parameters)),
                     "crc32": to_text(crcs),
                 }
@@ -158,6 +160,8 @@ class Manifest:
         }
 
     def _version(self) -> list[int]:
+        if any(stream.block > 1 for stream in self.streams):
+            return [4, 0]
         if self.uncut:
             return [3, 0]
         if self.frozen is not None:
@@ -190,7 +194,7 @@ class Manifest:
         return replace(self, layout=layout, checksums=tuple(kept), files=files)
 
     def slices(self, stream: int, position: int) -> Iterator[tuple[int, Interval, int]]:
-        """`(rank, elements, crc)` of a parameter's slices in one stream, in rank order.
+        """`(rank, elements, crc)` of a parameter's slices in one stream, its own elements, in rank order.
 
         Of what is apart there is one, of all elements, and its rank is −1.
         """
@@ -200,7 +204,7 @@ class Manifest:
                 yield -1, Interval(0, numel), self.checksums[stream][first]
             return
         for number, (rank, cut, _) in enumerate(self.layout.cuts(position)):
-            yield rank, cut, self.checksums[stream][first + number]
+            yield rank, self.streams[stream].elements(cut), self.checksums[stream][first + number]
 
     def checksum(self, stream: int, position: int, rank: int) -> int:
         return self.checksums[stream][
@@ -211,6 +215,12 @@ class Manifest:
         """The checksum of all elements of a parameter in one stream."""
         element = self.streams[stream].element_bytes
         return combine(Piece(crc, cut.numel * element) for _, cut, crc in self.slices(stream, position))
+
+    def scales(self, stream: int, position: int) -> int | None:
+        """The number of the stream with the scales of a parameter's codes; None where a stream has no codes."""
+        codes = self.streams[stream]
+        number = self.numbers.get((codes.kind + SCALES, position)) if codes.dtype in CODES else None
+        return None if number is None or self.streams[number].block == 1 else number
 
     @cached_property
     def numbers(self) -> dict[tuple[str, int], int]:
@@ -302,11 +312,14 @@ def _manifest(plain: Any) -> Manifest:
     budget = Budget(sum(len(unit.parameters) for unit in layout.units))
     streams, checksums = [], []
     for entry in _few(top, "streams"):
-        stream = Stream(member(entry, "kind", str), dtype_of(entry), budget.positions(entry))
+        block = bounded(entry, "block", 1) if version[0] > 3 and "block" in entry else 1
+        stream = Stream(member(entry, "kind", str), dtype_of(entry), budget.positions(entry), block)
         streams.append(stream)
         apart = frozen is not None and stream.kind == FROZEN
         checksums.append(checksums_of(entry, "crc32", slice_count(layout, stream, whole=apart)))
-    _check_streams(layout, streams)
+    check_streams(layout, streams)
+    if version[0] == 4 and all(stream.block == 1 for stream in streams):
+        raise ValueError("version 4 has codes with scales, and no stream of scales is listed")
     scalars = tuple(
         Scalars(member(entry, "kind", str), dtype_of(entry), shape_of(entry), budget.positions(entry))
         for entry in _few(top, "scalars")
@@ -320,7 +333,7 @@ def _manifest(plain: Any) -> Manifest:
             )
     parts = [(part.kind, part.parameters) for part in streams]
     parts += [(part.kind, part.parameters) for part in scalars]
-    uncut = uncut_of(top, layout, parts) if version[0] > 2 else ()
+    uncut = uncut_of(top, layout, parts) if version[0] == 3 or (version[0] > 3 and "uncut" in top) else ()
     weights_only = "content" in top
     if weights_only:
         _check_weights_only(
@@ -359,30 +372,6 @@ def _files(top: dict[str, Any], world: int) -> tuple[File, ...]:
     if len(entries) != world:
         raise ValueError(f"{len(entries)} files are listed, expected one for each of {world} ranks")
     return tuple(_file(entry, file_name(rank, world), of_rank=True) for rank, entry in enumerate(entries))
-
-
-def _check_streams(layout: Layout, streams: list[Stream]) -> None:
-    if any(a.order >= b.order for a, b in pairwise(streams)):
-        raise ValueError(
-            "streams are not in order: wide elements first, then master, then by name, each once"
-        )
-    trainable = [parameter.trainable for parameter in layout.parameters]
-    seen: set[tuple[str, int]] = set()
-    for stream in streams:
-        if not stream.kind or "/" in stream.kind:
-            raise ValueError(f"a stream cannot be called {stream.kind[:200]!r}")
-        for position in stream.parameters:
-            if trainable[position] == (stream.kind == "param"):
-                raise ValueError(
-                    f"stream {stream.kind[:200]!r} holds parameter {position}, which is "
-                    f"{'trainable' if trainable[position] else 'frozen'}"
-                )
-            if (stream.kind, position) in seen:
-                raise ValueError(f"parameter {position} is in two streams of kind {stream.kind[:200]!r}")
-            seen.add((stream.kind, position))
-    for position, trains in enumerate(trainable):
-        if ("master" if trains else "param", position) not in seen:
-            raise ValueError(f"parameter {position} is in no {'master' if trains else 'param'} stream")
 
 
 def _few(top: dict[str, Any], key: str) -> list[dict[str, Any]]:

@@ -177,7 +177,7 @@ def _compare_streams(manifest: Manifest, runtime: Runtime, match: Match) -> list
     saved = _kinds_at(
         stream
         for stream in manifest.streams
-        if stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX)
+        if stream.block == 1 and stream.kind not in others and not stream.kind.startswith(OUTER_PREFIX)
     )
     scalars, uncut = _kinds_at(manifest.scalars), _kinds_at(manifest.uncut)
     if not saved and not scalars and not uncut:
@@ -287,7 +287,7 @@ class Shared:
         self._rows: dict[str, dict[int, Tensor]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
         streams = checkpoint.manifest.streams
-        self._streams = _kinds_at(stream for stream in streams if stream.kind not in WEIGHT_KINDS)
+        self._streams = _kinds_at(s for s in streams if s.block == 1 and s.kind not in WEIGHT_KINDS)
         """The kinds of state that have a parameter's shape, by position."""
         tensors = Tensors(checkpoint, tensor_of)
         for scalar in checkpoint.manifest.scalars:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from zerokit.checkpoint.entries import Uncut
 from zerokit.checkpoint.extra import encode
-from zerokit.checkpoint.state import MASTER, Held, dtype_name, host_bytes, require_name
+from zerokit.checkpoint.state import MASTER, Held, coded_slices, dtype_name, host_bytes, require_name
 from zerokit.checkpoint.strict import canonical
 from zerokit.checkpoint.together import Together
 from zerokit.checkpoint.uncut import UncutFile, plan_uncut
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.homes import in_memory
+from zerokit.runtime.homes import encoded, in_memory
 from zerokit.runtime.masters import Master, WholeMaster
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.trials import tensors_in
@@ -38,28 +38,32 @@ class _Form(NamedTuple):
     dtype: str = ""
     text: str = ""
     """Equal for equal states."""
+    coded: bool = False
+    """Whether it is stored in codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
     """What all ranks know of what owners have.
 
-    `cut`: by kind and dtype, the positions of parameters whose states are cut. `uncut`: the files of the others.
+    `cut`: by kind, dtype and whether codes are stored, the positions of parameters whose states are cut. `uncut`: the
+    files of the others.
     """
 
-    cut: Mapping[tuple[str, str], frozenset[int]]
+    cut: Mapping[tuple[str, str, bool], frozenset[int]]
     uncut: tuple[Uncut, ...]
 
     def places(self, runtime: Runtime, rank: int) -> Iterator[Held]:
         """The slices that this rank writes; their tensors are on `meta`."""
-        for (kind, dtype), positions in self.cut.items():
+        for (kind, dtype, coded), positions in self.cut.items():
             for unit in self._units(runtime, positions):
                 shard = torch.empty(unit.own.numel, dtype=getattr(torch, dtype), device="meta")
-                yield from _held(runtime, kind, positions, rank, Shards(unit.unit, shard, unit.own))
+                values = Shards(unit.unit, shard, unit.own)
+                yield from _held(runtime, kind, positions, rank, values, coded=coded)
 
     def spread(self, runtime: Runtime, rank: int) -> Iterator[Held]:
         """The slices that this rank writes, which owners send it: each of one kind after the other. Collective."""
-        for (kind, dtype), positions in self.cut.items():
+        for (kind, dtype, coded), positions in self.cut.items():
             for unit in self._units(runtime, positions):
                 values_of = partial(_values, runtime, unit, kind)
                 alone = len(runtime.owners.cut(unit.unit)) == 1
@@ -71,7 +75,7 @@ class Owned:
                         into.copy(master.like(values_of(master)))
                 else:
                     runtime.wholes.spread(unit, values_of, into, counted=False).wait()
-                yield from _held(runtime, kind, positions, rank, into)
+                yield from _held(runtime, kind, positions, rank, into, coded=coded)
             runtime.collectives.wait_for_readers()
 
     def kinds_apart(self, runtime: Runtime) -> dict[Master, tuple[str, ...]]:
@@ -113,7 +117,11 @@ def owned_by_all(runtime: Runtime, together: Together, *, weights_only: bool) ->
     def own() -> dict[_Block, dict[str, _Form]]:
         return {
             _block(runtime, unit, master): {MASTER: _Form(dtype_name(master.tensor))}
-            | ({} if weights_only else {kind: _form(kind, value, master) for kind, value in state.items()})
+            | (
+                {}
+                if weights_only
+                else {kind: _form(runtime, kind, one, master) for kind, one in state.items()}
+            )
             for unit, master, state in _masters(runtime)
         }
 
@@ -123,14 +131,14 @@ def owned_by_all(runtime: Runtime, together: Together, *, weights_only: bool) ->
     by_position: dict[int, list[dict[str, _Form]]] = {}
     for block in sorted(blocks):
         by_position.setdefault(block[0], []).append(blocks[block])
-    cut: dict[tuple[str, str], set[int]] = {}
+    cut: dict[tuple[str, str, bool], set[int]] = {}
     apart: dict[int, set[str]] = {}
     for position, parts in by_position.items():
         for kind in {kind for forms in parts for kind in forms}:
             alike = {forms.get(kind, _Form()) for forms in parts}
             form = alike.pop() if len(alike) == 1 else _Form()
             if form.dtype:
-                cut.setdefault((kind, form.dtype), set()).add(position)
+                cut.setdefault((kind, form.dtype, form.coded), set()).add(position)
             elif not form.text:
                 apart.setdefault(position, set()).add(kind)
     uncut = [
@@ -162,11 +170,11 @@ def _values(runtime: Runtime, unit: UnitState, kind: str, master: WholeMaster) -
     return value.detach().expand(master.tensor.shape).reshape(-1)
 
 
-def _form(kind: str, value: object, master: WholeMaster) -> _Form:
+def _form(runtime: Runtime, kind: str, value: object, master: WholeMaster) -> _Form:
     alike = isinstance(value, Tensor) and value.shape == master.tensor.shape
     require_name(kind, elementwise=alike)
     if isinstance(value, Tensor) and alike:
-        return _Form(dtype_name(value, kind))
+        return _Form(dtype_name(value, kind), coded=runtime.home.coded(value) is not None)
     if isinstance(value, Tensor) and not value.shape:
         return _Form(text=f"{value.dtype} {bytes(host_bytes(value)).hex()}")
     plain, tensors = encode(value, str(kind))
@@ -174,9 +182,14 @@ def _form(kind: str, value: object, master: WholeMaster) -> _Form:
 
 
 def _held(
-    runtime: Runtime, kind: str, positions: frozenset[int], rank: int, values: Shards
+    runtime: Runtime, kind: str, positions: frozenset[int], rank: int, values: Shards, *, coded: bool
 ) -> Iterator[Held]:
     for part in values.unit.owned(rank):
         position = runtime.layout.positions[part.parameter.name]
         if position in positions:
-            yield Held(kind, position, part, values.at(part.memory))
+            own = values.at(part.memory)
+            if coded:
+                # What was decoded has the same codes again, and slices begin with blocks.
+                yield from coded_slices(kind, position, part, encoded(kind, own))
+            else:
+                yield Held(kind, position, part, own)

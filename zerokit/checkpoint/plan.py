@@ -102,7 +102,9 @@ def read_extra(
 def _states(manifest: Manifest, runtime: Runtime, match: Match) -> list[dict[str, torch.dtype]]:
     """For each master, the optimizer's states that its parameters have in the checkpoint."""
     streams = manifest.numbers
-    kinds = sorted({stream.kind for stream in manifest.streams}.difference(WEIGHT_KINDS, match.unwanted))
+    kinds = sorted(
+        {s.kind for s in manifest.streams if s.block == 1}.difference(WEIGHT_KINDS, match.unwanted)
+    )
     found = []
     for unit, master, _ in runtime.masters():
         line = unit.unit.parameters
@@ -115,7 +117,7 @@ def _states(manifest: Manifest, runtime: Runtime, match: Match) -> list[dict[str
         own: dict[str, torch.dtype] = {}
         for kind in kinds:
             dtypes = {
-                manifest.streams[streams[kind, peer]].dtype
+                _loaded_dtype(manifest, streams[kind, peer], peer)
                 for peer in peers
                 if (kind, peer) in streams and (kind in NOT_THE_OPTIMIZERS or peer not in match.fresh)
             }
@@ -127,6 +129,11 @@ def _states(manifest: Manifest, runtime: Runtime, match: Match) -> list[dict[str
                 own[kind] = getattr(torch, dtypes.pop())
         found.append(own)
     return found
+
+
+def _loaded_dtype(manifest: Manifest, stream: int, position: int) -> str:
+    """The dtype of a state in memory: codes become what they stand for."""
+    return "float32" if manifest.scales(stream, position) is not None else manifest.streams[stream].dtype
 
 
 def _check_generators(

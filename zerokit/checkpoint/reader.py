@@ -19,7 +19,7 @@ from zerokit.checkpoint.manifest import NAME, File, Manifest, read_manifest
 from zerokit.checkpoint.requests import Memory, read, requests_for
 from zerokit.checkpoint.run import find_step
 from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
-from zerokit.checkpoint.source import Source, Stretch, to_array
+from zerokit.checkpoint.source import Source, Stretch, scaled, to_array
 from zerokit.checkpoint.uncut import read_uncut
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.files import path_of
@@ -52,19 +52,28 @@ class Checkpoint(Source):
         """A whole parameter in one stream, such as `read("master", "blocks.0.weight")`, as an array of its shape.
 
         Only its bytes are read, and they are verified. bfloat16 and float8 elements, which numpy does not have, come as
-        float32, exactly. Raises `UsageError` for a stream or name that is not there, `CheckpointError` for damage.
+        float32, exactly; codes of a state times their scales; scales, such as `exp_avg.scale`, flat, one for each 64
+        elements. Raises `UsageError` for a stream or name that is not there, `CheckpointError` for damage.
         """
         number, position = self.find(stream, name)
-        parameter = self.layout.parameters[position]
+        shape = self.layout.parameters[position].shape
+        elements = self._read(number, position)
+        if (scales := self.manifest.scales(number, position)) is not None:
+            return scaled(elements, self._read(scales, position)).reshape(shape)
+        return elements.reshape(shape if self.streams[number].block == 1 else -1)
+
+    def _read(self, number: int, position: int) -> NDArray[Any]:
+        """All elements of a parameter in a stream, flat."""
+        stream = self.streams[number]
+        every = stream.elements(Interval(0, self.layout.parameters[position].numel))
         # Before memory is taken that they may not justify.
-        every = Interval(0, parameter.numel)
         for file, _, _ in self.locate(number, position, every):
             with self.open_file(file):
                 pass
-        memory = Memory(parameter.numel * self.streams[number].element_bytes)
+        memory = Memory(every.numel * stream.element_bytes)
         wanted = requests_for(self, number, position, every, memory, 0)
         self.require_right([read(self, wanted)], ": take another checkpoint")
-        return to_array(memory.content, self.streams[number].dtype, parameter.shape)
+        return to_array(memory.content, stream.dtype, (-1,))
 
     def uncut(self, name: str) -> dict[tuple[int, int], dict[str, Any]]:
         """The states of a parameter that are not cut, by the rows `(first, last + 1)` of the tensor that has them.
@@ -182,7 +191,9 @@ class Checkpoint(Source):
                 for file, part, offset in self.base.locate(*there, interval):
                     yield Stretch(self.world + file, part, offset)
             return
-        for rank, cut, part in self.layout.cuts(position, interval):
+        held, numel = self.streams[stream], self.layout.parameters[position].numel
+        for rank, cut, part in self.layout.cuts(position, held.behind(interval, numel)):
+            cut, part = held.elements(cut), held.elements(part)
             offset = self._offset(rank, stream, position) + (part.start - cut.start) * element
             yield Stretch(rank, part, offset)
 

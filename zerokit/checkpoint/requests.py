@@ -104,7 +104,7 @@ def requests_for(
     at: int,
     conversion: Conversion | None = None,
 ) -> Iterator[Request]:
-    """The requests that bring elements of a parameter in a stream to byte `at` of `target`, in order."""
+    """The requests that bring a stream's elements of a parameter to byte `at` of `target`, in order."""
     element = source.streams[stream].element_bytes
     width = element if conversion is None else conversion.element_bytes
     for file, part, offset in source.locate(stream, position, interval):

@@ -214,15 +214,27 @@ class Stream:
     """One kind of state over some of the line's parameters: `parameters` are their positions in the line, ascending.
 
     A kind may have several streams of different dtypes; no parameter is in two of them.
+
+    `block`: how many elements of a parameter one element of the stream stands for, counted from the parameter's first:
+    64 in streams of scales, else 1.
     """
 
     kind: str
     dtype: str
     parameters: tuple[int, ...]
+    block: int = 1
 
     @property
     def element_bytes(self) -> int:
         return ELEMENT_BYTES[self.dtype]
+
+    def elements(self, interval: Interval) -> Interval:
+        """The stream's elements that stand for these of a parameter, which begin with a block."""
+        return Interval(interval.start // self.block, -(-interval.stop // self.block))
+
+    def behind(self, interval: Interval, numel: int) -> Interval:
+        """What these elements of the stream stand for, of a parameter with `numel` elements."""
+        return Interval(interval.start * self.block, min(interval.stop * self.block, numel))
 
     def among(self, positions: Iterable[int]) -> Iterator[int]:
         """The members of `positions` that the stream has, in the given order."""
@@ -238,7 +250,7 @@ class Stream:
 
 
 class Extent(NamedTuple):
-    """Elements `interval` of the parameter at `position` of the line, in one stream, at byte `offset` of a file."""
+    """Elements `interval` of a stream, of the parameter at `position` of the line, at byte `offset` of a file."""
 
     stream: int
     position: int
@@ -266,7 +278,7 @@ def rank_file(layout: Layout, streams: Sequence[Stream], step: int, rank: int) -
     """The file of `rank` in a checkpoint of `layout` with `streams` (sorted by their `order`)."""
     owned = dict(layout.owned(rank))
     held = [
-        (number, position, owned[position])
+        (number, position, stream.elements(owned[position]))
         for number, stream in enumerate(streams)
         for position in stream.among(owned)
     ]
@@ -291,7 +303,7 @@ def slice_checksums(layout: Layout, streams: Sequence[Stream], pieces: Pieces) -
     for number, stream in enumerate(streams):
         crcs = array("I")
         for position in stream.parameters:
-            cuts = [cut for _, cut, _ in layout.cuts(position)]
+            cuts = [stream.elements(cut) for _, cut, _ in layout.cuts(position)]
             for cut, piece in along(pieces.parts(number, position), cuts):
                 assert piece.size == cut.numel * stream.element_bytes
                 crcs.append(piece.crc)

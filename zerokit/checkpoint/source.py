@@ -22,6 +22,7 @@ from zerokit.checkpoint.extra import GENERATOR_PREFIX, decode, ranks_in
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, File, Manifest
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
 from zerokit.checkpoint.small_floats import PACKED, SMALL, values_of
+from zerokit.checkpoint.streams import BLOCK
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.layout import Interval, Layout
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class Stretch(NamedTuple):
-    """Elements `interval` of a flattened parameter, one after the other from byte `offset` of file `file` on."""
+    """Elements `interval` of a stream, of one parameter, one after the other from byte `offset` of `file` on."""
 
     file: int
     interval: Interval
@@ -91,7 +92,7 @@ class Source(ABC):
 
     @abstractmethod
     def locate(self, stream: int, position: int, interval: Interval) -> Iterator[Stretch]:
-        """The places of a parameter's elements in one stream, in order; `position` is the parameter's in the line."""
+        """The places of elements of a stream that are of the parameter at `position` of the line, in order."""
 
     @abstractmethod
     def file_path(self, file: int) -> Path:
@@ -208,6 +209,14 @@ def to_array(content: bytes | bytearray | memoryview, dtype: str, shape: tuple[i
     else:
         flat = np.frombuffer(content, np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
     return flat.reshape(shape)
+
+
+def scaled(codes: NDArray[Any], scales: NDArray[Any]) -> NDArray[Any]:
+    """Codes [n], as float32, times the scale of the block that each is in [⌈n / 64⌉]."""
+    import numpy as np
+
+    values: NDArray[Any] = codes * np.repeat(scales, BLOCK)[: codes.size]
+    return values
 
 
 class Tensors(Mapping[str, T]):

@@ -20,10 +20,11 @@ from zerokit.checkpoint.extra import encode
 from zerokit.checkpoint.manifest import Scalars
 from zerokit.checkpoint.requests import Memory
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
+from zerokit.checkpoint.streams import BLOCK, SCALES
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.homes import Elements
+from zerokit.runtime.homes import Codes, Elements
 from zerokit.runtime.masters import Master
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
@@ -44,6 +45,8 @@ class Held:
     position: int
     part: Slice
     tensor: Elements
+    block: int = 1
+    """Elements of the parameter for each element of the tensor: see `Stream`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -61,8 +64,8 @@ class Encoded:
 class Description:
     """The state of one rank, by position in the line."""
 
-    kinds: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """By kind and dtype."""
+    kinds: dict[tuple[str, str, int], list[int]] = field(default_factory=dict)
+    """By kind, dtype and block."""
     scalars: dict[tuple[str, str, tuple[int, ...]], dict[int, bytes]] = field(default_factory=dict)
     """By kind, dtype and shape."""
     values: dict[str, dict[int, Encoded]] = field(default_factory=dict)
@@ -132,13 +135,22 @@ def own_slices(runtime: Runtime, rank: int, *, weights_only: bool = False) -> It
             kinds: dict[str, Tensor] = {MASTER: master.tensor}
             if not weights_only:
                 kinds |= elementwise_states(runtime, master)
+            codes = {kind: runtime.home.coded(tensor) for kind, tensor in kinds.items()}
             held = {kind: runtime.home.elements(unit, tensor) for kind, tensor in kinds.items()}
             start = master.interval.start
             for part in unit.members(master, unit.own):
-                place = part.memory.shifted(-start)
+                place, position = part.memory.shifted(-start), positions[part.parameter.name]
                 for kind, elements in held.items():
-                    own = elements[place.start : place.stop]
-                    yield Held(kind, positions[part.parameter.name], part, own)
+                    if (coded := codes[kind]) is not None:
+                        yield from coded_slices(kind, position, part, coded.at(place.start, place.stop))
+                        continue
+                    yield Held(kind, position, part, elements[place.start : place.stop])
+
+
+def coded_slices(kind: str, position: int, part: Slice, codes: Codes) -> Iterator[Held]:
+    """A slice of a state in codes: those, and their scales."""
+    yield Held(kind, position, part, codes.codes)
+    yield Held(kind + SCALES, position, part, codes.scales, BLOCK)
 
 
 def slices_here(runtime: Runtime, units: Iterable[UnitState], *, weights_only: bool) -> Iterator[Held]:
@@ -207,7 +219,8 @@ def describe(
     """
     held_here = Description()
     for held in held_slices:
-        held_here.kinds.setdefault((held.kind, dtype_name(held.tensor, held.kind)), []).append(held.position)
+        form = held.kind, dtype_name(held.tensor, held.kind), held.block
+        held_here.kinds.setdefault(form, []).append(held.position)
     if weights_only:
         return held_here
     positions = runtime.layout.positions
@@ -252,17 +265,17 @@ def merge(
 
     Raises `CheckpointError` where ranks that share a parameter disagree.
     """
-    kinds: dict[tuple[str, str], set[int]] = {}
+    kinds: dict[tuple[str, str, int], set[int]] = {}
     for description in by_rank:
         for key, held in description.kinds.items():
             kinds.setdefault(key, set()).update(held)
     line = list(layout.parameters)
     for position, parameter in enumerate(line):
         if not parameter.numel:  # no rank owns a slice of it
-            own = (MASTER, "float32") if parameter.trainable else (PARAM, parameter.dtype)
+            own = (MASTER, "float32", 1) if parameter.trainable else (PARAM, parameter.dtype, 1)
             kinds.setdefault(own, set()).add(position)
     streams = sorted(
-        (Stream(kind, dtype, tuple(sorted(held))) for (kind, dtype), held in kinds.items()),
+        (Stream(kind, dtype, tuple(sorted(held)), block) for (kind, dtype, block), held in kinds.items()),
         key=lambda s: s.order,
     )
     scalars: dict[tuple[str, str, tuple[int, ...]], dict[int, bytes]] = {}

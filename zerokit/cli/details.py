@@ -11,6 +11,7 @@ from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.tables import in_order, usual_metrics, within_noise
 from zerokit.bench.record.metrics import METRICS, OPERATIONS, measure
 from zerokit.bench.record.record import Record
+from zerokit.bench.record.settings import ON_DEVICE
 from zerokit.bench.record.statistics import FEWEST
 from zerokit.cli.work import counted, loss, mib, ms, rate
 
@@ -69,13 +70,16 @@ def notes(record: Record) -> dict[str, str]:
         error = f"±{ms(cost.error)}: " if noise and cost.error is not None else ""
         longer = "not measurably longer" if noise else "longer"
         beside = f"than a compute-only one next to it, {ms(twin.step.p50)} there"
-        texts["comm/cost_ms"] = f"{error}a step is {longer} {beside}"
+        visits = "" if settings.states == ON_DEVICE else "; visits of states are part of it"
+        texts["comm/cost_ms"] = f"{error}a step is {longer} {beside}{visits}"
     if (traffic := record.traffic) is not None:
         route = f", through {traffic.route}" if traffic.route else ""
         texts["traffic/mib_per_step"] = f"predicted {mib(traffic.predicted_bytes)}: {traffic.formula}{route}"
     if any(rank.predicted_memory_bytes for rank in record.ranks):
         most = max((rank.predicted_memory_bytes or {}).get("total", 0) for rank in record.ranks)
         texts["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
+    texts["memory/elsewhere_mib"] = f"a rank's masters and states, on {settings.states} between steps"
+    texts["memory/visiting_mib"] = "of the device, while states visit it in the update"
     if (planned := record.planned) is not None and planned.total_bytes:
         texts["memory/step_peak_mib"] = f"all tensors of rank 0; planned {mib(planned.total_bytes)}"
         if planned.step_ms is not None:

@@ -11,6 +11,7 @@ from zerokit.bench.catalogue.workloads import WORKLOADS
 from zerokit.cli.bench_options import setting_option
 from zerokit.cli.work import EXISTING, Name, json_option, print_json
 from zerokit.planning.hardware import DEVICES
+from zerokit.sizes import HOMES
 
 _EPILOG = """\b
 For example:
@@ -97,6 +98,13 @@ def _by_module(given: tuple[str, ...]) -> dict[str, int]:
     "adamw, or muon: Muon for the matrices of the blocks, AdamW for the rest.",
     "adamw",
     several=False,
+)
+@click.option(
+    "--states",
+    type=click.Choice([*HOMES, "any"]),
+    help="Where masters and states are between steps, from where they visit the device: on the host, or on disk. With "
+    "fp8 they are on the device, and moments in eight bits.  [default: device; where nothing fits host; else disk or "
+    "fp8]",
 )
 @setting_option("bucket_mb", "As in ZeroOptimizer.", "by the model's size", several=False)
 @click.option(

@@ -20,7 +20,7 @@ from zerokit.text import printable
 
 _ANY_WIDTH = 1000
 _KINDS = dict(zip(MEMORY_KINDS, ("param", "grad", "optim", "bufs", "activ"), strict=True))
-_LIMITS = {"memory": "memory", "inner": "inner link", "outer": "outer link"}
+_LIMITS = {"inner": "inner link", "outer": "outer link", "states": "states' way"}
 
 
 def show(plan: Plan, *, every: bool, page: Path | None) -> None:
@@ -43,8 +43,9 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
             left_out = f"Not shown in {console.width} columns: {', '.join(dropped)}; --json has all."
             console.print(Text(left_out, style="dim"), soft_wrap=True)
         console.print(Text(), Text(printable(plan.why)), sep="\n", soft_wrap=True)
-        if plan.exchanged is not None:
-            console.print(Text(printable(plan.exchanged)), soft_wrap=True)
+        for more in (plan.exchanged, plan.visits):
+            if more is not None:
+                console.print(Text(printable(more)), soft_wrap=True)
     missing = plan.too_large if every else hopeless(plan)
     if missing:
         console.print(Text(), Text("Does not fit", style="bold"), sep="\n")
@@ -63,8 +64,7 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
 
 
 def _missing(one: PlannedCell) -> str:
-    needed, missing = one.memory.needed / GIB, one.missing_bytes / GIB
-    return f"{one.cell.label}: {needed:,.1f} GiB, {missing:,.1f} GiB more than there is"
+    return f"{one.cell.label}: {one.lack}"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Column:
         return max(map(cell_len, (self.head, *self.cells)))
 
 
-_LEFT = ("stage", "mesh", "in", "limit")
+_LEFT = ("stage", "mesh", "in", "states", "limit")
 """Columns of words; all others are numbers, aligned on the right."""
 
 _FIRST_TO_GO = (
@@ -126,6 +126,9 @@ def _columns(plan: Plan, cells: Sequence[PlannedCell]) -> list[_Column]:
         columns["mesh"] = [f"{one.cell.mesh.outer}x{one.cell.mesh.inner}" for one in cells]
     if len({one.cell.precision for one in cells}) > 1:
         columns["in"] = [one.cell.precision for one in cells]
+    away = any(one.cell.states != "device" for one in cells)
+    if away:
+        columns["states"] = [one.cell.states for one in cells]
     columns["batch"] = [
         str(one.cell.micro_batch) + (f"×{one.cell.accumulate}" if one.cell.accumulate > 1 else "")
         for one in cells
@@ -138,6 +141,8 @@ def _columns(plan: Plan, cells: Sequence[PlannedCell]) -> list[_Column]:
         columns["step ms"] = ["" if time is None else f"{time.total_s * 1e3:,.1f}" for time in times]
         columns[f"{unit}/s/dev"] = ["" if one.time is None else rate(one.units_per_s or 0.0) for one in cells]
         columns["MFU"] = ["" if one.mfu is None else f"{one.mfu:.1%}" for one in cells]
+        if away:
+            columns["visits ms"] = ["" if time is None else f"{time.visits_s * 1e3:,.1f}" for time in times]
         columns["wait ms"] = ["" if time is None else f"{time.exposed_total_s * 1e3:,.1f}" for time in times]
         if plan.question.optimizer != "adamw":
             columns["update ms"] = [

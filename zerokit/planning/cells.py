@@ -14,11 +14,23 @@ from zerokit.planning.subject import Subject
 from zerokit.planning.timeline import StepTime
 
 GIB = 2.0**30
+STATES = {
+    "device": "states on the device",
+    "host": "states on the host",
+    "disk": "states on disk",
+    "fp8": "moments in fp8",
+}
+"""Homes of masters and states in words."""
+STATES_PATH = "/nvme"
+"""Stands for a directory on a node's disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One way to train: `stages` are those of the outer and the inner axis, `micro_batch` counts samples a rank."""
+    """One way to train: `stages` are those of the outer and the inner axis, `micro_batch` counts samples a rank.
+
+    `states` is where masters and states are between steps (`zerokit.sizes.HOMES`).
+    """
 
     mesh: Mesh
     stages: tuple[int, int]
@@ -26,6 +38,7 @@ class Cell:
     accumulate: int
     recompute: bool
     precision: str
+    states: str = "device"
 
     @property
     def stage_label(self) -> str:
@@ -44,6 +57,8 @@ class Cell:
             words.append(f"accumulating {self.accumulate}")
         if self.recompute:
             words.append("recomputing")
+        if self.states != "device":
+            words.append(STATES[self.states])
         return ", ".join(words)
 
 
@@ -71,10 +86,25 @@ class PlannedCell:
     division: Division | None = None
     """How updates of whole tensors are divided among ranks, if there are any."""
 
+    away_room_bytes: int | None = None
+    """The room for a rank's states on its host or disk, where they are there; None where that is not known."""
+
     @property
     def missing_bytes(self) -> int:
-        """The bytes that the device lacks; 0 if the cell fits, or the device's memory is unknown."""
-        return 0 if self.room_bytes is None else max(0, self.memory.needed - self.room_bytes)
+        """The bytes that the device lacks, or else the host or disk; 0 if the cell fits, or the room is unknown."""
+        lacks = 0 if self.room_bytes is None else self.memory.needed - self.room_bytes
+        if lacks <= 0 and self.away_room_bytes is not None:
+            lacks = self.memory.away - self.away_room_bytes
+        return max(0, lacks)
+
+    @property
+    def lack(self) -> str:
+        """What is needed, and how much of it is missing."""
+        on_device = self.room_bytes is not None and self.memory.needed > self.room_bytes
+        needed, where = (
+            (self.memory.needed, "") if on_device else (self.memory.away, f" of {STATES[self.cell.states]}")
+        )
+        return f"{needed / GIB:,.1f} GiB{where}, {self.missing_bytes / GIB:,.1f} GiB more than there is"
 
 
 @dataclass(frozen=True)
@@ -91,6 +121,8 @@ class Question:
         room_bytes: of a device; None where that is not known.
         module_stages: of modules that have a stage of their own in every cell, by path.
         optimizer: "adamw", or "muon" for the matrices of the blocks.
+        states: homes of masters and states to choose from, by turns: of several tuples, the next one is tried where
+            nothing fits with those before.
     """
 
     cluster: Cluster
@@ -108,6 +140,7 @@ class Question:
     bucket_mb: float | None = None
     module_stages: Mapping[str, StageNumber] = field(default_factory=dict)
     optimizer: str = "adamw"
+    states: Sequence[tuple[str, ...]] = (("device",),)
 
     @property
     def nodes(self) -> int:
@@ -158,6 +191,8 @@ class Plan:
             words.append("--recompute")
         if question.optimizer != "adamw":
             words += ["--optimizer", question.optimizer]
+        if cell.states != "device":
+            words += ["--states", STATES_PATH if cell.states == "disk" else cell.states]
         if question.bucket_mb is not None:
             words += ["--bucket-mb", f"{question.bucket_mb:g}"]
         return " ".join(words)
@@ -176,10 +211,12 @@ class Plan:
         if cell.mesh.outer > 1:
             stage += f", mesh=({cell.mesh.outer}, {cell.mesh.inner})"
         bucket = "" if bucket_mb is None else f", bucket_mb={bucket_mb:g}"
+        home = STATES_PATH if cell.states == "disk" else cell.states
+        states = "" if home == "device" else f', states="{home}"'
         classes = "torch.optim.AdamW"
         if self.question.optimizer == "muon":
             classes = "{torch.optim.Muon: matrices, torch.optim.AdamW: rest}"
-        return f'ZeroOptimizer(model, {classes}, {stage}, precision="{cell.precision}"{bucket})'
+        return f'ZeroOptimizer(model, {classes}, {stage}, precision="{cell.precision}"{bucket}{states})'
 
     @property
     def exchanged(self) -> str | None:
@@ -191,6 +228,31 @@ class Plan:
             f"Each matrix is updated by the rank that owns it. The busiest rank computes {division.balance:.2f} times "
             f"the mean; {division.exchanged_bytes / GIB:,.2f} GiB move there and back in a step, over all ranks, of "
             f"which a rank holds at most {held / GIB:,.2f} GiB at once."
+        )
+
+    @property
+    def visits(self) -> str | None:
+        """What states that are not on the device cost in the best cell; None where they are, or nothing fits."""
+        best = self.best
+        if best is None or best.cell.states == "device":
+            return None
+        if best.cell.states == "fp8":
+            return (
+                "Moments are kept in fp8 with a scale for each 64, in 2.125 bytes a parameter where fp32 takes 8. Each "
+                "step rounds them, so losses differ from those with states in fp32."
+            )
+        held, time, where = best.memory.held, best.time, STATES[best.cell.states].removeprefix("states ")
+        text = (
+            f"A rank's masters and states, {_size(best.memory.away)}, are {where} and visit the device unit by "
+            f"unit in every step, through buffers of {_size(held.visiting)}."
+        )
+        if time is None:
+            return text
+        share = time.visits_s / time.total_s
+        return (
+            f"{text} The update waits {time.visits_s * 1e3:,.0f} ms for them, {share:.0%} of the step. Nothing "
+            "hides this; more micro-batches in a step make it a smaller part. Losses have the same bits as "
+            "with states on the device."
         )
 
     @property
@@ -217,8 +279,12 @@ class Plan:
         return f"{name} {rank} {others}; the latter {_difference(best, other)}. The former {fits}."
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:,.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:,.1f} MiB"
+
+
 def _kind(cell: Cell) -> tuple[object, ...]:
-    return cell.mesh, cell.stages, cell.recompute, cell.precision
+    return cell.mesh, cell.stages, cell.recompute, cell.precision, cell.states
 
 
 def _difference(best: PlannedCell, other: PlannedCell) -> str:
@@ -237,6 +303,7 @@ def _difference(best: PlannedCell, other: PlannedCell) -> str:
             other.time.slowed_s,
         ),
         "updates for {} ms longer per sample": (best.time.optimizer_s, other.time.optimizer_s),
+        "waits {} ms longer per sample for states that visit": (best.time.visits_s, other.time.visits_s),
     }
     more = {sentence: there / its - here / mine for sentence, (here, there) in costs.items()}
     sentence = max(more, key=lambda one: more[one])
@@ -249,13 +316,14 @@ def _difference(best: PlannedCell, other: PlannedCell) -> str:
 
 
 def best_of_each(cells: Iterable[PlannedCell]) -> list[PlannedCell]:
-    """The first of each stage, mesh and precision, in the order of `cells`."""
+    """The first of each stage, mesh, precision and home of states, in the order of `cells`."""
     found: dict[object, PlannedCell] = {}
     for one in cells:
-        found.setdefault((one.cell.mesh, one.cell.stages, one.cell.precision), one)
+        cell = one.cell
+        found.setdefault((cell.mesh, cell.stages, cell.precision, cell.states), one)
     return list(found.values())
 
 
 def hopeless(plan: Plan) -> list[PlannedCell]:
-    """The nearest miss of each stage, mesh and precision of which nothing fits."""
+    """The nearest miss of each stage, mesh, precision and home of states of which nothing fits."""
     return [one for one in best_of_each((*plan.fitting, *plan.too_large)) if one.missing_bytes]

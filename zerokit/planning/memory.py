@@ -53,6 +53,11 @@ class PlannedMemory:
         return sum(self.peak.values())
 
     @property
+    def away(self) -> int:
+        """Masters and states that are on the host or on a disk between steps."""
+        return self.held.host + self.held.disk
+
+    @property
     def needed(self) -> int:
         """The memory that the device must have."""
         return self.total + self.context

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from zerokit.errors import UsageError
 from zerokit.owners import Owners
 from zerokit.placement import AnyPlacement, Mesh, placed
 from zerokit.planning.cells import GIB, Cell, Division, Plan, PlannedCell, Question
+from zerokit.planning.hardware import USUAL_DISK
 from zerokit.planning.memory import StepMemory, element_sizes
 from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Step
@@ -17,13 +19,18 @@ from zerokit.planning.timeline import Plan as Timed
 from zerokit.planning.timeline import step_time
 from zerokit.planning.trace import Traces
 from zerokit.runtime.precision import Precision
-from zerokit.sizes import ElementBytes
+from zerokit.sizes import ELSEWHERE, ElementBytes
 
 
 def plan_cells(subject: Subject, question: Question) -> Plan:
     """Plan every candidate. Raises `UsageError` for a model that cannot be traced, or a link that is not known."""
     planner = _Planner(subject, question)
-    cells = list(planner.cells())
+    cells: list[PlannedCell] = []
+    for homes in question.states:
+        planner.homes += homes
+        cells += planner.cells(homes)
+        if any(not one.missing_bytes for one in cells):
+            break
     if not cells:
         raise UsageError(
             f"no cell: {question.samples_per_step} samples in a step are no multiple of {question.world} ranks and one "
@@ -62,18 +69,20 @@ class _Planner:
         self._recompute = question.recompute if first.has_blocks else question.recompute[:1]
         self._layout = first.layout.for_world(question.world)
         self.parameters = first.layout.trainable_numel
+        self.homes: list[str] = []
+        """Those of masters and states that were tried."""
         self._steps: dict[tuple[object, ...], StepMemory] = {}
-        self._sizes: dict[tuple[AnyPlacement, str], ElementBytes] = {}
+        self._sizes: dict[tuple[AnyPlacement, str, str], ElementBytes] = {}
 
-    def cells(self) -> Iterator[PlannedCell]:
-        """Every candidate; of micro-batches, in order, those up to the first that does not fit."""
+    def cells(self, homes: Sequence[str]) -> Iterator[PlannedCell]:
+        """Every candidate with states there; of micro-batches, in order, those up to the first that does not fit."""
         question = self._question
         for mesh in self._meshes():
             for stages in self._stages(mesh):
-                for precision, recompute in product(question.precisions, self._recompute):
+                for home, precision, recompute in product(homes, question.precisions, self._recompute):
                     for micro_batch in self._micro_batches:
                         found = [
-                            self.plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision))
+                            self.plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision, home))
                             for accumulate in self._accumulations(micro_batch)
                         ]
                         yield from found
@@ -117,9 +126,11 @@ class _Planner:
         sizes = self._sizes_of(placement, cell)
         memory = self._memory_of(trace, placement, sizes, cell).of(trace)
         division = None if sizes.wholes is None else _division(sizes.wholes.owners, sizes)
-        planned = PlannedCell(cell, memory, question.room_bytes, division=division)
+        planned = PlannedCell(
+            cell, memory, question.room_bytes, division=division, away_room_bytes=self._away_room(cell.states)
+        )
         efficiency = question.efficiencies.get(cell.precision)
-        if efficiency is None or planned.missing_bytes:
+        if efficiency is None or planned.missing_bytes or not self._knows_way(cell.states):
             return planned
         timed = Timed(trace.work, self._layout, placement, sizes, micro_batches=cell.accumulate)
         time = step_time(timed, question.cluster, efficiency)
@@ -127,20 +138,31 @@ class _Planner:
         peak = question.cluster.device.flops.get(cell.precision)
         flops = self._subject.flops_per_unit or _counted(trace)
         mfu = units_per_s * flops / peak if peak else None
-        return PlannedCell(cell, memory, question.room_bytes, time, units_per_s, mfu, division)
+        return replace(planned, time=time, units_per_s=units_per_s, mfu=mfu)
+
+    def _knows_way(self, home: str) -> bool:
+        return home not in ELSEWHERE or self._question.cluster.way(home) is not None
+
+    def _away_room(self, home: str) -> int | None:
+        """A rank's share of what its node's host or disk has room for."""
+        cluster = self._question.cluster
+        way = cluster.way(home) if home in ELSEWHERE else None
+        return None if way is None or way.room_bytes is None else way.room_bytes // cluster.ranks_per_node
 
     def _sizes_of(self, placement: AnyPlacement, cell: Cell) -> ElementBytes:
         """Made once a placement: owners of thousands of matrices take a while."""
-        key = placement, cell.precision
+        key = placement, cell.precision, cell.states
         if key not in self._sizes:
             precision = Precision.of(cell.precision)
-            self._sizes[key] = element_sizes(precision, self._question.optimizer, self._layout, placement)
+            self._sizes[key] = element_sizes(
+                precision, self._question.optimizer, self._layout, placement, cell.states
+            )
         return self._sizes[key]
 
     def _memory_of(
         self, trace: ModelTrace, placement: AnyPlacement, sizes: ElementBytes, cell: Cell
     ) -> StepMemory:
-        key = placement, min(cell.accumulate, 3), id(trace.events)
+        key = placement, min(cell.accumulate, 3), id(trace.events), cell.states
         if key not in self._steps:
             question = self._question
             step = Step(self._layout, placement, sizes, on_cuda=question.on_cuda, nodes=question.nodes)
@@ -171,6 +193,7 @@ class _Planner:
             lines.append(
                 f"A rank may take {question.room_bytes / GIB:,.1f} GiB, its share of what this host has free."
             )
+        lines += [text for home in self.homes if home in ELSEWHERE for text in self._assumed_of(home)]
         if True in self._recompute:
             lines.append("Recomputation checkpoints the children of every outermost ModuleList.")
         if max(question.accumulate) > 1 or question.samples_per_step is not None:
@@ -178,6 +201,31 @@ class _Planner:
                 "Micro-batches before the last run inside optimizer.accumulate(): whole gradients stay."
             )
         return tuple(lines)
+
+    def _assumed_of(self, home: str) -> Iterator[str]:
+        """What is assumed of the way of states to the host or a disk, and of the room there."""
+        cluster = self._question.cluster
+        way = cluster.way(home)
+        if way is None:
+            yield (
+                f"No times with states on the host: how fast {cluster.device.name} copies is unknown. Give [host] with "
+                "gb_per_s in a file for --cluster, or the doctor's output."
+            )
+            return
+        if home == "host" and cluster.host is None:
+            yield (
+                f"Copies between {cluster.device.name} and its host reach {way.come / 1e9:g} GB/s each way at once. "
+                "Use [host] in --cluster to change this."
+            )
+        if home == "disk" and cluster.disk is None:
+            disk = USUAL_DISK
+            yield (
+                f"A node's disk reads {disk.come / 1e9:g} GB/s and writes {disk.leave / 1e9:g}, as one NVMe drive. Use "
+                "[disk] in --cluster, or the doctor's output, to change this."
+            )
+        if way.room_bytes is None:
+            place = "host" if home == "host" else "disk"
+            yield f"A node's {place} has room for the states of all its ranks. Use room_gb in [{place}] to check it."
 
 
 def _division(owners: Owners, sizes: ElementBytes) -> Division:

@@ -32,7 +32,7 @@ from zerokit.runtime.classes import (
 from zerokit.runtime.collectives import Collectives, make_collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.gradients import Gradients
-from zerokit.runtime.homes import home_of, kind_of, room_of
+from zerokit.runtime.homes import home_of, kind_of, require_codable, room_of
 from zerokit.runtime.inner import Part, Several
 from zerokit.runtime.masters import Master
 from zerokit.runtime.memory import Heap
@@ -130,6 +130,9 @@ class Runtime:
         )
 
         # What they hold, and what moves it.
+        if kind_of(options.states) == "fp8":
+            names = [inner.optimizer_class.__name__ for inner in classes]
+            require_codable(names, self.states, precision.master, self.owners)
         rooms = {unit.index: self._room(unit) for unit in self.layout.units if unit.trainable}
         self.home = home_of(options.states, rooms, self.collectives)
         self.units = self._take_over(parts, options)

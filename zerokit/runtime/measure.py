@@ -78,6 +78,10 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
 
     def add(line: str, tensor: Tensor, payload: int | None = None, *, elements: bool = False) -> None:
         """Count `tensor`'s storage, once, or its `elements`, under `line`; `payload` of them are not padding."""
+        if (coded := runtime.home.coded(tensor)) is not None:
+            padding = 0 if payload is None else tensor.numel() - payload
+            holdings.append(Holding(line, tensor, coded.nbytes - padding, padding))
+            return
         if id(tensor) in away:
             line, elements = runtime.home.name, True
         storage = tensor.untyped_storage()
@@ -124,9 +128,10 @@ def list_holdings(runtime: Runtime) -> list[Holding]:
 def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
     """Bytes per element, with those of units that compute in another dtype than the rest."""
     precision = runtime.precision
-    average = precision.master.itemsize if averaged else 0
+    average, home = precision.master.itemsize if averaged else 0, runtime.home.name
+    coded = (torch.float32.itemsize,) if home == "fp8" else ()
     flat = {
-        number: StateBytes(states.element_bytes + average, states.scalar_bytes)
+        number: StateBytes(states.element_bytes + average, states.scalar_bytes, coded * states.moments)
         for number, states in enumerate(runtime.states)
         if states.whole is None
     }
@@ -137,14 +142,18 @@ def _sizes(runtime: Runtime, *, averaged: bool) -> ElementBytes:
         every, single = whole.nbytes(shape)
         return every + average * math.prod(shape), single + (0 if shape else average)
 
-    wholes = Wholes(runtime.owners, states_of) if runtime.owners else None
+    def moments_of(group: int, shape: Shape) -> tuple[int, ...]:
+        whole = runtime.states[group].whole
+        assert whole is not None
+        return coded * whole.moments(shape)
+
+    wholes = Wholes(runtime.owners, states_of, moments_of) if runtime.owners else None
     of = partial(element_bytes, states=runtime.states[0], averaged=averaged)
     differing = {
         unit.index: of(replace(precision, compute=unit.dtype))
         for unit in runtime.units
         if unit.dtype != precision.compute and unit.dtype in FLOATING
     }
-    home = runtime.home.name
     return replace(of(precision), differing=differing, groups=flat, wholes=wholes, home=home)
 
 

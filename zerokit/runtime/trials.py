@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.errors import UnsupportedOptimizer
+from zerokit.runtime.moments import moments_of
 from zerokit.runtime.torch_internals import FakeTensorMode, TorchDispatchMode
 
 _SHAPE = (16, 24)
@@ -48,6 +49,8 @@ class OptimizerStates:
     kinds: frozenset[str]
     scalars: frozenset[str]
     whole: WholeStates | None = None
+    moments: int = 0
+    """How many of them are moments in float32."""
 
 
 class Turns:
@@ -167,6 +170,10 @@ class WholeStates:
         whole = sum(width * math.prod(dims) for dims, width in sizes)
         return whole, sum(width for dims, width in sizes if not dims)
 
+    def moments(self, shape: tuple[int, ...]) -> int:
+        """How many of the states are moments in float32, of the tensor's shape."""
+        return self._states(shape).moments
+
     def kinds(self, shape: tuple[int, ...]) -> tuple[frozenset[str], frozenset[str]]:
         """The states that have this shape of their tensor from the first step on, and all that there may be."""
         states = self._states(shape)
@@ -200,7 +207,8 @@ class WholeStates:
             state = optimizer.state[tensor]
             kinds.append({k for k, v in state.items() if isinstance(v, Tensor) and v.shape == tensor.shape})
         sizes = [(tuple(value.shape), value.element_size()) for value in tensors_in(list(state.values()))]
-        return _States(sizes, frozenset(set.intersection(*kinds)), frozenset(state))
+        moments = len(moments_of(state, tensor.shape))
+        return _States(sizes, frozenset(set.intersection(*kinds)), frozenset(state), moments)
 
 
 class _States(NamedTuple):
@@ -210,6 +218,7 @@ class _States(NamedTuple):
     alike: frozenset[str]
     """Those of the tensor's shape."""
     all: frozenset[str]
+    moments: int
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -328,6 +337,7 @@ def probe(
         frozenset(alike),
         frozenset(others),
         shapes,
+        len(moments_of(tensors, typed.shape)),
     )
 
 

@@ -132,6 +132,14 @@ def test_muon_keeps_one_moment_and_adamw_two(engine: str) -> None:
     assert (adamw.whole + adamw.shared) - (muon.whole + muon.shared) == 4
 
 
+@pytest.mark.parametrize(("home", "fp32", "bf16"), [("host", 8, 12), ("disk", 8, 12), ("fp8", 6, 6)])
+def test_states_elsewhere_take_no_memory_here(home: str, fp32: int, bf16: int) -> None:
+    """Two moments of four bytes, and in bf16 a master; in fp8 two of one byte are left of the moments."""
+    for precision, less in (("fp32", fp32), ("bf16", bf16)):
+        before, after = (state_of("zerokit", 3, precision, "adamw", one) for one in ("device", home))
+        assert before.shared - after.shared == less
+
+
 HUGE, XL = Settings(model="gpt3-175b", nodes=2), Settings(model="gpt2-xl", nodes=2, stage=0)
 LLAMA = Settings(model="llama-7b", nproc_per_node=4, engine="ddp", stage=0)  # 16 × 6.7 = 100.4 GiB a rank
 DEVICE, SMALL = int(101 * GIB), Machine(int(16 * GIB), ())

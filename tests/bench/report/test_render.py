@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.records import make_cell, make_failure, make_record, make_sweep
+from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.plans.ask import plan
 from zerokit.bench.record.record import Run
@@ -77,6 +77,23 @@ def test_the_optimizer_is_named_with_its_share_of_the_step(page: str) -> None:
     results = shown[shown.index(">Results<") : shown.index(">Pictures<")]
     assert "optimizer&#39;s share" in results
     assert results.count('<td class="value">10.2</td>') == 2
+
+
+def test_states_elsewhere_stand_beside_the_state(page: str) -> None:
+    state = {"parameters": 6 * MIB, "disk": 5 * MIB, "total": 6 * MIB}
+    away = make_cell(states="/nvme")
+    away = replace(away, ranks=[replace(rank, memory_bytes=state) for rank in away.ranks])
+    shown = render([Run("", (make_cell(), away))])
+    text = " ".join("".join(parsed(shown).text).split())
+    for words in (
+        "states /nvme",
+        "states elsewhere",
+        "their visits as well",
+        "they visit the device in",
+    ):
+        assert words in text
+    assert "+ 5 away" in shown
+    assert "elsewhere" not in page
 
 
 def test_nothing_is_loaded_from_outside_and_only_the_drawing_runs(page: str) -> None:

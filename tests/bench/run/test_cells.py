@@ -66,6 +66,10 @@ def test_a_label_tells_what_varies() -> None:
     wires = product({"engine": ("zerokit", "ddp"), "wire": ("own", "bf16")}, TINY)
     assert label_of(wires[1], varying(wires)) == ["zerokit 2", "bf16 wire"]
     assert label_of(Settings(engine="ddp", stage=0), ("precision",)) == ["DDP"]
+    homes = product({"states": ("device", "./nvme", "fp8"), "stage": (3,)}, TINY)
+    assert [label_of(cell, varying(homes))[1] for cell in homes] == [
+        *("states device", "states ./nvme", "states fp8"),
+    ]
     both = product({"engine": ("ddp", "fsdp2"), "optimizer": ("adamw", "muon")}, TINY)
     assert [" ".join(label_of(cell, varying(both))) for cell in both] == [
         *("DDP adamw", "DDP muon", "FSDP2 3 adamw", "FSDP2 3 muon"),
@@ -120,6 +124,11 @@ def test_numbers_that_no_record_holds_are_refused(option: str, value: float, mes
         ({"every": 4, "nproc_per_node": 1}, "needs islands"),
         ({"every": 4, "mesh": "2x2", "outer_stage": 0}, "omit --outer-stage"),
         ({"every": 4, "mesh": "1x4"}, "neither axis 1"),
+        (
+            {"states": "disc"},
+            "expected device, host, fp8, or the path of a directory with a slash, such as ./disc",
+        ),
+        ({"states": ""}, "states is empty"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
@@ -138,6 +147,8 @@ def test_settings_that_make_no_sense_are_refused(options: dict[str, Any], text: 
         ({"engine": "zerokit", "stage": 3, "precision": "fp16", "wire": "bf16"}, None),
         ({"engine": "zerokit", "stage": 0}, None),
         ({"engine": "fsdp2", "stage": 3, "optimizer": "muon"}, None),
+        ({"engine": "fsdp2", "stage": 3, "states": "host"}, "--states host is zerokit's"),
+        ({"engine": "zerokit", "stage": 3, "states": "/nvme"}, None),
         ({"engine": "deepspeed", "optimizer": "muon"}, "deepspeed is benched with adamw only: zerokit, ddp"),
         ({"engine": "parameter-server", "stage": 0, "optimizer": "muon"}, "is benched with adamw only"),
         ({"model": "resnet50", "optimizer": "muon"}, "resnet50 has no matrices in blocks"),

@@ -10,9 +10,10 @@ from types import MappingProxyType
 
 from zerokit.bench.catalogue.workloads import InceptionConfig, describe
 from zerokit.bench.machine.host import find_gpus, visible_devices
-from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.settings import ON_DEVICE, Settings
 from zerokit.bench.record.words import value_in_words
 from zerokit.errors import UsageError
+from zerokit.sizes import ELSEWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,8 @@ def unsupported(settings: Settings) -> str | None:
         only = len(engine.stages) == 1
         has = f"stage {engine.stages[0]} only" if only else f"stages {', '.join(map(str, engine.stages))}"
         return f"{name} has no stage {settings.stage}: it has {has}"
+    if settings.states != ON_DEVICE and name != "zerokit":
+        return f"{name} has no home for states but its own: --states {settings.states} is zerokit's"
     if settings.optimizer not in engine.optimizers:
         having = [other for other in ENGINES if settings.optimizer in ENGINES[other].optimizers]
         return f"{name} is benched with adamw only: {', '.join(having)} train with torch's Muon"
@@ -177,9 +180,16 @@ class State:
         return " + ".join(f"{count}{unit}" for count, unit in parts if count)
 
 
-def state_of(engine: str, stage: int, precision: str, optimizer: str = "adamw") -> State:
-    """The least state that an engine keeps for each parameter; AdamW's two moments and Muon's one are in fp32."""
-    moments = 8 if optimizer == "adamw" else 4
+def state_of(
+    engine: str, stage: int, precision: str, optimizer: str = "adamw", home: str = ON_DEVICE
+) -> State:
+    """The least state that an engine keeps for each parameter in the memory that it computes in.
+
+    AdamW's two moments and Muon's one are in fp32, unless the states' `home` is "fp8". What is on the host or on a disk
+    is not counted.
+    """
+    count = 2 if optimizer == "adamw" else 1
+    moments = count if home == "fp8" else 4 * count
     if engine == "parameter-server":  # rank 0, the only one that steps, keeps moments as well
         return State(whole=4 + 4, shared=0)
     half = precision != "fp32"
@@ -192,6 +202,8 @@ def state_of(engine: str, stage: int, precision: str, optimizer: str = "adamw") 
     parameter, gradient, updated = 4, 4, moments
     if half and engine in ("zerokit", "deepspeed"):
         parameter, gradient, updated = 2, 4 if engine == "zerokit" else 2, 4 + moments
+    if home in ELSEWHERE:
+        updated = 0
     if engine == "compute-only":
         stage = min(stage, 1)  # it can share out nothing but the optimizer's work
     elif engine == "deepspeed" and stage == 1:
@@ -210,8 +222,9 @@ def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
         return None
     on_cuda = settings.device == "cuda" or (settings.device is None and bool(machine.device_bytes))
     precision = settings.precision or ("bf16" if on_cuda else "fp32")
-    state = state_of(settings.engine, settings.stage, precision, settings.optimizer)
-    least = state_of(settings.engine, 3, precision, settings.optimizer)
+    home = ON_DEVICE if settings.home == "host" and not on_cuda else settings.home
+    state = state_of(settings.engine, settings.stage, precision, settings.optimizer, home)
+    least = state_of(settings.engine, 3, precision, settings.optimizer, home)
     for index, there in enumerate(machine.device_bytes if on_cuda else (machine.host_bytes,)):
         # Ranks go round the devices.
         sharing = len(range(index, settings.world, len(machine.device_bytes) if on_cuda else 1))

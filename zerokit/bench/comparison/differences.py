@@ -319,7 +319,7 @@ def _alike(cells: Sequence[Cell], apart: Callable[[Settings], bool]) -> list[lis
             settings = record.settings
             resumed = settings.elastic or record.checkpoints.resumed_from is not None
             if settings.engine != ALONE and not resumed:
-                key = tuple(getattr(settings, name) for name in _DECISIVE)
+                key = (*(getattr(settings, name) for name in _DECISIVE), settings.home == "fp8")
                 # Islands that meet now and then are another training in each engine, and on each mesh.
                 local = (settings.engine, settings.mesh) if settings.every is not None else None
                 engine = settings.engine if apart(settings) else None

@@ -11,6 +11,7 @@ from statistics import median
 from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.comparison.differences import Difference, Verdict, comparable, difference, steps_of
 from zerokit.bench.record.metrics import METRICS, PACED, UNITS, Measured, instrumented
+from zerokit.bench.record.settings import ON_DEVICE
 from zerokit.text import printable
 
 GIB_FROM = 10 * 1024.0
@@ -93,15 +94,18 @@ OF_A_PAGE = ("memory/state_mib", "loss_last")
 def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -> list[str]:
     """The main metrics; with `details`, which is the default for few cells, more of them.
 
-    The optimizer's share of the step is among them once a cell has another optimizer than AdamW.
+    The optimizer's share of the step is among them once a cell has another optimizer than AdamW, or states that visit.
     """
     if details is None:
         details = _DETAILS if len(cells) <= FEW else ()
     wanted = {"step/p50_ms", "mfu", memory_metric(cells)[0], "comm/cost_ms", *details}
     if len(cells) > 1:
         wanted.add(PACED)
-    if any(cell.settings["optimizer"] != "adamw" for cell in cells):
+    away = any(cell.settings["states"] != ON_DEVICE for cell in cells)
+    if away or any(cell.settings["optimizer"] != "adamw" for cell in cells):
         wanted.add("phase/optimizer_share")
+    if away:
+        wanted |= {"memory/elsewhere_mib", "memory/state_mib"}
     wanted |= {f"throughput/{unit}_per_s" for unit in UNITS} | {f"to_target/{unit}" for unit in UNITS}
     if len(steps_of(cells)) > 1:
         wanted.discard("loss_last")

@@ -54,6 +54,7 @@ class ZerokitTrainer(Trainer):
             mesh=settings.shape if settings.every is None else settings.islands,
             precision=precision,
             init_fn=self._init_fn,
+            states=settings.states,
             **options,
         )
         if settings.every is not None:

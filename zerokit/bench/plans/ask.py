@@ -20,6 +20,7 @@ from zerokit.planning.efficiency import Efficiency, of_device
 from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network
 from zerokit.planning.planner import plan_cells
 from zerokit.planning.subject import Subject
+from zerokit.sizes import HOMES
 
 _T = TypeVar("_T")
 
@@ -52,6 +53,7 @@ def plan(
     recompute: bool | None = None,
     bucket_mb: float | None = None,
     optimizer: str = "adamw",
+    states: str | Sequence[str] | None = None,
 ) -> Plan:
     """Predict memory and time of every way to train `model` on `gpus` ranks, best first. No rank is started.
 
@@ -77,6 +79,9 @@ def plan(
         recompute: whether blocks are recomputed in backward.
         bucket_mb: as `ZeroOptimizer`'s.
         optimizer: "adamw", or "muon": Muon for the matrices of the blocks, AdamW for the rest.
+        states: where masters and states may be between steps: "device", "host", "disk", "fp8", or "any" of these. By
+            default they are on the device, if nothing fits then on the host, and if that does not fit either, on disk
+            or in fp8, whichever is faster.
 
     Raises `UsageError` for what is unknown, contradictory, or cannot be traced.
     """
@@ -127,6 +132,7 @@ def plan(
         bucket_mb=bucket_mb,
         module_stages={path: stage_of(own) for path, own in (module_stages or {}).items()},
         optimizer=optimizer,
+        states=_homes(_several(states), on_cuda=on_cuda),
     )
     found = plan_cells(subject, question)
     return replace(found, assumptions=(*notes, *reasons, *found.assumptions))
@@ -245,6 +251,18 @@ def _efficiencies(
     return found, reasons
 
 
+def _homes(given: Sequence[str] | None, *, on_cuda: bool) -> tuple[tuple[str, ...], ...]:
+    """Homes of states to choose from, by turns."""
+    if unknown := [one for one in given or () if one not in (*HOMES, "any")]:
+        raise UsageError(f"states {unknown[0]!r}: expected one of {', '.join(HOMES)}, any")
+    if not on_cuda and given is not None and "host" in given:
+        raise UsageError("states on the host are where hosts compute: omit --states host")
+    own = HOMES if on_cuda else tuple(home for home in HOMES if home != "host")
+    if given is None:
+        return ("device",), *((("host",),) if on_cuda else ()), ("disk", "fp8")
+    return (own if "any" in given else tuple(given),)
+
+
 def _meshes(given: Sequence[str] | None, world: int) -> tuple[Mesh, ...] | None:
     if given is None:
         return None
@@ -293,6 +311,7 @@ def plain(plan: Plan) -> dict[str, Any]:
         "nodes": question.nodes,
         "device_memory_bytes": question.room_bytes,
         "why": plan.why if best else None,
+        "visits": plan.visits,
         "bench": plan.bench_line,
         "optimizer": plan.optimizer_arguments,
         "assumptions": list(plan.assumptions),
@@ -312,6 +331,7 @@ def plain_cell(one: PlannedCell) -> dict[str, Any]:
         "accumulate": cell.accumulate,
         "recompute": cell.recompute,
         "precision": cell.precision,
+        "states": cell.states,
         "memory": {
             "held_bytes": asdict(memory.held) | {"total": memory.held.total},
             "peak_bytes": memory.peak,
@@ -319,11 +339,13 @@ def plain_cell(one: PlannedCell) -> dict[str, Any]:
             "gathered_bytes": memory.gathered,
             "context_bytes": memory.context,
             "needed_bytes": memory.needed,
+            "away_bytes": memory.away,
             "missing_bytes": one.missing_bytes,
         },
         "step_ms": time and time.total_s * 1e3,
         "compute_ms": time and time.compute_s * 1e3,
         "optimizer_ms": time and time.optimizer_s * 1e3,
+        "visits_ms": time and time.visits_s * 1e3,
         "exposed_ms": time and {axis.name.lower(): s * 1e3 for axis, s in time.exposed_s.items()},
         "limit": time and time.limit,
         "units_per_s_per_device": one.units_per_s,

@@ -22,7 +22,7 @@ from zerokit.bench.machine.host import write_first
 from zerokit.bench.record.measured import Bandwidth, Planned
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.schema import to_plain
-from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.settings import ON_DEVICE, Settings
 from zerokit.bench.workloads.build import Loaded, load
 from zerokit.documents import parse_json, read_text
 from zerokit.errors import UsageError
@@ -243,7 +243,9 @@ class PlanBeside:
             return
         mesh = placement.mesh
         layout = trace.layout.for_world(mesh.world)
-        sizes = element_sizes(precision, settings.optimizer, layout, placement)
+        # On a host, the host is the device.
+        home = ON_DEVICE if settings.home == "host" and not on_cuda else settings.home
+        sizes = element_sizes(precision, settings.optimizer, layout, placement, home)
         step = Step(layout, placement, sizes, on_cuda, settings.nodes)
         memory = StepMemory(trace, step, accumulate=settings.accumulate).of(trace)
         self._timed = Timed(trace.work, step.layout, placement, sizes, micro_batches=settings.accumulate)
@@ -251,6 +253,8 @@ class PlanBeside:
         reason: str | None = "a host's step is planned from its compute-only twin, and there is none"
         if device is not None:
             try:
+                if home == "disk":
+                    raise UsageError("how fast the disk of the states is, is not known")
                 found = device_named(device)
                 cluster = Cluster(found, settings.nproc_per_node, found.inner)
                 step_ms = step_time(self._timed, cluster, of_device(found, name)).total_s * 1e3
@@ -269,6 +273,8 @@ class PlanBeside:
             why = "hosts have planned steps where all ranks of a node read each other's memory"
         elif self._settings.optimizer != "adamw":
             why = "a host's step is planned for AdamW, whose update says how fast the host moves bytes"
+        elif self._settings.states != ON_DEVICE:
+            why = "a host's step is planned with states on the device"
         elif self._settings.precision != "fp32" or not twin.pace_ms or reading is None:
             why = "a host's step is planned in fp32, from a twin that computes the same"
         else:
@@ -304,6 +310,11 @@ def speed_of(record: Record, cluster: Cluster, world: int) -> Efficiency:
         raise UsageError(
             f"the record's bench trained with {settings.optimizer}, and AdamW's update says how fast a device moves "
             "bytes: give a record of --optimizer adamw"
+        )
+    if settings.states != ON_DEVICE:
+        raise UsageError(
+            f"the update of the record's bench includes what --states {settings.states} costs, and it says how fast a "
+            "device moves bytes: give a record with states on the device"
         )
     precision = settings.precision or "fp32"
     traces = Traces(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.statistics import mean_interval, median_interval
+from zerokit.sizes import ELSEWHERE
 
 MIB = 2.0**20
 UNITS = ("tokens", "images", "samples")
@@ -132,6 +133,20 @@ def _state(name: str) -> Read:
     return lambda record: _largest((getattr(rank, name) or {}).get("total") for rank in record.ranks)
 
 
+def _beside(*lines: str) -> Read:
+    """Lines of the memory report that are no part of the state; None where masters and states are on the device."""
+
+    def value(record: Record) -> float | None:
+        if record.settings.home not in ELSEWHERE:
+            return None
+        return _largest(
+            None if rank.memory_bytes is None else sum(rank.memory_bytes.get(line, 0) for line in lines)
+            for rank in record.ranks
+        )
+
+    return value
+
+
 def _peak_in_a_step(record: Record) -> float | None:
     """MiB of all tensors on rank 0, in the extra step in which they were followed."""
     readings = [] if record.timeline is None else zip(*record.timeline.bytes.values(), strict=True)
@@ -226,6 +241,8 @@ def _table() -> Iterator[tuple[str, str, str, Read | str]]:
         ("planned_peak", "peak, planned", "planned.total_bytes"),
         ("state", "state", _state("memory_bytes")),
         ("state_predicted", "state, formula", _state("predicted_memory_bytes")),
+        ("elsewhere", "states elsewhere", _beside(*ELSEWHERE)),
+        ("visiting", "buffers of visits", _beside("visiting")),
     ):
         yield f"memory/{name}_mib", title, "MiB", value
     yield "comm/cost_ms", "communication", "ms", "results.communication_ms"
@@ -249,7 +266,10 @@ def _table() -> Iterator[tuple[str, str, str, Read | str]]:
     yield "checkpoint/load_ms", "load", "ms", "checkpoints.load_ms"
 
 
-_COUNTED = ("memory/state", "memory/planned_peak", "step/planned", "traffic/", "loss_", "skipped_steps")
+_COUNTED = (
+    *("memory/elsewhere", "memory/visiting"),
+    *("memory/state", "memory/planned_peak", "step/planned", "traffic/", "loss_", "skipped_steps"),
+)
 """Known exactly."""
 
 

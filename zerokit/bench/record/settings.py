@@ -26,6 +26,7 @@ MEASURED = "How it is measured"
 CHECKPOINTS = "Checkpoints"
 
 STAGES = (0, 1, 2, 3)
+ON_DEVICE = "device"
 DEFAULT_REPEATS = 3
 """Rounds of a sweep where nobody chooses."""
 LOSSY_WIRES = ("int8", "int4", "powersgd")
@@ -118,6 +119,13 @@ class Settings:
         "biases).",
         choices=("adamw", "muon"),
         words="{}",
+    )
+    states: str = _inner(
+        "device",
+        "Where masters and the optimizer's states are between steps: device, host, fp8 (moments in eight bits on the "
+        "device), or the path of a directory on a disk of each node. For zerokit.",
+        metavar="NAME|PATH",
+        words="states {}",
     )
     every: Integer | None = _inner(
         None,
@@ -271,6 +279,11 @@ class Settings:
             raise UsageError(contradiction)
 
     def _contradictions(self) -> Iterator[str]:
+        if self.states not in (ON_DEVICE, "host", "fp8") and "/" not in self.states:
+            yield (
+                f"states {self.states!r}: expected device, host, fp8, or the path of a directory with a slash, such as "
+                f"./{self.states}"
+            )
         if self.every is None and (self.fragments != 1 or self.delay):
             yield "--fragments and --delay belong to local steps: give --every too"
         if self.every is not None:
@@ -305,6 +318,11 @@ class Settings:
             yield "an elastic bench resumes from its checkpoints: give a run directory with --save"
         if self.save is not None and self.engine != "zerokit":
             yield f"--save writes zerokit's checkpoints, which engine {self.engine!r} cannot"
+
+    @property
+    def home(self) -> str:
+        """The kind of home of `states` (`zerokit.sizes.HOMES`)."""
+        return "disk" if "/" in self.states else self.states
 
     @property
     def shape(self) -> tuple[int, int] | None:

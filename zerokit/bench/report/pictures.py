@@ -349,6 +349,8 @@ def _state(cells: Sequence[Cell]) -> Picture | None:
         if formula is not None:
             text += ", as planned" if formula == total else f", planned {scale.text(formula)}"
             mark = formula * scale.factor
+        if elsewhere := cell.value("memory/elsewhere_mib"):
+            text += f" + {scale.text(elsewhere)} away"
         rows.append(Row(cell.label, text, parts, mark=mark))
     return draw_bars("state", f"Model state and its formula, {scale.unit} a rank", rows, scale, _STATE)
 

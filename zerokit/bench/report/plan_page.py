@@ -16,7 +16,7 @@ from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each, hopeles
 _SHORT = {kind: kind.split()[0] for kind in MEMORY_KINDS}
 """Headings and labels that a narrow page has room for."""
 _ROLES = dict(zip(_SHORT.values(), ("first", "third", "second", "soft", "fourth"), strict=True))
-_LANES = {"compute": "first", "inner": "third", "outer": "second"}
+_LANES = {"compute": "first", "inner": "third", "outer": "second", "host": "fourth", "disk": "fourth"}
 _MOST_ROWS = 14
 _MOST_SPANS = 400
 
@@ -29,6 +29,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         parameters=count(plan.parameters),
         plan=plan,
         cells=best_of_each(plan.fitting),
+        away=any(one.cell.states != "device" for one in plan.fitting),
         hopeless=hopeless(plan),
         kinds=_SHORT,
         gib=GIB,
@@ -58,7 +59,12 @@ def _memory(plan: Plan) -> Picture:
 def _name(one: PlannedCell) -> str:
     cell = one.cell
     mesh = f" on {cell.mesh.outer}x{cell.mesh.inner}" if cell.mesh.outer > 1 else ""
-    return f"{cell.stage_label}{mesh}, batch {cell.micro_batch}" + (", recompute" if cell.recompute else "")
+    words = [f"{cell.stage_label}{mesh}, batch {cell.micro_batch}"]
+    if cell.recompute:
+        words.append("recompute")
+    if cell.states != "device":
+        words.append("fp8" if cell.states == "fp8" else f"on {cell.states}")
+    return ", ".join(words)
 
 
 def _step(best: PlannedCell) -> Picture:

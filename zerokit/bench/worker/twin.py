@@ -36,7 +36,7 @@ _AHEAD = 5
 Parts = tuple[float, float]
 """Milliseconds of forward with backward, and of the update."""
 _NOT_ITS = (
-    *("wire", "mesh", "outer_stage", "every", "fragments", "delay", "bucket_mb"),
+    *("wire", "mesh", "outer_stage", "every", "fragments", "delay", "bucket_mb", "states"),
     *("save", "save_every", "background", "resume"),
 )
 # A share of the free memory: activations take some as well.

@@ -29,7 +29,7 @@ from zerokit.checkpoint.prune import foreign_to
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.uncut import read_uncut
-from zerokit.errors import ZerokitWarning
+from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.layout import Interval
 
 _FILE = re.compile(r"\.metadata|__\d+_\d+\.distcp")
@@ -82,7 +82,12 @@ def _new(name: str, state: dict[str, Any]) -> Record:
 
 
 def write_dcp(source: Source, world: int, target: Path, options: Options) -> None:
-    """Write `source` for `world` ranks as the directory `target`. Raises as `convert` does."""
+    """Write `source` for `world` ranks as the directory `target`. Raises as `convert` does, and for states in fp8."""
+    if any(stream.block > 1 for stream in source.streams):
+        raise UsageError(
+            f"{source.path} has states in fp8, which DCP has no form for: load it into a run with states='device', "
+            "save that, and convert the result"
+        )
     with converting(source, target, options, _foreign) as work:
         _write(source, world, work, options)
 

@@ -134,7 +134,11 @@ def _tensors(checkpoint: Source, dtype: str | None, weights: str) -> Iterator[_T
             f"{checkpoint.path}: stream {weights!r} has no {absent[0]}: expected one of {kinds}; an average "
             "exists only if zerokit.Ema kept one"
         )
-
+    coded = [p for p, number in held.items() if checkpoint.manifest.scales(number, p) is not None]
+    if coded or any(checkpoint.streams[number].block > 1 for number in held.values()):
+        raise UsageError(
+            f"{checkpoint.path}: stream {weights!r} is codes of a state, or scales: expected weights or an average"
+        )
     parameters = (
         (p.name, p.shape, checkpoint.streams[held[position]].dtype, p.dtype, held[position])
         for position, p in enumerate(checkpoint.layout.parameters)

@@ -12,16 +12,30 @@ from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.files import path_of
 from zerokit.runtime.admission import BUILDING
 from zerokit.runtime.collectives import Collectives
+from zerokit.runtime.homes.codes import Codes, decode
 from zerokit.runtime.homes.copies import CopyStream
 from zerokit.runtime.homes.disk import DiskHome
 from zerokit.runtime.homes.elsewhere import PAGE
+from zerokit.runtime.homes.fp8 import CodedHome, encoded, require_codable
 from zerokit.runtime.homes.home import Elements, Home, Stored, in_memory
 from zerokit.runtime.homes.pinned import PinnedHome
 from zerokit.runtime.homes.staging import Staging
 
-__all__ = ["Elements", "Home", "Stored", "home_of", "in_memory", "kind_of", "room_of"]
+__all__ = [
+    "Codes",
+    "Elements",
+    "Home",
+    "Stored",
+    "decode",
+    "encoded",
+    "home_of",
+    "in_memory",
+    "kind_of",
+    "require_codable",
+    "room_of",
+]
 
-KINDS = ("device", "host")
+KINDS = ("device", "host", "fp8")
 
 
 def kind_of(states: object) -> str:
@@ -43,6 +57,8 @@ def home_of(states: str | os.PathLike[str], rooms: Mapping[int, int], collective
     kind = kind_of(states)
     if kind == "device":
         return Home()
+    if kind == "fp8":
+        return CodedHome(collectives.device)
     streams = streams_for(collectives.device)
     if kind == "disk":
         staging = Staging(streams[0]) if streams else None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zerokit.runtime.homes.codes import Codes
 from zerokit.runtime.masters import Master, OwnedUnit, WholeMaster
 from zerokit.runtime.trials import tensors_in
 
@@ -87,6 +88,10 @@ class Home:
     def elements(self, unit: OwnedUnit, tensor: Tensor) -> Elements:
         """A master or state of a unit without a visit."""
         return tensor.detach()
+
+    def coded(self, tensor: Tensor) -> Codes | None:
+        """The codes that stand for a state between steps; None where it is kept as it is."""
+        return None
 
     def keep(self) -> Callable[[Stored], Stored]:
         """Keep all that is away as it is now, whatever the next steps write. Raises `ZerokitError` where it cannot.
