@@ -1,151 +1,165 @@
-"""Memory and seconds of steps whose masters and states are on a disk, beside a run with them on the device.
+"""Steps and memory with masters and states in a file, beside the same training with all of it in memory.
 
-    torchrun --standalone --nproc-per-node 2 -m benchmarks.states --states DIRECTORY --precision bf16
+Two gloo ranks train a GPT of 206 M parameters at stage 2 or 3; each training runs in fresh processes, and rounds
+alternate their order. Every step should take at most 1.15 times as long as the slower of the two: the same step in
+memory, or the states' way from the disk and back at the rates that the disk has in the same round. The peak of a rank's
+resident memory, from before the model is built to after the last step, a save and a load, should be at most what the
+formulas say it holds, with the states of two units and 64 MiB beside it; activations are what the same training takes
+with all in memory.
 
-Prints JSON: for each home the highest resident memory of a rank above what it had before the model was built, the
-formulas' prediction, the medians of passes and of steps, and the rate at which steps moved states.
+python benchmarks/states.py DIRECTORY
+python benchmarks/states.py DIRECTORY --precision fp32 --stage 3 --rounds 1 --json states.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import statistics
-import tempfile
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
 import zerokit
-from zerokit.runtime.homes.home import Home
+from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_options, spread, write_json
+from benchmarks.ranks import run_ranks
+from zerokit import Precision, ZeroOptimizer
+from zerokit.bench.catalogue.workloads import GPTConfig
+from zerokit.bench.machine.host import peak_host_bytes
+from zerokit.bench.workloads.build import build_model
+from zerokit.bench.workloads.models import init_module
+from zerokit.doctor.disk import measure_disk
+from zerokit.placement import stage_of
 
-MB = 1e6
-
-
-class Transformer(nn.Module):
-    """A decoder's parameters: about 12 · depth · width² of them beside the embedding."""
-
-    def __init__(self, depth: int, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True)
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(hidden).float()
-        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+WORLD, WARMUP = 2, 2
+CONFIG = GPTConfig(16_384, 256, 1024, 15, 16)
+MEMORY, DISK = "in memory", "in a file"
+STEP_BAR, SLACK = 1.15, 64 << 20
 
 
-def _resident(name: str) -> int:
-    """Bytes that the system counts for this process: `VmRSS` now, `VmHWM` at most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(name)
-
-
-def _measure(states: str, arguments: argparse.Namespace, run: Path) -> dict[str, object]:
-    torch.manual_seed(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest resident memory begins anew
-    before = _resident("VmRSS")
+def train(states: str, runs: str, stage: int, precision: Any, length: int, steps: int) -> dict[str, Any]:
+    """A rank's part of a training: the milliseconds of its steps, and bytes that it held."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = peak_host_bytes()
     with torch.device("meta"):
-        model = Transformer(arguments.depth, arguments.width, arguments.vocabulary)
-    optimizer = zerokit.ZeroOptimizer(
+        model = build_model(CONFIG, None, seed=0)
+    optimizer = ZeroOptimizer(
         model,
         torch.optim.AdamW,
-        stage=arguments.stage,
-        precision=arguments.precision,
-        bucket_mb=arguments.bucket_mb,
+        stage=stage_of(stage),
+        precision=Precision.of(precision),
         states=states,
-        init_fn=_init,
+        lr=1e-4,
+        init_fn=init_module,
     )
-    built = _resident("VmHWM") - before
-    tokens = torch.randint(0, arguments.vocabulary, (1, 16))
-    passes, steps = [], []
-    for _ in range(arguments.steps):
-        begin = time.perf_counter()
-        optimizer.backward(model(tokens))
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    steps_ms = list[float]()
+    for number in range(WARMUP + steps):
+        tokens = torch.randint(0, CONFIG.vocabulary, (1, length + 1), generator=draw)
         dist.barrier()
-        middle = time.perf_counter()
+        begun = time.perf_counter()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        optimizer.backward(loss)
+        optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-        dist.barrier()
-        end = time.perf_counter()
         optimizer.zero_grad()
-        passes.append(middle - begin)
-        steps.append(end - middle)
-    stepped = _resident("VmHWM") - before
-    zerokit.save(run, optimizer, step=arguments.steps)
-    saved = _resident("VmHWM") - before
-    zerokit.load(run, optimizer)
-    home: Home = optimizer.runtime.home
-    moved = 2 * sum(
-        tensor.nbytes for unit in optimizer.runtime.units for tensor in home.away(unit)
-    )  # there and back
-    step = statistics.median(steps[1:])
-    memory = optimizer.memory()
+        if number >= WARMUP:
+            steps_ms.append((time.perf_counter() - begun) * 1000.0)
+    held = optimizer.predicted_memory()
+    stepped = peak_host_bytes() - before
+    zerokit.save(runs, optimizer, step=1)
+    zerokit.load(runs, optimizer)
     return {
-        "parameters": sum(parameter.numel for parameter in optimizer.layout.parameters),
-        "formula_MB": (memory.peak if hasattr(memory, "peak") else memory.total) / MB,
-        "memory_MB": {name: size / MB for name, size in memory.as_dict().items() if size},
-        "two_units_MB": home.most / MB,
-        "peak_MB": {
-            "built": built / MB,
-            "stepped": stepped / MB,
-            "saved": saved / MB,
-            "loaded": (_resident("VmHWM") - before) / MB,
-        },
-        "pass_s": statistics.median(passes[1:]),
-        "step_s": step,
-        "moved_MB": moved / MB,
-        "moved_GB_per_s": moved / step / 1e9,
+        "steps_ms": steps_ms,
+        "loss": float(loss),
+        "peak": stepped,
+        "peak_saved": peak_host_bytes() - before,
+        "formula": held.total,
+        "visiting": held.visiting,
+        "disk": held.disk,
     }
 
 
-def _init(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is not None:
-        reset()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure both; returns 1 when a step or a peak is above its bar, or losses differ."""
+    options = read_options(
+        __doc__,
+        words,
+        _directory=(Path, "a directory on the disk"),
+        precision="bf16",
+        stage=2,
+        length=(128, "tokens of a step on each rank"),
+        rounds=3,
+        steps=4,
+        json=Path,
     )
-    parser.add_argument("--states", default=tempfile.gettempdir(), help="a directory on the disk to measure")
-    parser.add_argument("--homes", nargs="+", default=["device", "disk"], choices=["device", "disk"])
-    parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--stage", type=int, default=2)
-    parser.add_argument("--bucket-mb", type=float, default=25.0)
-    parser.add_argument("--depth", type=int, default=14)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=12000)
-    parser.add_argument("--steps", type=int, default=4)
-    arguments = parser.parse_args()
-    dist.init_process_group("gloo")
-    found: dict[str, object] = {"precision": arguments.precision, "stage": arguments.stage}
-    for home in arguments.homes:
-        run = Path(arguments.states) / "zerokit-benchmark-run"
-        found[home] = _measure(arguments.states if home == "disk" else "device", arguments, run)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(run)
-        dist.barrier()
-    found["load"] = os.getloadavg()[0]
-    if dist.get_rank() == 0:
-        print(json.dumps(found, indent=2))
-    dist.destroy_process_group()
+    runs = options.directory.resolve() / "zerokit-states-benchmark"
+    measured: dict[str, list[list[dict[str, Any]]]] = {MEMORY: [], DISK: []}
+    visits_ms = list[float]()
+
+    def measure(name: str) -> float:
+        """The median step of one training, in ms."""
+        states = str(options.directory.resolve()) if name == DISK else "device"
+        try:
+            found: list[dict[str, Any]] = run_ranks(
+                *(train, states, str(runs), options.stage, options.precision, options.length, options.steps),
+                world=WORLD,
+            )
+        finally:
+            shutil.rmtree(runs, ignore_errors=True)
+        measured[name].append(found)
+        if name == DISK:
+            os.sync()
+            rates = measure_disk(options.directory, shutil.disk_usage(options.directory).free)
+            if rates is None:
+                raise SystemExit(f"{options.directory}: too little is free to measure the disk")
+            visits_ms.append(1e3 * rates.visit_seconds(sum(rank["disk"] for rank in found)))
+        slowest: list[float] = [max(step) for step in zip(*(rank["steps_ms"] for rank in found), strict=True)]
+        return median(slowest)
+
+    steps_ms = in_rounds((MEMORY, DISK), options.rounds, measure)
+    bound_ms = [max(pair) for pair in zip(steps_ms[MEMORY], visits_ms, strict=True)]
+    rows = [
+        [name, spread(times, 0), f"{ratio(times, steps_ms[MEMORY]):.2f}"]
+        for name, times in (*steps_ms.items(), ("the states' way, by the disk's rates", visits_ms))
+    ]
+    size = f"GPT of {CONFIG.parameters / 1e6:.0f} M, {options.precision}, stage {options.stage}"
+    print(plain_table(f"A step: {size}, {WORLD} gloo ranks", ["states", "ms", "÷ in memory"], rows))
+    worst: dict[str, dict[str, int]] = {
+        name: {
+            key: max(rank[key] for run in found for rank in run) for key in found[0][0] if key != "steps_ms"
+        }
+        for name, found in measured.items()
+    }
+    own = worst[MEMORY]
+    activations = max(0, own["peak"] - own["formula"])
+    memory_rows = [
+        [name, *(f"{one[key] / 1e6:,.0f}" for key in ("formula", "visiting", "disk", "peak", "peak_saved"))]
+        for name, one in worst.items()
+    ]
+    columns = ["states", "formula", "visiting", "on disk", "peak of steps", "peak with save, load"]
+    print()
+    print(plain_table("A rank's memory, in MB", columns, memory_rows))
+    losses = [rank["loss"] for found in measured.values() for run in found for rank in run]
+    write_json(
+        options.json, {"steps_ms": steps_ms, "visits_ms": visits_ms, "ranks": measured, "losses": losses}
+    )
+    elsewhere = worst[DISK]
+    most = elsewhere["formula"] + elsewhere["visiting"] + activations + SLACK
+    held = [
+        bar_holds("a step ÷ max(in memory, the states' way)", ratio(steps_ms[DISK], bound_ms), STEP_BAR),
+        bar_holds("the peak, in MB", elsewhere["peak_saved"] / 1e6, most / 1e6),
+        len(set(losses)) == WORLD,
+    ]
+    return 0 if all(held) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,9 @@ def _train(
                 optimizer.backward(loss * 6 if count else loss, count=6 + dist.get_rank() if count else None)
                 losses.append(loss.item())
         optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "gradients are inf or nan")
+            optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         if optimizer.ema is not None:
