@@ -35,7 +35,8 @@ class Net(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + block(x)
-        return self.head(x).float().square().mean()
+        loss: Tensor = self.head(x).float().square().mean()
+        return loss
 
 
 def _classes(name: str, model: nn.Module) -> Any:
@@ -55,9 +56,9 @@ def _classes(name: str, model: nn.Module) -> Any:
     return pytorch_optimizer.ScheduleFreeAdamW
 
 
-def _build(states: Any, name: str = "adamw", **options: Any) -> tuple[Net, zerokit.ZeroOptimizer]:
+def _build(states: Any, name: str = "adamw", **given: Any) -> tuple[Net, zerokit.ZeroOptimizer]:
     model = Net()
-    options = {"stage": 2, "precision": "fp32", "bucket_mb": 0.005} | options
+    options: dict[str, Any] = {"stage": 2, "precision": "fp32", "bucket_mb": 0.005} | given
     classes = _classes(name, model)
     if not isinstance(classes, dict):
         options["lr"] = 3e-3
@@ -85,7 +86,7 @@ def _train(
     losses = []
     for number in numbers:
         if number == freeze:
-            model.blocks[1][0].weight.requires_grad_(False)
+            model.get_parameter("blocks.1.0.weight").requires_grad_(False)
         for part in range(parts):
             with optimizer.accumulate() if part + 1 < parts else nullcontext():
                 loss = model(_tokens(number, part))
