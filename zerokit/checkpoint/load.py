@@ -177,7 +177,8 @@ def _load(
         kept or f"loading {checkpoint.path} did not succeed, so {lost}: load again, or build the model anew"
     )
     if plan.shared is not None:
-        _make_states(runtime, plan.states)
+        runtime.home.renew()
+        together.each(lambda: _make_states(runtime, plan.states))
     for sources in match.rounds():
         _read_states(checkpoint, sources, runtime, together, weights_only=weights_only)
     if plan.shared is not None:

@@ -222,6 +222,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
         for master in (master for unit in units for master in unit.masters):
             master.values.tensor.copy_(masters[master].reshape(-1))
 
+    runtime.home.renew()
     with torch.no_grad():
         runtime.home.tour(runtime.units, take, writes=True)
         runtime.publish()

@@ -52,7 +52,9 @@ class File:
                 f"states={str(directory)!r}: no file can be made there ({error.strerror}): expected a directory on a "
                 "disk of this node, with room for this rank's masters and states"
             ) from error
-        weakref.finalize(self, os.close, self.fd)
+        weakref.finalize(self, _discard, self.fd, os.getpid())
+        self._lost: list[str] = []
+        """Why writes failed: what is in the file is not what was to be there."""
         self._direct = self.fd
         if (direct := _past_the_cache(self.fd)) is not None:
             self._direct = direct
@@ -79,6 +81,7 @@ class File:
 
     def read(self, memory: memoryview, offset: int, *, direct: bool = False) -> None:
         """Fill `memory` from byte `offset` on; `direct` if all of it begins and ends with pages."""
+        self._require_right()
         with self._explained("read"):
             while memory:
                 done = os.preadv(self._direct if direct else self.fd, [memory[:_PIECE]], offset)
@@ -88,13 +91,26 @@ class File:
 
     def write(self, memory: memoryview, offset: int) -> None:
         """Write `memory` to byte `offset` and what follows; all of it begins and ends with pages."""
-        with self._explained("written"):
-            while memory:
-                done = os.pwritev(self._direct, [memory[:_PIECE]], offset)
-                memory, offset = memory[done:], offset + done
+        try:
+            with self._explained("written"):
+                while memory:
+                    done = os.pwritev(self._direct, [memory[:_PIECE]], offset)
+                    memory, offset = memory[done:], offset + done
+        except StorageError as error:
+            self._lost.append(str(error))
+            raise
+
+    def renew(self) -> None:
+        """Note that all of it is about to be written anew."""
+        self._lost.clear()
+
+    def _require_right(self) -> None:
+        if self._lost:
+            raise StorageError(f"{self._lost[0]}, so they are incomplete: load a checkpoint")
 
     def copy(self) -> File:
         """Another file with the same bytes, which share the disk's blocks where the file system can do that."""
+        self._require_right()
         made, offset, size = File(self.directory), 0, self.size
         made.grow(size)
         with self._explained("copied"):
@@ -164,6 +180,9 @@ class DiskHome(Elsewhere):
         if not self._slots:
             os.truncate(self.file.fd, 0)
 
+    def renew(self) -> None:
+        self.file.renew()
+
     def buffer(self, nbytes: int) -> Tensor:
         if self._staging is None:
             return pages(nbytes)
@@ -226,6 +245,13 @@ def _unnamed(directory: Path) -> int:
     fd, name = tempfile.mkstemp(prefix="zerokit-states-", dir=directory)
     os.unlink(name)
     return fd
+
+
+def _discard(fd: int, process: int) -> None:
+    """Close a file and give its room back, also while forked processes have it open; these give back nothing."""
+    if os.getpid() == process:
+        os.truncate(fd, 0)
+    os.close(fd)
 
 
 def _past_the_cache(fd: int) -> int | None:
