@@ -215,7 +215,8 @@ def scaled(codes: NDArray[Any], scales: NDArray[Any]) -> NDArray[Any]:
     """Codes [n], as float32, times the scale of the block that each is in [⌈n / 64⌉]."""
     import numpy as np
 
-    values: NDArray[Any] = codes * np.repeat(scales, BLOCK)[: codes.size]
+    with np.errstate(over="ignore", invalid="ignore"):  # scales may be any numbers
+        values: NDArray[Any] = codes * np.repeat(scales, BLOCK)[: codes.size]
     return values
 
 
