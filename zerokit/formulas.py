@@ -195,7 +195,7 @@ def visits(layout: Layout, *, rank: int, placement: AnyPlacement, sizes: Element
 
 
 def buffers_of(visiting: Collection[int], *, most: int = 2) -> int:
-    """The bytes of two buffers, in which units take turns, or of one where there is only one unit."""
+    """The bytes of `most` buffers, in which units take turns, or of one where there is only one unit."""
     return min(len(visiting), most) * max(visiting, default=0)
 
 

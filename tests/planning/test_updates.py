@@ -87,13 +87,14 @@ def test_what_moves_to_owners_and_back_takes_the_links_time() -> None:
     assert more == pytest.approx(elements * 3 / 4 * (4 + 2) / 4 / 1e6, rel=0.02)
 
 
+@pytest.mark.parametrize("home", ["device", "disk", "fp8"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3, (0, 3), (1, 3)])
-def test_states_of_many_ranks_are_those_of_their_optimizer(stage: Any) -> None:
+def test_states_of_many_ranks_are_those_of_their_optimizer(stage: Any, home: str, tmp_path: Path) -> None:
     mesh = Mesh(8, 8) if isinstance(stage, tuple) else Mesh(1, 64)
     traces = Traces(subject_named("gpt-tiny"), on_cuda=False, exactly=True, optimizer="muon")
     trace = traces.get(1, "bf16", recompute=False)
     layout, placement = trace.layout.for_world(64), Placement.of(stage, mesh)
-    sizes = element_sizes(Precision.of("bf16"), "muon", layout, placement)
+    sizes = element_sizes(Precision.of("bf16"), "muon", layout, placement, home)
     planned = StepMemory(trace, Step(layout, placement, sizes, on_cuda=False)).of(trace)
     rank = fullest_rank(sizes, placement)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
@@ -101,7 +102,9 @@ def test_states_of_many_ranks_are_those_of_their_optimizer(stage: Any) -> None:
         model = build("gpt-tiny")
         shares = shares_of(model, Settings(model="gpt-tiny", optimizer="muon"))
         classes: dict[Any, Any] = {partial(share.optimizer_class): share.parameters for share in shares}
-        options: dict[str, Any] = {"mesh": (8, 8)} if mesh.outer > 1 else {}
+        options: dict[str, Any] = {"states": tmp_path if home == "disk" else home}
+        if mesh.outer > 1:
+            options["mesh"] = (8, 8)
         optimizer = ZeroOptimizer(model, classes, stage=stage, precision="bf16", **options)
         assert layout.digest() == optimizer.layout.digest()
         assert planned.held == optimizer.predicted_memory()

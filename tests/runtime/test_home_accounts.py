@@ -1,4 +1,4 @@
-"""Memory by home: what is measured where states live on a disk equals the formulas, to the byte."""
+"""Memory by home: what is measured where states live on a disk, or in fp8, equals the formulas, to the byte."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from zerokit.formulas import MemoryReport
 STAGES: dict[int, list[Any]] = {1: [0, 3], 2: [0, 1, 2, 3, {"2": 3, "*": 1}], 4: [(0, 3), (1, 2)]}
 CLASSES = ("adamw", "momentum", "muon")
 
-Account = tuple[MemoryReport, MemoryReport, MemoryReport]
-"""Measured and predicted with states on a disk, and measured with states on the device."""
+Account = dict[str, MemoryReport]
+"""Reports with states on a "disk", in "fp8" and on the "device"."""
 
 
 def _optimizer(stage: Any, precision: Any, classes: str, home: str) -> tuple[nn.Module, ZeroOptimizer]:
@@ -45,10 +45,11 @@ def _optimizer(stage: Any, precision: Any, classes: str, home: str) -> tuple[nn.
 def _accounts(world: int) -> list[Account]:
     found = []
     for stage, precision, classes in product(STAGES[world], ("fp32", "bf16"), CLASSES):
-        reports = []
+        reports = {}
         with tempfile.TemporaryDirectory() as folder:
-            for home in (folder, "device"):
-                model, optimizer = _optimizer(stage, precision, classes, home)
+            for home in ("disk", "fp8", "device"):
+                where = folder if home == "disk" else home
+                model, optimizer = _optimizer(stage, precision, classes, where)
                 average = None if classes == "muon" else zerokit.Ema(optimizer)
                 for _ in range(2):
                     optimizer.backward(model(torch.randn(4, 100)).float().square().mean())
@@ -57,9 +58,9 @@ def _accounts(world: int) -> list[Account]:
                     if average is not None:
                         average.update()
                 optimizer.backward(model(torch.randn(4, 100)).float().square().mean())
-                reports += [optimizer.memory(), optimizer.predicted_memory()]
-        found.append((reports[0], reports[1], reports[2]))
-        assert reports[2] == reports[3]
+                reports[home] = optimizer.memory()
+                assert reports[home] == optimizer.predicted_memory(), (stage, precision, classes, home)
+        found.append(reports)
     return found
 
 
@@ -67,11 +68,14 @@ def _accounts(world: int) -> list[Account]:
 def test_memory_by_home_equals_the_formulas(world: int) -> None:
     for accounts in run_ranks(world, _accounts, world):
         assert len(accounts) == len(STAGES[world]) * 2 * len(CLASSES)
-        for measured, predicted, on_device in accounts:
-            assert measured == predicted
+        for account in accounts:
+            measured, coded, on_device = account["disk"], account["fp8"], account["device"]
             assert (on_device.disk, on_device.visiting) == (0, 0)
             # Masters that are the parameters stay where they are, and these take no bytes of their own.
             padding = on_device.padding - measured.padding
             assert measured.disk == on_device.optimizer + padding > padding
             assert measured.optimizer == 0 < measured.visiting
             assert on_device.total - measured.total == measured.disk
+            assert 0 < coded.optimizer < on_device.optimizer
+            assert 0 < coded.visiting < measured.visiting
+            assert (coded.host, coded.disk) == (0, 0)

@@ -118,8 +118,16 @@ def held_by(zero: ZeroOptimizer) -> Iterator[Held]:
     from zerokit.runtime.measure import list_holdings  # no part of other engines' memory
 
     runtime = zero.runtime
-    for one in (each for each in list_holdings(runtime) if each.line not in ELSEWHERE):
-        yield KIND_OF_LINE[one.line], one.tensor, one.used + one.padding
+    for one in list_holdings(runtime):
+        coded, visits = runtime.home.coded(one.tensor), one.line in ELSEWHERE
+        kind = KIND_OF_LINE["optimizer" if visits else one.line]
+        if coded is not None:
+            yield from ((kind, tensor, tensor.nbytes) for tensor in (coded.codes, coded.scales))
+        if visits or coded is not None:
+            # In a buffer while it is here, else in the four bytes of a nan that stand for it.
+            yield kind, one.tensor, one.tensor.untyped_storage().nbytes()
+        else:
+            yield kind, one.tensor, one.used + one.padding
 
 
 def measure_timeline(trainer: Trainer, batches: Batches, step_ms: float) -> MemoryTimeline | None:
