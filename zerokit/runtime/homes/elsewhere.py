@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from zerokit.runtime.homes.home import Elements, Home, states_of
 from zerokit.runtime.masters import OwnedUnit
+from zerokit.runtime.memory import Heap
 from zerokit.runtime.torch_internals import point_at
 
 T = TypeVar("T", bound=OwnedUnit)
@@ -76,6 +77,7 @@ class Elsewhere(Home):
         self._inner: Optimizer | None = None
         self._slots: dict[int, _Slot] = {}
         self._nothing: dict[torch.dtype, Tensor] = {}
+        self._heap = Heap(torch.device("cpu"), settles=False)
         for index, room in rooms.items():
             end = self._end
             self._slots[index] = _Slot(end, end + room, end)
@@ -179,6 +181,9 @@ class Elsewhere(Home):
             for place in strangers:
                 place.view(memory).copy_(place.tensor.detach())
         self._send_away(slot)
+        if strangers:
+            # What was made outside: freed blocks among small ones that stay would grow the heap from unit to unit.
+            self._heap.return_freed_memory()
         return self.put(slot.places, self.buffer(0) if memory is None else memory)
 
     def _send_away(self, slot: _Slot) -> None:
