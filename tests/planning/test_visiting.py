@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.bench.records import make_record
 from tests.cli.inside import zerokit_inside
 from tests.planning.test_cells import ask
 from tests.planning.test_timeline import FAST, SIZES, plan_of
+from zerokit.bench.plans.subjects import speed_of
+from zerokit.bench.record.measured import Phases
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
 from zerokit.planning.cluster_files import read_cluster
@@ -208,6 +211,15 @@ def test_what_is_wrong_with_a_way_is_named(tmp_path: Path, text: str, says: str)
     file.write_text(DEVICE + text)
     with pytest.raises(UsageError, match=says):
         read_cluster(file)
+
+
+def test_a_record_whose_update_waits_for_states_says_no_speed() -> None:
+    record = make_record()
+    settings = replace(record.settings, nodes=1, states="/nvme")
+    phases = Phases(3, 30.0, 60.0, 10.0, None, "clock")
+    alone = replace(record, settings=settings, phases=phases, ranks=record.ranks[:1])
+    with pytest.raises(UsageError, match=r"includes what --states /nvme costs.*with states on the device"):
+        speed_of(alone, Cluster(Device("cpu"), 1), 1)
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

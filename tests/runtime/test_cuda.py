@@ -49,7 +49,7 @@ STACK = SCENES["units used again"]
 
 
 @contextlib.contextmanager
-def _no_synchronisation() -> Iterator[None]:
+def no_synchronisation() -> Iterator[None]:
     with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -69,7 +69,7 @@ def test_no_step_synchronises(precision: str) -> None:
             training = Training(scene, placed("cuda"))
             training.step(0)
             training.step(1)
-            with _no_synchronisation():
+            with no_synchronisation():
                 for step in range(2, 5):
                     training.step(step)
             training.bits()
@@ -80,7 +80,7 @@ def test_no_step_synchronises(precision: str) -> None:
 def test_a_synchronisation_would_be_seen() -> None:
     with alone_on_gpu("cuda"):
         value = torch.ones((), device=placed("cuda"))
-        with _no_synchronisation(), pytest.raises(RuntimeError, match="synchroniz"):
+        with no_synchronisation(), pytest.raises(RuntimeError, match="synchroniz"):
             value.item()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,6 +34,7 @@ from zerokit.layout import Layout
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.homes import Elements, in_memory
 from zerokit.runtime.model import plain_name
+from zerokit.runtime.pinning import pin
 from zerokit.skips import NONE_SKIPPED, Skips
 
 Slices = dict[tuple[str, str], Elements]
@@ -268,7 +268,7 @@ def _host_copies(optimizer: ZeroOptimizer, tensors: Sequence[Tensor]) -> list[Te
         # Written to at once: pages that are not there yet would make copies into them slow.
         optimizer.host_copy = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if devices:
-            _pin(optimizer.host_copy)
+            pin(optimizer.host_copy, "background saves")
     copies = []
     for tensor, start in zip(tensors, starts, strict=True):
         copy = optimizer.host_copy[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -278,22 +278,6 @@ def _host_copies(optimizer: ZeroOptimizer, tensors: Sequence[Tensor]) -> list[Te
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copies
-
-
-def _pin(memory: Tensor) -> None:
-    """Let devices copy into `memory` by themselves. torch's own pinned memory is rounded up to a power of two."""
-    cudart: Any = torch.cuda.cudart()
-    address = memory.data_ptr()
-    status = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
-    if status != 0:
-        warnings.warn(
-            f"CUDA does not register {memory.nbytes} bytes for background saves (error {status}; a limit of locked "
-            "memory?): the device's copies into them are slower",
-            ZerokitWarning,
-            stacklevel=2,
-        )
-        return
-    weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
 
 
 def complete(

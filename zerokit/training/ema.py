@@ -95,6 +95,9 @@ class Ema:
         runtime.home.tour(runtime.units, partial(self._take, left_out=left_out), writes=True)
 
     def _take(self, units: Sequence[UnitState], left_out: bool | Tensor) -> None:
+        for unit in units:
+            if unit.owned and not unit.separate:
+                unit.complete()  # its whole tensors lie where a gather still writes what other ranks keep
         averages, weights, states = [], [], self._runtime.inner.state
         for master in (master for unit in units for master in unit.masters):
             state = states.get(master.tensor, {})

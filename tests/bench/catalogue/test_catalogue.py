@@ -142,6 +142,7 @@ def test_states_elsewhere_take_no_memory_here(home: str, fp32: int, bf16: int) -
 
 HUGE, XL = Settings(model="gpt3-175b", nodes=2), Settings(model="gpt2-xl", nodes=2, stage=0)
 LLAMA = Settings(model="llama-7b", nproc_per_node=4, engine="ddp", stage=0)  # 16 × 6.7 = 100.4 GiB a rank
+ALONE = Settings(model="llama-7b", stage=3, precision="bf16", device="cuda")
 DEVICE, SMALL = int(101 * GIB), Machine(int(16 * GIB), ())
 
 
@@ -157,6 +158,11 @@ DEVICE, SMALL = int(101 * GIB), Machine(int(16 * GIB), ())
         (LLAMA, Machine(0, (DEVICE,) * 4), None),
         (LLAMA, Machine(0, (DEVICE,) * 3), "200.8 GiB for 2 ranks on CUDA device 0, which has 101.0 GiB"),
         (replace(LLAMA, device="cpu"), Machine(0, (DEVICE,) * 4), "for 4 ranks on this machine"),
+        # 6 of 18 bytes a parameter stay on a device: 37.7 of 113.0 GiB for 6.7 billion.
+        (ALONE, Machine(0, (DEVICE,)), "--stage 3 --states host needs at least 37.7 GiB there"),
+        (replace(ALONE, states="host"), Machine(0, (DEVICE,)), None),
+        (ALONE, Machine(0, (int(30 * GIB),)), "choose a smaller model or more machines"),
+        (replace(ALONE, states="fp8"), Machine(0, (int(60 * GIB),)), "has 60.0 GiB; choose a smaller model"),
     ],
 )
 def test_what_cannot_fit_is_refused_in_plain_words_and_nothing_else(

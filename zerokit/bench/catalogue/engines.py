@@ -235,6 +235,11 @@ def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
         advice = "choose a smaller model or more machines"
         if settings.engine in ("zerokit", "deepspeed") and settings.stage < 3 and for_all <= there:
             advice = f"--stage 3 needs at least {for_all / GIB:,.1f} GiB"
+        elif settings.engine == "zerokit" and on_cuda and home == ON_DEVICE:
+            away = state_of("zerokit", 3, precision, settings.optimizer, "host")
+            without = away.bytes_of(parameters=parameters, world=settings.world) * sharing
+            if without <= there:
+                advice = f"--stage 3 --states host needs at least {without / GIB:,.1f} GiB there"
         return (
             f"{settings.model} is too large: {settings.engine} at stage {settings.stage} in {precision} keeps at "
             f"least {state} bytes of parameters, gradients and optimizer state a rank (Ψ = {parameters / 1e9:,.1f} "

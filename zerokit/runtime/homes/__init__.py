@@ -6,15 +6,20 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from zerokit.errors import UsageError, ZerokitWarning
 from zerokit.files import path_of
 from zerokit.runtime.admission import BUILDING
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.homes.codes import Codes, decode
+from zerokit.runtime.homes.copies import CopyStream
 from zerokit.runtime.homes.disk import DiskHome
 from zerokit.runtime.homes.elsewhere import PAGE
 from zerokit.runtime.homes.fp8 import CodedHome, encoded, require_codable
 from zerokit.runtime.homes.home import Elements, Home, Stored, in_memory
+from zerokit.runtime.homes.pinned import PinnedHome
+from zerokit.runtime.homes.staging import Staging
 
 __all__ = [
     "Codes",
@@ -50,17 +55,29 @@ def home_of(states: str | os.PathLike[str], rooms: Mapping[int, int], collective
     Raises `UsageError` on all ranks where one of them has no room.
     """
     kind = kind_of(states)
-    if kind == "disk":
-        return _on_all(lambda: DiskHome(path_of(states), rooms), collectives)
+    if kind == "device":
+        return Home()
     if kind == "fp8":
         return CodedHome(collectives.device)
-    if kind == "host" and collectives.rank == 0:
+    streams = streams_for(collectives.device)
+    if kind == "disk":
+        staging = Staging(streams[0]) if streams else None
+        return _on_all(lambda: DiskHome(path_of(states), rooms, staging), collectives)
+    if streams:
+        come, leave = streams
+        return _on_all(lambda: PinnedHome(rooms, come, leave), collectives)
+    if collectives.rank == 0:
         warnings.warn(
             "states='host' changes nothing here: the model computes on the host, where its states are anyway",
             ZerokitWarning,
             stacklevel=2,
         )
     return Home()
+
+
+def streams_for(device: torch.device) -> tuple[CopyStream, CopyStream] | None:
+    """Streams for copies to a device and from it; none where it computes on the host."""
+    return (CopyStream(device), CopyStream(device)) if device.type == "cuda" else None
 
 
 def _on_all(make: Callable[[], Home], collectives: Collectives) -> Home:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import tempfile
 import weakref
@@ -16,15 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerokit.errors import StorageError, UsageError
-from zerokit.runtime.homes.elsewhere import PAGE, Elsewhere, Place
+from zerokit.runtime.homes.elsewhere import PAGE, Elsewhere, Moving, Place
 from zerokit.runtime.homes.home import Elements, Stored
+from zerokit.runtime.homes.staging import Run, Staging
 from zerokit.runtime.masters import OwnedUnit
+from zerokit.runtime.pinning import content_of, pages
 
 _PIECE = 64 << 20
 """Bytes: the system moves at most two GiB at once."""
@@ -130,23 +130,24 @@ class StoredOnDisk:
 
     def read(self) -> Tensor:
         memory = torch.empty(self.nbytes, dtype=torch.uint8)
-        self.file.read(_bytes(memory), self.place.offset + self.start * self.dtype.itemsize)
+        self.file.read(content_of(memory), self.place.offset + self.start * self.dtype.itemsize)
         own = memory.view(self.dtype)
         return own if self.numel is not None else own.as_strided(self.place.tensor.shape, self.place.stride)
 
 
 class DiskHome(Elsewhere):
-    """A file in `directory`, which a thread of its own reads and writes."""
+    """A file in `directory`, which a thread of its own reads and writes; for a device through a `staging`."""
 
     name = "disk"
 
-    def __init__(self, directory: Path, rooms: Mapping[int, int]) -> None:
+    def __init__(self, directory: Path, rooms: Mapping[int, int], staging: Staging | None = None) -> None:
         """Raises `UsageError` where the directory has no room for these `rooms`, by unit."""
-        self.file = File(directory)
+        self.file, self._staging = File(directory), staging
+        self.file.grow(sum(rooms.values()))
         self._thread = ThreadPoolExecutor(1, "zerokit-states")
         super().__init__(rooms)
 
-    def grow(self, end: int) -> None:
+    def grow(self, start: int, end: int) -> None:
         self.file.grow(end)
 
     def forget(self, unit: OwnedUnit) -> None:
@@ -155,16 +156,17 @@ class DiskHome(Elsewhere):
             os.truncate(self.file.fd, 0)
 
     def buffer(self, nbytes: int) -> Tensor:
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
-        mapped = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        if self._staging is None:
+            return pages(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._staging.stream.device)
 
-    def fetch(self, places: Sequence[Place], memory: Tensor) -> _Moving:
+    def fetch(self, places: Sequence[Place], memory: Tensor, after: Moving | None) -> _Moving:
+        # The thread has written the buffer's last content by then.
         runs = list(_runs(places))
-        content = _bytes(memory)
+        if self._staging is not None:
+            now = self._staging.stream.mark()
+            return _Moving(self._thread.submit(self._staging.read, self.file, runs, memory, now))
+        content = content_of(memory)
 
         def read() -> None:
             for offset, at, size in runs:
@@ -174,7 +176,10 @@ class DiskHome(Elsewhere):
 
     def put(self, places: Sequence[Place], memory: Tensor) -> _Moving:
         runs = list(_runs(places))
-        content = _bytes(memory)
+        if self._staging is not None:
+            now = self._staging.stream.mark()
+            return _Moving(self._thread.submit(self._staging.write, self.file, runs, memory, now))
+        content = content_of(memory)
 
         def write() -> None:
             for offset, at, size in runs:
@@ -190,9 +195,9 @@ class DiskHome(Elsewhere):
         return lambda stored: replace(stored, file=copy) if isinstance(stored, StoredOnDisk) else stored
 
 
-def _runs(places: Sequence[Place]) -> Iterator[tuple[int, int, int]]:
+def _runs(places: Sequence[Place]) -> Iterator[Run]:
     """Byte of the store, byte of a buffer, and size, of what lies together in both."""
-    first: tuple[int, int, int] | None = None
+    first: Run | None = None
     for place in places:
         size = -(-place.nbytes // PAGE) * PAGE
         if first is not None and (first[0] + first[2], first[1] + first[2]) == (place.offset, place.at):
@@ -203,11 +208,6 @@ def _runs(places: Sequence[Place]) -> Iterator[tuple[int, int, int]]:
         first = (place.offset, place.at, size)
     if first is not None:
         yield first
-
-
-def _bytes(memory: Tensor) -> memoryview:
-    array: Any = memory.numpy()
-    return memoryview(array)
 
 
 def _unnamed(directory: Path) -> int:

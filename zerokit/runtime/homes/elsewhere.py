@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from zerokit.runtime.homes.home import Elements, Home, states_of
 from zerokit.runtime.masters import OwnedUnit
+from zerokit.runtime.memory import Heap
 from zerokit.runtime.torch_internals import point_at
 
 T = TypeVar("T", bound=OwnedUnit)
@@ -76,10 +77,11 @@ class Elsewhere(Home):
         self._inner: Optimizer | None = None
         self._slots: dict[int, _Slot] = {}
         self._nothing: dict[torch.dtype, Tensor] = {}
+        self._heap = Heap(torch.device("cpu"), settles=False)
         for index, room in rooms.items():
             end = self._end
             self._slots[index] = _Slot(end, end + room, end)
-        self.grow(self._end)
+            self.grow(end, end + room)
 
     # ---- what a home of this kind does
 
@@ -87,16 +89,16 @@ class Elsewhere(Home):
         """Memory on the device for a unit that visits."""
         raise NotImplementedError
 
-    def fetch(self, places: Sequence[Place], memory: Tensor) -> Moving:
-        """Start to bring tensors into a buffer."""
+    def fetch(self, places: Sequence[Place], memory: Tensor, after: Moving | None) -> Moving:
+        """Start to bring tensors into a buffer, once its last content has left, which is `after`."""
         raise NotImplementedError
 
     def put(self, places: Sequence[Place], memory: Tensor) -> Moving:
-        """Start to bring tensors from a buffer into the store. The buffer may be fetched into at once."""
+        """Start to bring tensors from a buffer into the store. The buffer may be fetched into `after` that."""
         raise NotImplementedError
 
-    def grow(self, end: int) -> None:
-        """Let the store have `end` bytes. Raises `UsageError` where it cannot."""
+    def grow(self, start: int, end: int) -> None:
+        """Let the store have bytes from `start`, before which all are used, to `end`. Raises `UsageError`."""
         raise NotImplementedError
 
     # ---- what is where
@@ -126,7 +128,7 @@ class Elsewhere(Home):
         return max([0, *(slot.stop for slot in slots), *ends])
 
     def reserve(self, nbytes: int) -> None:
-        self.grow(self._end + nbytes)
+        self.grow(self._end, self._end + nbytes)
 
     def forget(self, unit: OwnedUnit) -> None:
         self._slots.pop(unit.index, None)
@@ -154,7 +156,7 @@ class Elsewhere(Home):
             places.append(Place(tensor, offset, room, at, _dense_stride(tensor)))
             at += room
         if beyond > 0:
-            self.grow(beyond)
+            self.grow(self._end, beyond)
         self._slots[unit.index] = arranged = replace(slot, end=end, places=places)
         return arranged
 
@@ -179,6 +181,9 @@ class Elsewhere(Home):
             for place in strangers:
                 place.view(memory).copy_(place.tensor.detach())
         self._send_away(slot)
+        if strangers:
+            # What was made outside: freed blocks among small ones that stay would grow the heap from unit to unit.
+            self._heap.return_freed_memory()
         return self.put(slot.places, self.buffer(0) if memory is None else memory)
 
     def _send_away(self, slot: _Slot) -> None:
@@ -204,14 +209,15 @@ class Elsewhere(Home):
         # With room for what a first step makes.
         size = max(max(slot.size, slot.stop - slot.start) for slot in slots)
         buffers = [self.buffer(size) for _ in units[:2]]
-        coming, leaving = [self.fetch(slots[0].places, buffers[0])], list[Moving]()
+        coming, leaving = [self.fetch(slots[0].places, buffers[0], None)], list[Moving]()
         try:
             for number, unit in enumerate(units):
                 _settle([*leaving[:-1], coming.pop()], agree)
                 del leaving[:-1]
                 if number + 1 < len(units):
                     # Into the memory of the unit before, behind its last bytes on their way out.
-                    coming.append(self.fetch(slots[number + 1].places, buffers[(number + 1) % 2]))
+                    last = leaving[-1] if leaving else None
+                    coming.append(self.fetch(slots[number + 1].places, buffers[(number + 1) % 2], last))
                 for place in slots[number].places:
                     point_at(place.tensor, place.view(buffers[number % 2]))
                 try:
@@ -233,7 +239,7 @@ class Elsewhere(Home):
     def visiting(self, unit: OwnedUnit, *, writes: bool) -> Iterator[None]:
         slot = self._slots.get(unit.index, _Slot())
         memory = self.buffer(max(slot.size, slot.stop - slot.start))
-        self.fetch(slot.places, memory).wait()
+        self.fetch(slot.places, memory, None).wait()
         for place in slot.places:
             point_at(place.tensor, place.view(memory))
         try:
