@@ -249,7 +249,7 @@ class Runtime:
             write_back(present)
             self.wholes.publish(present)
 
-        self.home.tour(self.units, write, writes=False)
+        self.home.tour(self.units, write, writes=False, agree=self.control.require_all_well)
         if frozen:
             for unit in self.units:
                 if not unit.unit.trainable:

@@ -37,7 +37,7 @@ class Modes:
                 turn.call(name, tensors)
 
         try:
-            runtime.home.tour(trainable, switch, writes=True)
+            runtime.home.tour(trainable, switch, writes=True, agree=runtime.control.require_all_well)
         finally:
             for unit in trainable:
                 unit.guard_masters()

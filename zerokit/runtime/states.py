@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerokit.errors import LayoutMismatch, UsageError
+from zerokit.errors import LayoutMismatch, StorageError, UsageError
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import checksums
 from zerokit.runtime.guard import SCALES_ITSELF
 from zerokit.runtime.interface import TorchInterface
+from zerokit.runtime.step import INTERRUPTED
 from zerokit.runtime.unit import UnitState
 from zerokit.skips import Skips
 
@@ -107,6 +108,15 @@ class ForwardingOptimizer(TorchInterface):
             yield
         finally:
             self.refusal = before
+
+    @contextmanager
+    def refusing_if_lost(self) -> Iterator[None]:
+        """A context after which `step` and saves are refused, if states were lost in it on the way to their home."""
+        try:
+            yield
+        except StorageError:
+            self.refuse(INTERRUPTED)
+            raise
 
     def note_release(self) -> None:
         """Drop all states and refuse to step: `zerokit.release` makes the model a plain one now."""

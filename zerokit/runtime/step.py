@@ -105,7 +105,10 @@ class StepControl:
         numbers = self.collectives.sum_soon([float(failed), self.collectives.rank * float(failed)]).read()
         if numbers[0]:
             who = f"rank {numbers[1]:.0f}" if numbers[0] == 1 else f"{numbers[0]:.0f} ranks"
-            raise StorageError(f"the states of {who} could not be read or written: see the error there")
+            raise StorageError(
+                f"{who} could not read, update or write masters and states: see the error there. Steps and saves are "
+                "refused here, too, where the update had begun: load a checkpoint"
+            )
 
     def finish(self) -> None:
         """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""

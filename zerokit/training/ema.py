@@ -85,14 +85,20 @@ class Ema:
         """Take the current weights into the average; call it after `step`. Nothing is communicated.
 
         After a step that was left out the average stays as it is. Raises `UsageError` inside `applied()`.
+
+        With states on a disk the ranks tell each other whether all of them could read and write theirs, and all raise
+        `StorageError` where one could not.
         """
-        self._living().require_own_weights("update()")
+        optimizer = self._living()
+        optimizer.require_own_weights("update()")
         left_out = self._runtime.control.left_out
         if left_out is True:
             return
         self._runtime.engine.take_changes()
         runtime = self._runtime
-        runtime.home.tour(runtime.units, partial(self._take, left_out=left_out), writes=True)
+        take, agree = partial(self._take, left_out=left_out), runtime.control.require_all_well
+        with optimizer.refusing_if_lost():
+            runtime.home.tour(runtime.units, take, writes=True, agree=agree)
 
     def _take(self, units: Sequence[UnitState], left_out: bool | Tensor) -> None:
         for unit in units:
@@ -171,8 +177,9 @@ class Ema:
                     weights.copy_(state[EMA])
                     state[EMA].copy_(held)
 
-        runtime.home.tour(runtime.units, swap, writes=True)
-        runtime.publish()
+        with self._living().refusing_if_lost():
+            runtime.home.tour(runtime.units, swap, writes=True, agree=runtime.control.require_all_well)
+            runtime.publish()
 
     def _living(self) -> ZeroOptimizer:
         optimizer = self._optimizer()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from zerokit.errors import UsageError, ZerokitWarning
+from zerokit.errors import StorageError, UsageError, ZerokitWarning
 from zerokit.files import path_of
 from zerokit.runtime.admission import BUILDING
 from zerokit.runtime.collectives import Collectives
@@ -81,12 +81,12 @@ def streams_for(device: torch.device) -> tuple[CopyStream, CopyStream] | None:
 
 
 def _on_all(make: Callable[[], Home], collectives: Collectives) -> Home:
-    """What `make` gives on this rank. Raises `UsageError` on all ranks where it does on one."""
+    """What `make` gives on this rank. Raises `UsageError` on all ranks where it fails on one."""
     home: Home | None = None
     problem = ""
     try:
         home = make()
-    except UsageError as error:
+    except (UsageError, StorageError) as error:
         problem = str(error)
     problems = collectives.all_gather_objects(problem, BUILDING)
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]:

@@ -1,13 +1,15 @@
 """A home on a disk: one file a rank, which has no name and goes with the process, however it ends.
 
-One thread reads and writes it, one request after the other. Reads and writes go past the page cache (`O_DIRECT`) where
-the states would not fit into it beside what the machine runs.
+One thread reads and writes it, one request after the other. Steps go past the page cache (`O_DIRECT`) where the file
+system can do that: states of this size would push everything else out of it, and the writes of a step would wait for
+the disk anyway once the system holds too much that is not written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import tempfile
 import weakref
@@ -51,13 +53,17 @@ class File:
                 "disk of this node, with room for this rank's masters and states"
             ) from error
         weakref.finalize(self, os.close, self.fd)
+        self._direct = self.fd
+        if (direct := _past_the_cache(self.fd)) is not None:
+            self._direct = direct
+            weakref.finalize(self, os.close, direct)
 
     @property
     def size(self) -> int:
         return os.fstat(self.fd).st_size
 
     def grow(self, end: int) -> None:
-        """Have the disk keep `end` bytes for it. Raises `UsageError` where they are not free."""
+        """Have the disk keep `end` bytes for it."""
         start = self.size
         if end <= start:
             return
@@ -66,26 +72,26 @@ class File:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.truncate(self.fd, start)
-            raise UsageError(
+            raise StorageError(
                 f"states={str(self.directory)!r}: {(end - start) / 1e6:,.1f} MB more for this rank's masters and "
                 f"states cannot be had there ({error.strerror}): free some, or name another directory"
             ) from error
 
-    def read(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` from byte `offset` on."""
-        while memory:
-            with self._explained("read"):
-                done = os.preadv(self.fd, [memory[:_PIECE]], offset)
+    def read(self, memory: memoryview, offset: int, *, direct: bool = False) -> None:
+        """Fill `memory` from byte `offset` on; `direct` if all of it begins and ends with pages."""
+        with self._explained("read"):
+            while memory:
+                done = os.preadv(self._direct if direct else self.fd, [memory[:_PIECE]], offset)
                 if not done:
                     raise OSError(errno.EIO, f"the file ends at byte {offset}")
-            memory, offset = memory[done:], offset + done
+                memory, offset = memory[done:], offset + done
 
     def write(self, memory: memoryview, offset: int) -> None:
-        """Write `memory` to byte `offset` and what follows."""
-        while memory:
-            with self._explained("written"):
-                done = os.pwritev(self.fd, [memory[:_PIECE]], offset)
-            memory, offset = memory[done:], offset + done
+        """Write `memory` to byte `offset` and what follows; all of it begins and ends with pages."""
+        with self._explained("written"):
+            while memory:
+                done = os.pwritev(self._direct, [memory[:_PIECE]], offset)
+                memory, offset = memory[done:], offset + done
 
     def copy(self) -> File:
         """Another file with the same bytes, which share the disk's blocks where the file system can do that."""
@@ -93,7 +99,10 @@ class File:
         made.grow(size)
         with self._explained("copied"):
             while offset < size:
-                offset += os.copy_file_range(self.fd, made.fd, size - offset, offset, offset)
+                done = os.copy_file_range(self.fd, made.fd, size - offset, offset, offset)
+                if not done:
+                    raise OSError(errno.EIO, f"the file ends at byte {offset}")
+                offset += done
         return made
 
     @contextlib.contextmanager
@@ -141,7 +150,7 @@ class DiskHome(Elsewhere):
     name = "disk"
 
     def __init__(self, directory: Path, rooms: Mapping[int, int], staging: Staging | None = None) -> None:
-        """Raises `UsageError` where the directory has no room for these `rooms`, by unit."""
+        """Raises `StorageError` where the directory has no room for these `rooms`, by unit."""
         self.file, self._staging = File(directory), staging
         self.file.grow(sum(rooms.values()))
         self._thread = ThreadPoolExecutor(1, "zerokit-states")
@@ -170,7 +179,7 @@ class DiskHome(Elsewhere):
 
         def read() -> None:
             for offset, at, size in runs:
-                self.file.read(content[at : at + size], offset)
+                self.file.read(content[at : at + size], offset, direct=True)
 
         return _Moving(self._thread.submit(read))
 
@@ -217,3 +226,20 @@ def _unnamed(directory: Path) -> int:
     fd, name = tempfile.mkstemp(prefix="zerokit-states-", dir=directory)
     os.unlink(name)
     return fd
+
+
+def _past_the_cache(fd: int) -> int | None:
+    """A descriptor of the same file whose reads and writes go past the page cache, if they can there."""
+    try:
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except (OSError, AttributeError):
+        return None
+    try:
+        with mmap.mmap(-1, PAGE) as page:
+            os.pwritev(direct, [page], 0)
+            os.preadv(direct, [page], 0)
+        os.truncate(fd, 0)
+    except OSError:
+        os.close(direct)
+        return None
+    return direct

@@ -9,8 +9,8 @@ and places begin at pages, as direct reads and writes need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zerokit.errors import ScheduleError
 from zerokit.runtime.homes.home import Elements, Home, states_of
 from zerokit.runtime.masters import OwnedUnit
 from zerokit.runtime.memory import Heap
@@ -98,7 +99,7 @@ class Elsewhere(Home):
         raise NotImplementedError
 
     def grow(self, start: int, end: int) -> None:
-        """Let the store have bytes from `start`, before which all are used, to `end`. Raises `UsageError`."""
+        """Let the store have bytes from `start`, before which all are used, to `end`. Raises a `ZerokitError`."""
         raise NotImplementedError
 
     # ---- what is where
@@ -126,9 +127,6 @@ class Elsewhere(Home):
         slots = self._slots.values()
         ends = (place.offset + place.room for slot in slots for place in slot.places)
         return max([0, *(slot.stop for slot in slots), *ends])
-
-    def reserve(self, nbytes: int) -> None:
-        self.grow(self._end, self._end + nbytes)
 
     def forget(self, unit: OwnedUnit) -> None:
         self._slots.pop(unit.index, None)
@@ -205,6 +203,30 @@ class Elsewhere(Home):
         if not units:
             work(units)
             return
+        with closing(self._visits(units, work, writes)) as visits:
+            going = True
+            while going:
+                error: Exception | None = None
+                try:
+                    going = next(visits)
+                except ScheduleError:
+                    raise  # the others have gone, or wait elsewhere
+                except Exception as raised:
+                    error = raised
+                try:
+                    if agree is not None:
+                        agree(error is not None)
+                finally:
+                    if error is not None:
+                        raise error
+
+    def _visits(
+        self, units: Sequence[T], work: Callable[[Sequence[T]], None], writes: bool
+    ) -> Generator[bool, None, None]:
+        """Yields before each unit's work and at the end: where this rank may learn that another one has failed.
+
+        True says that there is more to do.
+        """
         slots = [self._slots.get(unit.index, _Slot()) for unit in units]
         # With room for what a first step makes.
         size = max(max(slot.size, slot.stop - slot.start) for slot in slots)
@@ -212,8 +234,9 @@ class Elsewhere(Home):
         coming, leaving = [self.fetch(slots[0].places, buffers[0], None)], list[Moving]()
         try:
             for number, unit in enumerate(units):
-                _settle([*leaving[:-1], coming.pop()], agree)
+                _wait_for([*leaving[:-1], coming.pop()])
                 del leaving[:-1]
+                yield True
                 if number + 1 < len(units):
                     # Into the memory of the unit before, behind its last bytes on their way out.
                     last = leaving[-1] if leaving else None
@@ -222,18 +245,16 @@ class Elsewhere(Home):
                     point_at(place.tensor, place.view(buffers[number % 2]))
                 try:
                     work([unit])
-                except Exception:
-                    if agree is not None:
-                        agree(True)  # the others wait for it there
-                    raise
                 finally:
                     if writes:
                         leaving.append(self._leave(unit, buffers[number % 2]))
                     else:
                         self._send_away(slots[number])
-            _settle(leaving, agree)
+            _wait_for(leaving)
+            yield False
         finally:
-            _first_error([*leaving, *coming])
+            with suppress(Exception):
+                _wait_for([*leaving, *coming])
 
     @contextmanager
     def visiting(self, unit: OwnedUnit, *, writes: bool) -> Iterator[None]:
@@ -259,25 +280,16 @@ class Elsewhere(Home):
         raise NotImplementedError
 
 
-def _settle(moving: Sequence[Moving], agree: Callable[[bool], None] | None) -> None:
-    """Wait for what is on its way, and raise what went wrong, on all ranks if they `agree`."""
-    error = _first_error(moving)
-    try:
-        if agree is not None:
-            agree(error is not None)
-    finally:
-        if error is not None:
-            raise error
-
-
-def _first_error(moving: Sequence[Moving]) -> Exception | None:
+def _wait_for(moving: Sequence[Moving]) -> None:
+    """Wait for all that is on its way, and raise the first error."""
     errors = []
     for one in moving:
         try:
             one.wait()
         except Exception as error:
             errors.append(error)
-    return errors[0] if errors else None
+    if errors:
+        raise errors[0]
 
 
 def _lies_in(memory: Tensor, tensor: Tensor) -> bool:

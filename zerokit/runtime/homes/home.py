@@ -58,9 +58,6 @@ class Home:
     def forget(self, unit: OwnedUnit) -> None:
         """Give up what a unit has here: it is managed no more."""
 
-    def reserve(self, nbytes: int) -> None:
-        """Make sure of room for so many bytes more. Raises `UsageError` where there is none."""
-
     def away(self, unit: OwnedUnit) -> Sequence[Tensor]:
         """The tensors of a unit that are elsewhere between steps."""
         return ()
