@@ -169,6 +169,17 @@ def write_aside(path: Path, content: bytes, *, durable: bool = True) -> None:
         calls.sync_directory(path.parent)
 
 
+def unnamed_file(folder: Path) -> int:
+    """The descriptor of a new file that no other process sees, and that goes when this one ends. Raises `OSError`."""
+    with suppress(OSError):
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+    fd, name = tempfile.mkstemp(
+        prefix="zerokit-", dir=folder
+    )  # a file system without files that have no name
+    os.unlink(name)
+    return fd
+
+
 def make_directories(path: Path) -> None:
     """Create a directory and its missing parents durably; an existing one is left unchanged."""
     if path.is_dir():

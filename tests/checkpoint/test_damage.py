@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import zerokit
 from tests.cli.inside import zerokit_inside as command
 from tests.support.checkpoints import (
+    coded,
     example_content,
     example_extra,
     example_layout,
@@ -61,12 +62,15 @@ def consolidate(step: Path) -> None:
 READERS = [read_all, reshard, consolidate]
 
 
-@pytest.fixture(scope="module")
-def whole_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["numbers", "codes"])
+def whole_step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step of three ranks; another one beside it, whose files are not this one's."""
     folder, layout = tmp_path_factory.mktemp("damaged"), example_layout(3)
-    write_checkpoint(folder / "other", layout, example_content(layout, step=101))
-    return write_run(folder / "run", layout, example_content(layout))
+    one, other = example_content(layout), example_content(layout, step=101)
+    if request.param == "codes":
+        one, other = coded(one, layout), coded(other, layout)
+    write_checkpoint(folder / "other", layout, other)
+    return write_run(folder / "run", layout, one)
 
 
 def refused(step: Path, reader: Callable[[Path], None], message: str) -> None:

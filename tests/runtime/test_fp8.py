@@ -13,6 +13,7 @@ from torch import nn
 import zerokit
 from tests.support.distributed import run_ranks
 from tests.support.on_ranks import on_ranks
+from tests.support.optimizers import MIXES
 from tests.support.training import digest, whole_weights
 from zerokit import ZeroOptimizer
 from zerokit.errors import UsageError
@@ -31,6 +32,8 @@ def _model() -> nn.Module:
 
 
 def _groups(model: nn.Module, classes: str) -> Any:
+    if classes in MIXES:
+        return MIXES[classes](model)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
     return {
@@ -38,7 +41,7 @@ def _groups(model: nn.Module, classes: str) -> Any:
         "amsgrad": torch.optim.Adam,
         "momentum": torch.optim.SGD,
         "rmsprop": torch.optim.RMSprop,
-        "muon": {torch.optim.Muon: matrices, torch.optim.AdamW: rest},
+        "both": {torch.optim.Muon: matrices, torch.optim.AdamW: rest},
     }[classes]
 
 
@@ -70,7 +73,7 @@ def _train(model: nn.Module, optimizer: ZeroOptimizer, steps: range) -> list[str
     return losses
 
 
-CLASSES = ("adamw", "amsgrad", "momentum", "rmsprop", "muon")
+CLASSES = ("adamw", "amsgrad", "momentum", "rmsprop", "both", "soap", "lamb")
 
 
 def _trained(world: int, classes: str) -> list[tuple[list[str], str]]:
@@ -135,7 +138,7 @@ def _accounts(world: int) -> list[tuple[MemoryReport, MemoryReport]]:
     for stage, precision, classes in product(STAGES[world], ("fp32", "bf16"), CLASSES):
         model = _model()
         optimizer = _optimizer(model, stage, classes, precision=precision, bucket_mb=0.01)
-        average = None if classes == "muon" else zerokit.Ema(optimizer)
+        average = None if classes in ("both", *MIXES) else zerokit.Ema(optimizer)
         for step in range(2):
             _train(model, optimizer, range(step, step + 1))
             if average is not None:

@@ -8,6 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from tests.runtime.test_device_control import CountedReads
 from tests.support.clocks import COMPUTATION, Clocks, clocked
 from tests.support.devices import SCENES, Scene, Training, at, lagging, prompt
 from tests.support.on_ranks import on_ranks
+from tests.support.training import SMALL
 from zerokit.checkpoint.state import own_slices
 from zerokit.runtime.homes import in_memory
+from zerokit.runtime.homes.copies import CopyStream
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -82,8 +85,11 @@ def _on_a_gpu() -> Iterator[tuple[torch.device, Clocks]]:
 def test_visits_are_in_the_devices_order_and_change_no_bit(
     given: tuple[str, str, str, int], tmp_path: Path
 ) -> None:
+    """At odd stages with units of which a rank has no elements."""
     home, name, precision, stage = given
     scene = at(SCENES[name], precision=precision, stage=stage)
+    if stage % 2:
+        scene = at(scene, bucket_mb=SMALL)
     expected = _expected(scene)
     with _on_a_gpu() as (device, clocks):
         assert train_averaged(scene, device, states=_states(home, tmp_path)) == expected
@@ -219,3 +225,43 @@ def test_a_disk_that_fails_leaves_no_copy_behind(failing: int, tmp_path: Path) -
         del training
         gc.collect()
     assert not clocks.faults, clocks.faults[0]
+
+
+def test_streams_of_a_gpu_wait_for_what_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `ClockedStream` stands for, against torch's own calls."""
+    said: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, name: object) -> None:
+            self.name = str(name)
+
+        def wait_event(self, event: Any) -> None:
+            said.append((self.name, f"waits for {event.name}"))
+
+        def record_event(self) -> Any:
+            said.append((self.name, "records"))
+            return SimpleNamespace(
+                name=self.name, synchronize=lambda: said.append(("host", f"waits for {self.name}"))
+            )
+
+        def synchronize(self) -> None:
+            said.append(("host", f"waits for all of {self.name}"))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
+    stream = CopyStream(torch.device("cpu"))
+    now, into = stream.mark(), torch.zeros(3)
+    moved = stream.copy([(into, torch.ones(3))], [now])
+    moved.wait()
+    moved.arrive()
+    stream.arrive()
+    assert into.tolist() == [1.0] * 3
+    assert said == [
+        ("current", "records"),
+        ("cpu", "waits for current"),
+        ("cpu", "records"),
+        ("current", "waits for cpu"),
+        ("host", "waits for cpu"),
+        ("host", "waits for all of cpu"),
+    ]

@@ -56,16 +56,16 @@ class Checkpoint(Source):
         elements. Raises `UsageError` for a stream or name that is not there, `CheckpointError` for damage.
         """
         number, position = self.find(stream, name)
-        shape = self.layout.parameters[position].shape
         elements = self._read(number, position)
         if (scales := self.manifest.scales(number, position)) is not None:
-            return scaled(elements, self._read(scales, position)).reshape(shape)
-        return elements.reshape(shape if self.streams[number].block == 1 else -1)
+            return scaled(elements, self._read(scales, position))
+        return elements
 
     def _read(self, number: int, position: int) -> NDArray[Any]:
-        """All elements of a parameter in a stream, flat."""
+        """All elements of a parameter in a stream, in its shape, or flat where there is one for each block."""
         stream = self.streams[number]
-        every = stream.elements(Interval(0, self.layout.parameters[position].numel))
+        parameter = self.layout.parameters[position]
+        every = stream.elements(Interval(0, parameter.numel))
         # Before memory is taken that they may not justify.
         for file, _, _ in self.locate(number, position, every):
             with self.open_file(file):
@@ -73,7 +73,7 @@ class Checkpoint(Source):
         memory = Memory(every.numel * stream.element_bytes)
         wanted = requests_for(self, number, position, every, memory, 0)
         self.require_right([read(self, wanted)], ": take another checkpoint")
-        return to_array(memory.content, stream.dtype, (-1,))
+        return to_array(memory.content, stream.dtype, parameter.shape if stream.block == 1 else (-1,))
 
     def uncut(self, name: str) -> dict[tuple[int, int], dict[str, Any]]:
         """The states of a parameter that are not cut, by the rows `(first, last + 1)` of the tensor that has them.

@@ -212,10 +212,11 @@ def to_array(content: bytes | bytearray | memoryview, dtype: str, shape: tuple[i
 
 
 def scaled(codes: NDArray[Any], scales: NDArray[Any]) -> NDArray[Any]:
-    """Codes [n], as float32, times the scale of the block that each is in [⌈n / 64⌉]."""
+    """Codes, n as float32 in any shape, times the scale of the block that each is in [⌈n / 64⌉]."""
     import numpy as np
 
-    values: NDArray[Any] = codes * np.repeat(scales, BLOCK)[: codes.size]
+    with np.errstate(over="ignore", invalid="ignore"):  # scales may be any numbers
+        values: NDArray[Any] = codes * np.repeat(scales, BLOCK)[: codes.size].reshape(codes.shape)
     return values
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 from zerokit.checkpoint.safetensors import Stream
-from zerokit.layout import ALIGNMENT, Layout
+from zerokit.layout import Layout
+from zerokit.sizes import FP8_BLOCK
 
 SCALES = ".scale"
 """The scales of the codes in a stream are in a stream that is called as theirs, and so on."""
 
-BLOCK = ALIGNMENT
+BLOCK = FP8_BLOCK
 """Elements that share a scale: every slice of a parameter begins at a multiple of it."""
 
 CODES = ("float8_e4m3fn", "float8_e5m2")

@@ -5,16 +5,16 @@ The file has no name, so that nothing is left of it even if the process is kille
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from zerokit.files import unnamed_file
 
 PIECE_BYTES = 8 << 20
 MOST_BYTES = 1 << 30
@@ -74,7 +74,7 @@ def measure_disk(folder: Path, free_bytes: int) -> DiskRates | None:
 
 def _open(folder: Path, memory: mmap.mmap) -> tuple[int, bool]:
     """A file without a name, and whether it is read and written past the page cache."""
-    fd = _unnamed(folder)
+    fd = unnamed_file(folder)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -86,14 +86,6 @@ def _open(folder: Path, memory: mmap.mmap) -> tuple[int, bool]:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags)
         return fd, False
     return fd, True
-
-
-def _unnamed(folder: Path) -> int:
-    with contextlib.suppress(OSError):
-        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    fd, name = tempfile.mkstemp(dir=folder)  # a file system without files that have no name
-    os.unlink(name)
-    return fd
 
 
 def _write(fd: int, memory: mmap.mmap, pieces: int, *, direct: bool, limit_s: float) -> tuple[int, float]:

@@ -34,7 +34,7 @@ from zerokit.runtime.engine import Engine
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.homes import home_of, kind_of, require_codable, room_of
 from zerokit.runtime.inner import Part, Several
-from zerokit.runtime.masters import Master
+from zerokit.runtime.masters import Master, write_back
 from zerokit.runtime.memory import Heap
 from zerokit.runtime.model import Anatomy, Materializer, named_tensors, settings_of, take_apart
 from zerokit.runtime.options import (
@@ -50,7 +50,7 @@ from zerokit.runtime.readers import guard_readers
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.torch_internals import uncompiled_module
 from zerokit.runtime.trials import probe_groups
-from zerokit.runtime.unit import UnitState, write_back
+from zerokit.runtime.unit import UnitState
 from zerokit.runtime.walk import WALK, ModelWalk
 from zerokit.runtime.weights import WholeWeights
 from zerokit.runtime.wholes import WholeTensors

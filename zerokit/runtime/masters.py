@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -92,6 +93,10 @@ class OwnedUnit:
         names = {part.parameter.name for part in self.members(master)}
         return [position for position, p in enumerate(self.unit.parameters) if p.name in names]
 
+    def note_update(self) -> None:
+        """Note that the optimizer has changed what is kept of the parameters."""
+        raise NotImplementedError
+
     @property
     def masters(self) -> list[Master]:
         return [*self.slices, *self.owned]
@@ -139,3 +144,17 @@ class OwnedUnit:
     def unguard_masters(self) -> None:
         for master in self.masters:
             change_class(master.tensor, nn.Parameter)
+
+
+def write_back(units: Sequence[OwnedUnit]) -> None:
+    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end."""
+    kept, masters = [], []
+    for unit in units:
+        for master in unit.slices if unit.separate else ():  # whole tensors travel
+            kept.append(master.kept)
+            masters.append(master.tensor.detach())
+    if kept:
+        torch._foreach_copy_(kept, masters)
+    for unit in units:
+        if unit.unit.trainable:
+            unit.note_update()

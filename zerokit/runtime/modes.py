@@ -7,7 +7,7 @@ from functools import partial
 
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.inner import parts_of
-from zerokit.runtime.trials import Turns
+from zerokit.runtime.turns import Turns
 from zerokit.runtime.unit import UnitState
 
 

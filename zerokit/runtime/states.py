@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -216,7 +217,9 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
                 f"this state is older than the freezing of some parameters of {unit.unit.name}, which have masters of "
                 "their own since then: load it into a new optimizer"
             )
-    runtime.inner.load_state_dict(state["inner"])
+    # torch takes the very tensors, and those that go elsewhere would show nan to the caller.
+    own = state["inner"] if runtime.home.name == "device" else copy.deepcopy(state["inner"])
+    runtime.inner.load_state_dict(own)
     masters = dict(zip((master for _, master, _ in runtime.masters()), state["masters"], strict=True))
 
     def take(units: Sequence[UnitState]) -> None:

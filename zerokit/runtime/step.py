@@ -23,10 +23,11 @@ from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.collectives.base import Sums
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.inner import parts_of
+from zerokit.runtime.masters import write_back
 from zerokit.runtime.nonfinite import warn_of_skip
 from zerokit.runtime.torch_internals import leaves_out_steps, leaving_out
-from zerokit.runtime.trials import Turns
-from zerokit.runtime.unit import UnitState, write_back
+from zerokit.runtime.turns import Turns
+from zerokit.runtime.unit import UnitState
 from zerokit.runtime.wholes import WholeTensors
 from zerokit.skips import Skips
 

@@ -386,17 +386,3 @@ class UnitState(OwnedUnit, UnitUse):
             f"the model's forward changes {name}: at stage 3 other ranks may be gathering it at that moment. Change it "
             "after step(), inside `with optimizer.gathered():`, or train at stage 0, 1 or 2"
         )
-
-
-def write_back(units: Sequence[UnitState]) -> None:
-    """Copy updated masters into what this rank keeps of the parameters, by one operation; graphs made before end."""
-    kept, masters = [], []
-    for unit in units:
-        for master in unit.slices if unit.separate else ():  # whole tensors travel
-            kept.append(master.kept)
-            masters.append(master.tensor.detach())
-    if kept:
-        torch._foreach_copy_(kept, masters)
-    for unit in units:
-        if unit.unit.trainable:
-            unit.note_update()

@@ -25,7 +25,7 @@ from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.inner import Part
 from zerokit.runtime.masters import Master, WholeMaster
 from zerokit.runtime.shards import Shards, same_place
-from zerokit.runtime.trials import Turns
+from zerokit.runtime.turns import Turns
 from zerokit.runtime.unit import UnitState
 
 ValuesOf = Callable[[WholeMaster], Tensor]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from zerokit.errors import UsageError
 from zerokit.formulas import Operation, TrafficReport
 from zerokit.layout import Layout, Unit
+from zerokit.runtime.masters import write_back
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.shards import Shards
-from zerokit.runtime.unit import write_back
 from zerokit.training.fragments import Part
 
 

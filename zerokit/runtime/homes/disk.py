@@ -11,7 +11,6 @@ import contextlib
 import errno
 import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zerokit.errors import StorageError, UsageError
+from zerokit.files import unnamed_file
 from zerokit.runtime.homes.elsewhere import PAGE, Elsewhere, Moving, Place
 from zerokit.runtime.homes.home import Elements, Stored
 from zerokit.runtime.homes.staging import Run, Staging
@@ -46,7 +46,7 @@ class File:
         """Raises `UsageError` where no file can be made there."""
         self.directory = directory
         try:
-            self.fd = _unnamed(directory)
+            self.fd = unnamed_file(directory)
         except OSError as error:
             raise UsageError(
                 f"states={str(directory)!r}: no file can be made there ({error.strerror}): expected a directory on a "
@@ -236,15 +236,6 @@ def _runs(places: Sequence[Place]) -> Iterator[Run]:
         first = (place.offset, place.at, size)
     if first is not None:
         yield first
-
-
-def _unnamed(directory: Path) -> int:
-    """A file that no other process sees, and that goes when this one ends."""
-    with contextlib.suppress(OSError, AttributeError):
-        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-    fd, name = tempfile.mkstemp(prefix="zerokit-states-", dir=directory)
-    os.unlink(name)
-    return fd
 
 
 def _discard(fd: int, process: int) -> None:
