@@ -7,10 +7,12 @@ import gc
 import mmap
 import multiprocessing
 import os
+import random
+import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerokit
-from tests.support.distributed import AT_ONCE
+from tests.support.distributed import AT_ONCE, run_ranks, run_ranks_expecting_errors
 from tests.support.on_ranks import on_ranks
-from zerokit.errors import StorageError, UsageError, ZerokitError, ZerokitWarning
+from zerokit.errors import StorageError, UsageError, ZerokitError
+from zerokit.runtime.homes import disk
 from zerokit.runtime.homes.disk import File
 
 
@@ -147,79 +150,212 @@ def test_a_full_disk_is_refused_when_the_optimizer_is_built(tmp_path: Path) -> N
 
 
 @on_ranks(2, None, **AT_ONCE)
-def test_a_disk_without_room_for_averages_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+def test_an_average_without_room_is_refused_before_anything_changes(tmp_path: Path) -> None:
     model, optimizer = _optimizer(_home_of(tmp_path))
-    average = zerokit.Ema(optimizer, 0.9)
-    _step(model, optimizer, 0)
-    zerokit.save(tmp_path / "run", optimizer, step=1)
-    with pytest.raises(StorageError), _failing("posix_fallocate", 1, _full):
-        average.update()
-    with pytest.raises(UsageError, match="load a checkpoint"):
-        _step(model, optimizer, 1)
-    optimizer.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ZerokitWarning)  # the checkpoint has no average
-        zerokit.load(tmp_path / "run", optimizer)
     twin, other = _optimizer("device")
-    theirs = zerokit.Ema(other, 0.9)
-    _step(twin, other, 0)
-    for number in (1, 2):
+    for number in range(2):
         _step(model, optimizer, number)
-        average.update()
+        _step(twin, other, number)
+    with pytest.raises(UsageError, match=r"rank 1: states=.* MB more"), _failing("posix_fallocate", 1, _full):
+        zerokit.Ema(optimizer, 0.9)
+    assert optimizer.ema is None
+    mine, theirs = zerokit.Ema(optimizer, 0.9), zerokit.Ema(other, 0.9)
+    with _failing("posix_fallocate", 1, _full):  # the room is had
+        for number in range(2, 4):
+            _step(model, optimizer, number)
+            mine.update()
+    for number in range(2, 4):
         _step(twin, other, number)
         theirs.update()
-    with average.applied(), theirs.applied():
+    with mine.applied(), theirs.applied():
         assert _same(_weights(optimizer), _weights(other))
 
 
-class Raising(torch.optim.AdamW):
-    """Raises in its third turn of a step on rank 1, once it is told to."""
-
-    turns: int | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        if Raising.turns is not None and dist.get_rank() == 1:
-            Raising.turns += 1
-            if Raising.turns == 3:
-                raise RuntimeError("a class that fails")
-        return super().step(closure)
+@on_ranks(2)
+def test_an_average_that_begins_again_and_again_needs_no_more_room(tmp_path: Path) -> None:
+    model, optimizer = _optimizer(_home_of(tmp_path))
+    average, sizes = zerokit.Ema(optimizer, 0.5), []
+    for number in range(5):
+        _step(model, optimizer, number)
+        average.update()
+        sizes.append(optimizer.runtime.home.file.size)
+        average.restart()
+    assert len(set(sizes)) == 1
 
 
 @on_ranks(2, None, **AT_ONCE)
-def test_a_class_that_raises_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    model, optimizer = _optimizer(_home_of(tmp_path), Raising)
+def test_a_disk_that_fails_for_an_average_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    model, optimizer = _optimizer(_home_of(tmp_path))
+    average = zerokit.Ema(optimizer, 0.9)
     _step(model, optimizer, 0)
+    average.update()
     zerokit.save(tmp_path / "run", optimizer, step=1)
     _step(model, optimizer, 1)
     right = _weights(optimizer)
-    Raising.turns = 0
-    kind, text = ((StorageError, "rank 1"), (RuntimeError, "a class that"))[dist.get_rank()]
-    with pytest.raises(kind, match=text):
-        _step(model, optimizer, 2)
-    Raising.turns = None
-    optimizer.zero_grad()
+    with pytest.raises(StorageError), _failing("pwritev", 2, _broken):
+        average.update()
+    with pytest.raises(UsageError, match="load a checkpoint"):
+        _step(model, optimizer, 1)
     zerokit.load(tmp_path / "run", optimizer)
     _step(model, optimizer, 1)
     assert _same(_weights(optimizer), right)
 
 
+@on_ranks(1)
+def test_states_that_a_failed_write_has_spoilt_are_never_read(tmp_path: Path) -> None:
+    """Masters follow weights that were changed in place before the next pass, outside of any step."""
+    model, optimizer = _optimizer(_home_of(tmp_path))
+    _step(model, optimizer, 0)
+    zerokit.save(tmp_path / "run", optimizer, step=1)
+    kept = optimizer.state_dict()
+    _step(model, optimizer, 1)
+    right = _weights(optimizer)
+
+    def broken(*_: Any) -> int:
+        return _broken()
+
+    for load in (
+        partial(zerokit.load, tmp_path / "run", optimizer),
+        partial(optimizer.load_state_dict, kept),
+    ):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        with pytest.raises(StorageError, match="cannot be written"), patch.object(os, "pwritev", broken):
+            _step(model, optimizer, 2)
+        optimizer.zero_grad()
+        for use in (
+            partial(_step, model, optimizer, 2),
+            partial(zerokit.save, tmp_path / "run", optimizer, step=2),
+        ):
+            with pytest.raises(ZerokitError, match="incomplete: load a checkpoint"):
+                use()
+        load()
+        _step(model, optimizer, 1)
+        assert _same(_weights(optimizer), right)
+
+
+@on_ranks(2, None, **AT_ONCE)
+def test_a_load_that_finds_no_room_fails_on_all_ranks(tmp_path: Path) -> None:
+    model, optimizer = _optimizer(_home_of(tmp_path))
+    zerokit.Ema(optimizer, 0.9)
+    _step(model, optimizer, 0)
+    optimizer.ema.update()
+    zerokit.save(tmp_path / "run", optimizer, step=1)
+    _step(model, optimizer, 1)
+    right = _weights(optimizer)
+    with pytest.raises(ZerokitError, match=r"rank 1: .* cannot be written"), _failing("pwritev", 1, _broken):
+        zerokit.load(tmp_path / "run", optimizer)
+    with pytest.raises(UsageError, match="load again"):
+        _step(model, optimizer, 1)
+    zerokit.load(tmp_path / "run", optimizer)
+    _step(model, optimizer, 1)
+    assert _same(_weights(optimizer), right)
+
+
+class Raising(torch.optim.AdamW):
+    """Raises `error` in a turn of a step on some ranks, once it is told in which."""
+
+    error: BaseException = RuntimeError("a class that fails")
+    ranks: tuple[int, ...] = (1,)
+    left: int | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if Raising.left is not None and dist.get_rank() in Raising.ranks:
+            Raising.left -= 1
+            if not Raising.left:
+                raise Raising.error
+        return super().step(closure)
+
+
+def _mixed(model: nn.Module) -> Any:
+    """Owners send what they have updated to others, which wait for it."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    return {torch.optim.Muon: matrices, Raising: [p for p in model.parameters() if p.dim() == 1]}
+
+
+@on_ranks(2, [(turn, mixed) for turn in (1, 3, 4) for mixed in (False, True)], **AT_ONCE)
+def test_a_class_that_raises_on_one_rank_is_an_error_on_all(case: tuple[int, bool], tmp_path: Path) -> None:
+    turn, mixed = case
+    home, model = _home_of(tmp_path), _model()
+    optimizer = zerokit.ZeroOptimizer(
+        model, _mixed(model) if mixed else Raising, states=home, stage=2, precision="bf16", bucket_mb=1e-6
+    )
+    _step(model, optimizer, 0)
+    run = tmp_path / f"run-{turn}-{mixed}"
+    zerokit.save(run, optimizer, step=1)
+    _step(model, optimizer, 1)
+    right = _weights(optimizer)
+    Raising.left = turn
+    kind, text = ((StorageError, "rank 1"), (RuntimeError, "a class that"))[dist.get_rank()]
+    with pytest.raises(kind, match=text):
+        _step(model, optimizer, 2)
+    Raising.left = None
+    optimizer.zero_grad()
+    with pytest.raises(UsageError, match="load a checkpoint"):
+        _step(model, optimizer, 2)
+    optimizer.zero_grad()
+    zerokit.load(run, optimizer)
+    _step(model, optimizer, 1)
+    assert _same(_weights(optimizer), right)
+
+
+@on_ranks(2, [(RuntimeError("all"), 1), (KeyboardInterrupt(), 1), (KeyboardInterrupt(), 3)], **AT_ONCE)
+def test_what_raises_on_all_ranks_is_what_they_raise(case: tuple[BaseException, int], tmp_path: Path) -> None:
+    error, turn = case
+    model, optimizer = _optimizer(_home_of(tmp_path), Raising)
+    run = tmp_path / f"run-{type(error).__name__}-{turn}"
+    _step(model, optimizer, 0)
+    zerokit.save(run, optimizer, step=1)
+    before = _weights(optimizer)
+    _step(model, optimizer, 1)
+    right = _weights(optimizer)
+    zerokit.load(run, optimizer)
+    Raising.error, Raising.ranks, Raising.left = error, (0, 1), turn
+    with pytest.raises(type(error)):
+        _step(model, optimizer, 1)
+    Raising.left = None
+    optimizer.zero_grad()
+    if turn == 1:  # nothing had changed
+        assert _same(_weights(optimizer), before)
+    else:
+        with pytest.raises(UsageError, match="load a checkpoint"):
+            _step(model, optimizer, 1)
+        optimizer.zero_grad()
+        zerokit.load(run, optimizer)
+    _step(model, optimizer, 1)
+    assert _same(_weights(optimizer), right)
+
+
 @on_ranks(2)
-def test_without_unnamed_files_and_direct_reads_all_is_the_same(tmp_path: Path) -> None:
+def test_however_the_file_is_made_and_read_all_is_the_same(tmp_path: Path) -> None:
     home, real = _home_of(tmp_path), os.open
 
-    def refusing(path: Any, flags: int, *mode: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE or flags & os.O_DIRECT:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return real(path, flags, *mode)
+    def refusing(flag: int) -> Callable[..., int]:
+        def fake(path: Any, flags: int, *mode: int) -> int:
+            if flags & flag == flag:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            return real(path, flags, *mode)
 
-    with patch.object(os, "open", refusing):
-        model, optimizer = _optimizer(home)
-    assert os.listdir(home) == []
+        return fake
+
+    ways: dict[str, Any] = {
+        "no unnamed files": patch.object(os, "open", refusing(os.O_TMPFILE)),
+        "past the page cache": nullcontext(),
+        "not past it": patch.object(os, "open", refusing(os.O_DIRECT)),
+    }
     twin, other = _optimizer("device")
+    trained = {}
+    for way, patched in ways.items():
+        with patched, patch.object(disk, "fits_the_cache", lambda nbytes, way=way: "unnamed" in way):
+            trained[way] = _optimizer(home)
+    assert os.listdir(home) == []
     for number in range(3):
-        _step(model, optimizer, number)
         _step(twin, other, number)
-    assert _same(_weights(optimizer), _weights(other))
+        for model, optimizer in trained.values():
+            _step(model, optimizer, number)
+    for way, (_, optimizer) in trained.items():
+        assert _same(_weights(optimizer), _weights(other)), way
 
 
 @on_ranks(1)
@@ -261,3 +397,59 @@ def test_a_file_has_the_bytes_that_were_written(tmp_path: Path) -> None:
     back = bytearray(100)
     file.copy().read(memoryview(back), (1 << 12) + 7)
     assert back == content[7:107]
+
+
+def test_room_is_given_back_though_a_forked_process_has_the_file_open(tmp_path: Path) -> None:
+    file = File(tmp_path)
+    file.grow(1 << 20)
+    if not (child := os.fork()):
+        del file
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file.size == 1 << 20  # which the child has left alone
+    other = os.dup(file.fd)
+    del file
+    assert os.fstat(other).st_size == 0
+    os.close(other)
+
+
+def _killed_at(call: int, run: Path, home: Path) -> list[str]:
+    """Go on from the last save, save each step, and be killed at a read or write of states or of a save."""
+    model, optimizer = _optimizer(home)
+    first = zerokit.list_steps(run)[-1] if run.exists() and zerokit.list_steps(run) else 0
+    if first:
+        zerokit.load(run, optimizer)
+    done = 0
+
+    def counted(real: Callable[..., int], *given: Any) -> int:
+        nonlocal done
+        done += 1
+        if done == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*given)
+
+    with ExitStack() as stack:
+        for name in ("preadv", "pwritev", "copy_file_range"):
+            stack.enter_context(patch.object(os, name, partial(counted, getattr(os, name))))
+        for number in range(first, 6):
+            _step(model, optimizer, number)
+            if number % 2:
+                zerokit.save(run, optimizer, step=number + 1)
+            else:
+                zerokit.save(run, optimizer, step=number + 1, blocking=False).wait()
+    return [float(weight.sum()).hex() for weight in _weights(optimizer)]
+
+
+def test_a_run_that_is_killed_goes_on_from_its_checkpoint_with_the_right_bits(tmp_path: Path) -> None:
+    (home := tmp_path / "states").mkdir()
+    choose = random.Random(7)
+    whole = run_ranks(2, _killed_at, 0, tmp_path / "whole", home)
+    kills = 0
+    for _ in range(5):
+        call = choose.randrange(1, 60)
+        outcomes = run_ranks_expecting_errors(2, _killed_at, call, tmp_path / "run", home)
+        kills += sum(outcome.exitcode == -signal.SIGKILL for outcome in outcomes)
+        assert os.listdir(home) == []
+    assert kills >= 5
+    assert run_ranks(2, _killed_at, 0, tmp_path / "run", home) == whole

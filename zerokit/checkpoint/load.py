@@ -168,8 +168,6 @@ def _load(
     if local is not None:
         _take_outer(checkpoint, runtime, match, outer, together)
         together.each(lambda: local.require_loadable(outer, extra.get(LOCAL_STEPS)))
-    optimizer.zero_grad()
-    runtime.settle()
     # Weights do not make up for a state that an earlier load has left incomplete.
     kept = optimizer.refusal if weights_only and _STATE_LOST in optimizer.refusal else ""
     lost = _WEIGHTS_LOST if weights_only else _STATE_LOST
@@ -177,7 +175,11 @@ def _load(
         kept or f"loading {checkpoint.path} did not succeed, so {lost}: load again, or build the model anew"
     )
     if plan.shared is not None:
-        _make_states(runtime, plan.states)
+        runtime.home.renew()
+    optimizer.zero_grad()
+    runtime.settle()
+    if plan.shared is not None:
+        together.each(lambda: _make_states(runtime, plan.states))
     for sources in match.rounds():
         _read_states(checkpoint, sources, runtime, together, weights_only=weights_only)
     if plan.shared is not None:

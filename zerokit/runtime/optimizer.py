@@ -250,9 +250,10 @@ class ZeroOptimizer(Reports):
                 hook(self, (), {})
         self.refuse(INTERRUPTED)
         if agreed.updates:
-            with profiled("update"), unless_updated(self._inner, self._note_no_update):
-                made = self.runtime
-                tour = partial(made.home.tour, writes=True, agree=self._control.require_all_well)
+            made = self.runtime
+            unchanged = unless_updated(self._inner, self._control, self._note_no_update)
+            with profiled("update"), unchanged as agree:
+                tour = partial(made.home.tour, writes=True, agree=agree)
                 update_masters(made.units, self._gradients, self._inner, made.wholes, tour, agreed.left_out)
         self._last_traffic = self._collectives.take_traffic()
         if agreed.updates:

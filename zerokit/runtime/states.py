@@ -207,6 +207,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
     runtime.collectives.note_path(
         zlib.crc32(repr(checksums(state["masters"]) if whole else "loaded").encode())
     )
+    runtime.home.renew()
     runtime.engine.make_current()  # what the last step has updated may still be on its way
     for unit, divided in zip(runtime.units, state["divided"], strict=True):
         if divided and not unit.divided:

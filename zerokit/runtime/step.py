@@ -101,14 +101,19 @@ class StepControl:
         return Agreement(overflow=numbers[_NONFINITE] > 0, empty=empty, count=total)
 
     def require_all_well(self, failed: bool) -> None:
-        """Raise `StorageError` where any rank has `failed`. All ranks come here together, in a step."""
-        numbers = self.collectives.sum_soon([float(failed), self.collectives.rank * float(failed)]).read()
-        if numbers[0]:
-            who = f"rank {numbers[1]:.0f}" if numbers[0] == 1 else f"{numbers[0]:.0f} ranks"
+        """Raise `StorageError` where any rank has `failed`. All ranks come here together."""
+        count, number = self.sum_now([float(failed), self.collectives.rank * float(failed)])
+        if count:
+            who = f"rank {number:.0f}" if count == 1 else f"{count:.0f} ranks"
             raise StorageError(
                 f"{who} could not read, update or write masters and states: see the error there. Steps and saves are "
                 "refused here, too, where the update had begun: load a checkpoint"
             )
+
+    def sum_now(self, values: Sequence[float]) -> Sequence[float]:
+        """The sums of `values` over ranks, in a message of the length that all have."""
+        padding = [0.0] * (_NUMBERS - len(values))
+        return self.collectives.sum_soon([*values, *padding]).read()[: len(values)]
 
     def finish(self) -> None:
         """Check pending results. Raises `LayoutMismatch` like `agree`, without communication."""
@@ -342,16 +347,32 @@ def _take_gradients(units: Sequence[UnitState]) -> None:
 
 
 @contextmanager
-def unless_updated(inner: Optimizer, refused: Callable[[], None]) -> Iterator[None]:
+def unless_updated(
+    inner: Optimizer, control: StepControl, refused: Callable[[], None]
+) -> Iterator[Callable[[bool], None]]:
     """Call `refused` where the body raises before anything of `inner` has changed.
 
-    Schedule-free optimizers refuse a step in the mode of evaluations.
+    Schedule-free optimizers refuse a step in the mode of evaluations. Gives the body a function that raises
+    `StorageError` where any rank has failed; nothing has changed then if it has not on any rank.
     """
-    before = _values(inner)
+    before, changed_elsewhere = _values(inner), False
+
+    def unchanged() -> bool:
+        return all(_same(*pair) for pair in zip_longest(before, _values(inner)))
+
+    def agree(failed: bool) -> None:
+        nonlocal changed_elsewhere
+        try:
+            control.require_all_well(failed)
+        except StorageError:
+            (changed,) = control.sum_now([float(not unchanged())])
+            changed_elsewhere = changed > 0
+            raise
+
     try:
-        yield
+        yield agree
     except BaseException:
-        if all(_same(*pair) for pair in zip_longest(before, _values(inner))):
+        if not changed_elsewhere and unchanged():
             refused()
         raise
 

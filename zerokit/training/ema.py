@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerokit.errors import UsageError
+from zerokit.runtime.homes import reserve
 from zerokit.runtime.optimizer import ZeroOptimizer
 from zerokit.runtime.states import AVERAGED, EMA
 from zerokit.runtime.unit import UnitState
@@ -49,7 +50,8 @@ class Ema:
         decay: from 0 (the weights as they are) to 1 (the average stays).
 
     Raises:
-        UsageError: for a decay outside 0 to 1, and for an optimizer that has an average, or a state of that name.
+        UsageError: for a decay outside 0 to 1, for an optimizer that has an average or a state of that name, and,
+            with states on a disk, on all ranks where one has no room for an average. All ranks build it together.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, decay: float = 0.999) -> None:
@@ -62,6 +64,9 @@ class Ema:
                 "not tell the two apart"
             )
         self.decay = decay
+        runtime = optimizer.runtime
+        sizes = [master.tensor.nbytes for _, master, _ in runtime.masters()]
+        reserve(runtime.home, sizes, runtime.collectives, "Ema()")
         # It holds this object: a cycle would keep the model's memory.
         self._optimizer = weakref.ref(optimizer)
         self._runtime = optimizer.runtime

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -32,9 +33,11 @@ __all__ = [
     "in_memory",
     "kind_of",
     "require_codable",
+    "reserve",
     "room_of",
 ]
 
+T = TypeVar("T")
 KINDS = ("device", "host", "fp8")
 
 
@@ -62,10 +65,10 @@ def home_of(states: str | os.PathLike[str], rooms: Mapping[int, int], collective
     streams = streams_for(collectives.device)
     if kind == "disk":
         staging = Staging(streams[0]) if streams else None
-        return _on_all(lambda: DiskHome(path_of(states), rooms, staging), collectives)
+        return _on_all(lambda: DiskHome(path_of(states), rooms, staging), collectives, BUILDING)
     if streams:
         come, leave = streams
-        return _on_all(lambda: PinnedHome(rooms, come, leave), collectives)
+        return _on_all(lambda: PinnedHome(rooms, come, leave), collectives, BUILDING)
     if collectives.rank == 0:
         warnings.warn(
             "states='host' changes nothing here: the model computes on the host, where its states are anyway",
@@ -80,19 +83,27 @@ def streams_for(device: torch.device) -> tuple[CopyStream, CopyStream] | None:
     return (CopyStream(device), CopyStream(device)) if device.type == "cuda" else None
 
 
-def _on_all(make: Callable[[], Home], collectives: Collectives) -> Home:
+def reserve(home: Home, sizes: Sequence[int], collectives: Collectives, place: str) -> None:
+    """Make sure of room for more tensors of these sizes, in the call that `place` names. Collective.
+
+    Raises `UsageError` on all ranks where one of them has no room.
+    """
+    if home.name != "device":
+        _on_all(lambda: home.reserve(room_of(sizes)), collectives, place)
+
+
+def _on_all(make: Callable[[], T], collectives: Collectives, place: str) -> T:
     """What `make` gives on this rank. Raises `UsageError` on all ranks where it fails on one."""
-    home: Home | None = None
+    made: list[T] = []
     problem = ""
     try:
-        home = make()
+        made.append(make())
     except (UsageError, StorageError) as error:
         problem = str(error)
-    problems = collectives.all_gather_objects(problem, BUILDING)
+    problems = collectives.all_gather_objects(problem, place)
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]:
         raise UsageError("; ".join(failed))
-    assert home is not None
-    return home
+    return made[0]
 
 
 def room_of(sizes: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
@@ -30,11 +30,10 @@ PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor's place: byte `offset` of the store, of which it has `room`, and byte `at` of a buffer."""
+    """A tensor's place: byte `offset` of the store, and byte `at` of a buffer."""
 
     tensor: Tensor
     offset: int
-    room: int
     at: int
     stride: tuple[int, ...]
     """That of the tensor's dimensions: products of matrices that lie otherwise have other bits."""
@@ -57,17 +56,20 @@ class Moving(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A unit's part of the store, from byte `start` up to `stop`, of which it uses what lies before `end`."""
+    """A unit's parts of the store, each from one byte to another, and the places in them."""
 
-    start: int = 0
-    stop: int = 0
-    end: int = 0
+    parts: Sequence[tuple[int, int]] = ()
     places: Sequence[Place] = ()
 
     @property
     def size(self) -> int:
         """Bytes of a buffer for the unit."""
-        return max((place.at + place.room for place in self.places), default=0)
+        return max((place.at + _to_page(place.nbytes) for place in self.places), default=0)
+
+    @property
+    def room(self) -> int:
+        """Bytes of a buffer for the unit and for what a first step makes."""
+        return max(self.size, sum(stop - start for start, stop in self.parts[:1]))
 
 
 class Elsewhere(Home):
@@ -81,7 +83,7 @@ class Elsewhere(Home):
         self._heap = Heap(torch.device("cpu"), settles=False)
         for index, room in rooms.items():
             end = self._end
-            self._slots[index] = _Slot(end, end + room, end)
+            self._slots[index] = _Slot([(end, end + room)])
             self.grow(end, end + room)
 
     # ---- what a home of this kind does
@@ -123,10 +125,11 @@ class Elsewhere(Home):
 
     @property
     def _end(self) -> int:
-        """The end of what is used or kept free for a unit."""
-        slots = self._slots.values()
-        ends = (place.offset + place.room for slot in slots for place in slot.places)
-        return max([0, *(slot.stop for slot in slots), *ends])
+        """The end of what units have."""
+        return max((stop for slot in self._slots.values() for _, stop in slot.parts), default=0)
+
+    def reserve(self, nbytes: int) -> None:
+        self.grow(self._end, self._end + nbytes)
 
     def forget(self, unit: OwnedUnit) -> None:
         self._slots.pop(unit.index, None)
@@ -136,27 +139,26 @@ class Elsewhere(Home):
         slot = self._slots.get(unit.index)
         return next((place for place in slot.places if place.tensor is tensor), None) if slot else None
 
-    def _arrange(self, unit: OwnedUnit) -> _Slot:
-        """Give everything that the unit has now a place; what has one keeps it, if it is large enough."""
-        slot = self._slots.get(unit.index, _Slot())
-        before, end, beyond = slot.places, slot.end, -1
-        places: list[Place] = []
-        at = 0
-        for number, tensor in enumerate(self.away(unit)):
-            room = -(-tensor.nbytes // PAGE) * PAGE
-            if number < len(before) and before[number].room >= room:
-                offset, room = before[number].offset, before[number].room
-            elif end + room <= slot.stop:
-                offset, end = end, end + room
+    def _arranged(self, unit: OwnedUnit) -> _Slot:
+        """Places for all that the unit has now, in the parts that it has and, beyond these, at the end of the store."""
+        parts = list(self._slots.get(unit.index, _Slot()).parts)
+        free = [start for start, _ in parts]
+        end = beyond = self._end
+        at, places = 0, list[Place]()
+        for tensor in self.away(unit):
+            size = _to_page(tensor.nbytes)
+            fitting = [number for number, (_, stop) in enumerate(parts) if free[number] + size <= stop]
+            if fitting:
+                offset = free[fitting[0]]
+                free[fitting[0]] += size
             else:
-                offset = self._end if beyond < 0 else beyond
-                beyond = offset + room
-            places.append(Place(tensor, offset, room, at, _dense_stride(tensor)))
-            at += room
-        if beyond > 0:
-            self.grow(self._end, beyond)
-        self._slots[unit.index] = arranged = replace(slot, end=end, places=places)
-        return arranged
+                offset, beyond = beyond, beyond + size
+            places.append(Place(tensor, offset, at, _dense_stride(tensor)))
+            at += size
+        if beyond > end:
+            self.grow(end, beyond)
+            parts.append((end, beyond))
+        return _Slot(parts, places)
 
     # ---- coming and leaving
 
@@ -165,7 +167,7 @@ class Elsewhere(Home):
 
     def _leave(self, unit: OwnedUnit, memory: Tensor | None) -> Moving:
         """Start to write a unit's tensors, which lie in this buffer or elsewhere, and let them be away."""
-        slot = self._arrange(unit)
+        slot = self._arranged(unit)
         strangers = [
             place
             for place in slot.places
@@ -178,11 +180,13 @@ class Elsewhere(Home):
                 memory, strangers = self.buffer(slot.size), list(slot.places)
             for place in strangers:
                 place.view(memory).copy_(place.tensor.detach())
+        leaving = self.put(slot.places, self.buffer(0) if memory is None else memory)
+        self._slots[unit.index] = slot  # not before: what could not be put is here
         self._send_away(slot)
         if strangers:
             # What was made outside: freed blocks among small ones that stay would grow the heap from unit to unit.
             self._heap.return_freed_memory()
-        return self.put(slot.places, self.buffer(0) if memory is None else memory)
+        return leaving
 
     def _send_away(self, slot: _Slot) -> None:
         for place in slot.places:
@@ -228,8 +232,7 @@ class Elsewhere(Home):
         True says that there is more to do.
         """
         slots = [self._slots.get(unit.index, _Slot()) for unit in units]
-        # With room for what a first step makes.
-        size = max(max(slot.size, slot.stop - slot.start) for slot in slots)
+        size = max(slot.room for slot in slots)
         buffers = [self.buffer(size) for _ in units[:2]]
         coming, leaving = [self.fetch(slots[0].places, buffers[0], None)], list[Moving]()
         try:
@@ -241,15 +244,10 @@ class Elsewhere(Home):
                     # Into the memory of the unit before, behind its last bytes on their way out.
                     last = leaving[-1] if leaving else None
                     coming.append(self.fetch(slots[number + 1].places, buffers[(number + 1) % 2], last))
-                for place in slots[number].places:
-                    point_at(place.tensor, place.view(buffers[number % 2]))
-                try:
+                with self._shown(slots[number], buffers[number % 2]):
                     work([unit])
-                finally:
                     if writes:
                         leaving.append(self._leave(unit, buffers[number % 2]))
-                    else:
-                        self._send_away(slots[number])
             _wait_for(leaving)
             yield False
         finally:
@@ -259,17 +257,22 @@ class Elsewhere(Home):
     @contextmanager
     def visiting(self, unit: OwnedUnit, *, writes: bool) -> Iterator[None]:
         slot = self._slots.get(unit.index, _Slot())
-        memory = self.buffer(max(slot.size, slot.stop - slot.start))
+        memory = self.buffer(slot.room)
         self.fetch(slot.places, memory, None).wait()
+        with self._shown(slot, memory):
+            yield
+            if writes:
+                self._leave(unit, memory).wait()
+
+    @contextmanager
+    def _shown(self, slot: _Slot, memory: Tensor) -> Iterator[None]:
+        """A context in which a unit's tensors are those in a buffer; after an exception they are as they were."""
         for place in slot.places:
             point_at(place.tensor, place.view(memory))
         try:
             yield
         finally:
-            if writes:
-                self._leave(unit, memory).wait()
-            else:
-                self._send_away(slot)
+            self._send_away(slot)
 
     def elements(self, unit: OwnedUnit, tensor: Tensor) -> Elements:
         place = self.place_of(unit, tensor)
@@ -290,6 +293,11 @@ def _wait_for(moving: Sequence[Moving]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def _to_page(nbytes: int) -> int:
+    """Bytes as far as their last page ends."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 def _lies_in(memory: Tensor, tensor: Tensor) -> bool:

@@ -58,6 +58,12 @@ class Home:
     def forget(self, unit: OwnedUnit) -> None:
         """Give up what a unit has here: it is managed no more."""
 
+    def reserve(self, nbytes: int) -> None:
+        """Make sure of room for so many bytes more. Raises `StorageError` where there is none."""
+
+    def renew(self) -> None:
+        """Note that all that is away is about to be written anew, whatever has become of it."""
+
     def away(self, unit: OwnedUnit) -> Sequence[Tensor]:
         """The tensors of a unit that are elsewhere between steps."""
         return ()
