@@ -11,7 +11,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import zerokit
 from tests.support.distributed import AT_ONCE, run_ranks, run_ranks_expecting_errors
 from tests.support.on_ranks import on_ranks
 from zerokit.errors import StorageError, UsageError, ZerokitError
+from zerokit.runtime.homes import disk
 from zerokit.runtime.homes.disk import File
 
 
@@ -327,22 +328,34 @@ def test_what_raises_on_all_ranks_is_what_they_raise(case: tuple[BaseException, 
 
 
 @on_ranks(2)
-def test_without_unnamed_files_and_direct_reads_all_is_the_same(tmp_path: Path) -> None:
+def test_however_the_file_is_made_and_read_all_is_the_same(tmp_path: Path) -> None:
     home, real = _home_of(tmp_path), os.open
 
-    def refusing(path: Any, flags: int, *mode: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE or flags & os.O_DIRECT:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return real(path, flags, *mode)
+    def refusing(flag: int) -> Callable[..., int]:
+        def fake(path: Any, flags: int, *mode: int) -> int:
+            if flags & flag == flag:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+            return real(path, flags, *mode)
 
-    with patch.object(os, "open", refusing):
-        model, optimizer = _optimizer(home)
-    assert os.listdir(home) == []
+        return fake
+
+    ways: dict[str, Any] = {
+        "no unnamed files": patch.object(os, "open", refusing(os.O_TMPFILE)),
+        "past the page cache": nullcontext(),
+        "not past it": patch.object(os, "open", refusing(os.O_DIRECT)),
+    }
     twin, other = _optimizer("device")
+    trained = {}
+    for way, patched in ways.items():
+        with patched, patch.object(disk, "fits_the_cache", lambda nbytes, way=way: "unnamed" in way):
+            trained[way] = _optimizer(home)
+    assert os.listdir(home) == []
     for number in range(3):
-        _step(model, optimizer, number)
         _step(twin, other, number)
-    assert _same(_weights(optimizer), _weights(other))
+        for model, optimizer in trained.values():
+            _step(model, optimizer, number)
+    for way, (_, optimizer) in trained.items():
+        assert _same(_weights(optimizer), _weights(other)), way
 
 
 @on_ranks(1)

@@ -1,8 +1,9 @@
 """A home on a disk: one file a rank, which has no name and goes with the process, however it ends.
 
-One thread reads and writes it, one request after the other. Steps go past the page cache (`O_DIRECT`) where the file
-system can do that: states of this size would push everything else out of it, and the writes of a step would wait for
-the disk anyway once the system holds too much that is not written.
+One thread reads and writes it, one request after the other. Where the states of a node's ranks take at most half of its
+available memory, that goes through the page cache, so that the system writes while the model computes; else past it
+(`O_DIRECT`), as they would push everything else out of it. A step of 206 M parameters on two ranks took 0.6 to 1.0 of
+the disk's time for the states' way with the cache, and 1.2 to 1.3 past it (2026-11-28, benchmarks/states.py).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class _Moving:
 class File:
     """A file of no name in `directory`. Its methods raise `StorageError`, which names the directory."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises `UsageError` where no file can be made there."""
+    def __init__(self, directory: Path, *, cached: bool = True) -> None:
+        """Raises `UsageError` where no file can be made there. Not `cached`: past the page cache, if it can be."""
         self.directory = directory
         try:
             self.fd = unnamed_file(directory)
@@ -56,7 +57,7 @@ class File:
         self._lost: list[str] = []
         """Why writes failed: what is in the file is not what was to be there."""
         self._direct = self.fd
-        if (direct := _past_the_cache(self.fd)) is not None:
+        if not cached and (direct := _past_the_cache(self.fd)) is not None:
             self._direct = direct
             weakref.finalize(self, os.close, direct)
 
@@ -167,8 +168,9 @@ class DiskHome(Elsewhere):
 
     def __init__(self, directory: Path, rooms: Mapping[int, int], staging: Staging | None = None) -> None:
         """Raises `StorageError` where the directory has no room for these `rooms`, by unit."""
-        self.file, self._staging = File(directory), staging
-        self.file.grow(sum(rooms.values()))
+        nbytes = sum(rooms.values())
+        self.file, self._staging = File(directory, cached=fits_the_cache(nbytes)), staging
+        self.file.grow(nbytes)
         self._thread = ThreadPoolExecutor(1, "zerokit-states")
         super().__init__(rooms)
 
@@ -243,6 +245,15 @@ def _discard(fd: int, process: int) -> None:
     if os.getpid() == process:
         os.truncate(fd, 0)
     os.close(fd)
+
+
+def fits_the_cache(nbytes: int) -> bool:
+    """Whether the states of this node's ranks, so many bytes each, fit into half of the memory that is available."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    with contextlib.suppress(OSError, IndexError):
+        available = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
+        return 2 * ranks * nbytes <= int(available.split()[0]) * 1024
+    return True
 
 
 def _past_the_cache(fd: int) -> int | None:
