@@ -358,6 +358,22 @@ def test_however_the_file_is_made_and_read_all_is_the_same(tmp_path: Path) -> No
         assert _same(_weights(optimizer), _weights(other)), way
 
 
+@pytest.mark.parametrize("fault", [errno.EOPNOTSUPP, errno.EXDEV, 0])
+def test_a_copy_has_the_bytes_where_the_system_copies_none(tmp_path: Path, fault: int) -> None:
+    content = bytes(range(256)) * 64
+    file, read = File(tmp_path), bytearray(len(content))
+    file.grow(len(content))
+    file.write(memoryview(content), 0)
+    refused = (
+        patch.object(os, "copy_file_range", side_effect=OSError(fault, "no")) if fault else nullcontext()
+    )
+    with refused:
+        copy = file.copy()
+    file.write(memoryview(bytes(len(content))), 0)
+    copy.read(memoryview(read), 0)
+    assert read == content
+
+
 @on_ranks(1)
 def test_files_and_threads_go_with_their_optimizers(tmp_path: Path) -> None:
     home, counts = _home_of(tmp_path), []

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerokit.errors import StorageError, UsageError
-from zerokit.files import unnamed_file
+from zerokit.files import UNSUPPORTED, unnamed_file
 from zerokit.runtime.homes.elsewhere import PAGE, Elsewhere, Moving, Place
 from zerokit.runtime.homes.home import Elements, Stored
 from zerokit.runtime.homes.staging import Run, Staging
@@ -116,7 +116,7 @@ class File:
         made.grow(size)
         with self._explained("copied"):
             while offset < size:
-                done = os.copy_file_range(self.fd, made.fd, size - offset, offset, offset)
+                done = _copy(self.fd, made.fd, offset, size - offset)
                 if not done:
                     raise OSError(errno.EIO, f"the file ends at byte {offset}")
                 offset += done
@@ -245,6 +245,16 @@ def _discard(fd: int, process: int) -> None:
     if os.getpid() == process:
         os.truncate(fd, 0)
     os.close(fd)
+
+
+def _copy(source: int, target: int, offset: int, size: int) -> int:
+    """Copy up to `size` bytes at byte `offset` of a file to the same place in another; returns how many."""
+    try:
+        return os.copy_file_range(source, target, size, offset, offset)
+    except OSError as error:
+        if error.errno not in (*UNSUPPORTED, errno.EXDEV):
+            raise
+    return os.pwrite(target, os.pread(source, min(size, _PIECE), offset), offset)
 
 
 def fits_the_cache(nbytes: int) -> bool:
