@@ -351,6 +351,24 @@ def _overflow() -> None:
     del os.environ["ACCELERATE_MIXED_PRECISION"]
 
 
+@on_ranks(2)
+def test_states_on_a_disk_train_and_resume_as_on_the_device(tmp_path: Path) -> None:
+    as_launched()
+    home = tmp_path / "states"
+    home.mkdir(exist_ok=True)
+    found = {}
+    for states in ("device", str(home)):
+        for resumes in (False, True):
+            accelerator = _accelerator(3, zero_options={"states": states}, mixed_precision="bf16")
+            prepared = _prepare(accelerator, _warmup, torch.optim.AdamW, nn.LayerNorm)
+            if resumes:  # what was saved with states elsewhere
+                accelerator.load_state(str(tmp_path / "state"))
+            found[states, resumes] = _train(accelerator, prepared, 1)
+            accelerator.save_state(str(tmp_path / "state"))
+    assert found["device", False] == found[str(home), False]
+    assert found["device", True] == found[str(home), True] != found["device", False]
+
+
 # ---- what is refused
 
 
