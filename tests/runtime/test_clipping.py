@@ -19,8 +19,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.oracle import train_alone
 from tests.support.recording import RecordingRoute
 from tests.support.training import Run, train_all, trained, whole_weights
-from zerokit.runtime import step
-from zerokit.runtime.step import all_finite, clip_coefficient, global_norm
+from zerokit.runtime import norms
+from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
 
 NORMS = {"2": 2.0, "1": 1.0, "inf": math.inf}
 
@@ -141,7 +141,7 @@ def test_the_cut_does_not_show_in_fp32(norm_type: float, cuts: list[int], world:
     places = [0, *sorted(cuts), 3000]
     shards = [values[start:stop] for start, stop in pairwise(places)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "_CHUNK", chunk)
+        patch.setattr(norms, "_CHUNK", chunk)
         found = norm_of([shards[rank::world] for rank in range(world)], norm_type)
     assert float(found.float()).hex() == float(norm_of([[values]], norm_type).float()).hex()
 

@@ -38,7 +38,7 @@ from tests.support.optimizers import FUSED, OPTIMIZERS
 from tests.support.recording import RecordingRoute
 from tests.support.training import whole_weights
 from zerokit.errors import UsageError
-from zerokit.runtime.step import all_finite, global_norm
+from zerokit.runtime.norms import all_finite, global_norm
 
 gpu = pytest.mark.gpu
 on_both = pytest.mark.parametrize("device", DEVICES)

@@ -254,7 +254,7 @@ def test_a_load_that_finds_no_room_fails_on_all_ranks(tmp_path: Path) -> None:
 
 
 class Raising(torch.optim.AdamW):
-    """Raises `error` in a turn of a step on some ranks, once it is told in which."""
+    """Raises `error` on `ranks` when `step` has been called `left` times, if that is a number."""
 
     error: BaseException = RuntimeError("a class that fails")
     ranks: tuple[int, ...] = (1,)

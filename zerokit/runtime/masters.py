@@ -8,6 +8,7 @@ a master for each tensor, on its owner (`zerokit.owners`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -62,7 +63,7 @@ class WholeMaster(Master):
         self.tensor = nn.Parameter(self.tensor.detach().view(whole.shape))
 
 
-class OwnedUnit:
+class OwnedUnit(ABC):
     """One rank's part of a unit: the parameters' elements `kept`, the shard `own` of them, and those `updated`."""
 
     kept: Shards
@@ -93,9 +94,9 @@ class OwnedUnit:
         names = {part.parameter.name for part in self.members(master)}
         return [position for position, p in enumerate(self.unit.parameters) if p.name in names]
 
+    @abstractmethod
     def note_update(self) -> None:
         """Note that the optimizer has changed what is kept of the parameters."""
-        raise NotImplementedError
 
     @property
     def masters(self) -> list[Master]:

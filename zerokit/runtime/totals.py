@@ -11,8 +11,9 @@ from zerokit.errors import NonFiniteError, UsageError
 from zerokit.runtime.counts import share_of, sum_over_ranks
 from zerokit.runtime.loss import Loss
 from zerokit.runtime.nonfinite import OnNonfinite, refuse_step, warn_of_waiting
+from zerokit.runtime.norms import all_finite, clip_coefficient, global_norm
 from zerokit.runtime.precision import LossScale
-from zerokit.runtime.step import Agreement, StepControl, all_finite, clip_coefficient, global_norm
+from zerokit.runtime.step import Agreement, StepControl
 
 
 class Totals:

@@ -9,6 +9,7 @@ and places begin at pages, as direct reads and writes need it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class _Slot:
         return max(self.size, sum(stop - start for start, stop in self.parts[:1]))
 
 
-class Elsewhere(Home):
+class Elsewhere(Home, ABC):
     """What homes have in common whose states move; where to is theirs: `buffer`, `fetch`, `put` and `grow`."""
 
     def __init__(self, rooms: Mapping[int, int]) -> None:
@@ -88,21 +89,21 @@ class Elsewhere(Home):
 
     # ---- what a home of this kind does
 
+    @abstractmethod
     def buffer(self, nbytes: int) -> Tensor:
         """Memory on the device for a unit that visits."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fetch(self, places: Sequence[Place], memory: Tensor, after: Moving | None) -> Moving:
         """Start to bring tensors into a buffer, once its last content has left, which is `after`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, places: Sequence[Place], memory: Tensor) -> Moving:
         """Start to bring tensors from a buffer into the store. The buffer may be fetched into `after` that."""
-        raise NotImplementedError
 
+    @abstractmethod
     def grow(self, start: int, end: int) -> None:
         """Let the store have bytes from `start`, before which all are used, to `end`. Raises a `ZerokitError`."""
-        raise NotImplementedError
 
     # ---- what is where
 
@@ -278,9 +279,9 @@ class Elsewhere(Home):
         place = self.place_of(unit, tensor)
         return tensor.detach() if place is None else self.stored(place)
 
+    @abstractmethod
     def stored(self, place: Place) -> Elements:
         """What is at a place of the store."""
-        raise NotImplementedError
 
 
 def _wait_for(moving: Sequence[Moving]) -> None:
