@@ -282,7 +282,7 @@ class Shared:
             name for name, at in match.sources.items() if (EMA, at) in checkpoint.manifest.numbers
         }
         self._line = list(checkpoint.manifest.layout.parameters)
-        self._folder = checkpoint.path
+        self._place = checkpoint.place
         self._uncut = {(one.position, *one.rows): one for one in checkpoint.manifest.uncut}
         self._rows: dict[str, dict[int, Tensor]] = {}
         self._values: Mapping[str, Mapping[str, Any]] = extra["values"]
@@ -319,7 +319,7 @@ class Shared:
         def make(content: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
             return tensor_of(content, dtype, shape).to(device)
 
-        return {} if place is None else read_uncut(self._folder, place, make, _arranged)
+        return {} if place is None else read_uncut(self._place(place.name), place, make, _arranged)
 
     def kinds(self, unit: UnitState, position: int) -> set[str]:
         """The saved kinds of state that have the shape of this parameter of a unit."""

@@ -17,7 +17,7 @@ from zerokit.checkpoint.disk import check_file, check_size, opened, read_exactly
 from zerokit.checkpoint.extra import parse_members
 from zerokit.checkpoint.manifest import NAME, File, Manifest, read_manifest
 from zerokit.checkpoint.requests import Memory, read, requests_for
-from zerokit.checkpoint.run import find_step
+from zerokit.checkpoint.run import Choice, find_step
 from zerokit.checkpoint.safetensors import Header, RankFile, file_name, rank_file, read_header
 from zerokit.checkpoint.source import Source, Stretch, scaled, to_array
 from zerokit.checkpoint.uncut import read_uncut
@@ -39,10 +39,13 @@ class Checkpoint(Source):
 
     def __init__(self, path: str | os.PathLike[str], *, whole: bool = False) -> None:
         choice = find_step(path_of(path), whole=whole)
+        self._describe(choice, *(choice.manifest or read_manifest(choice.path)))
+
+    def _describe(self, choice: Choice, manifest: Manifest, crc: int) -> None:
         self.path, self.run = choice.path, choice.run
         """The step's directory, and the run's where `path` was one."""
         self.notes = choice.notes
-        self.manifest, self.manifest_crc = choice.manifest or read_manifest(choice.path)
+        self.manifest, self.manifest_crc = manifest, crc
         self._places: dict[int, tuple[list[int], array[int], array[int]]] = {}
         """By rank: where each stream's slices begin in two lists, of the slices' positions and of their offsets."""
         self._checked: set[int] = set()
@@ -83,7 +86,7 @@ class Checkpoint(Source):
         """
         position = self._position(name)
         places = [place for place in self.manifest.uncut if place.position == position]
-        return {place.rows: read_uncut(self.path, place, to_array) for place in places}
+        return {place.rows: read_uncut(self.place(place.name), place, to_array) for place in places}
 
     def _position(self, name: str) -> int:
         position = self._positions.get(name)
@@ -175,7 +178,7 @@ class Checkpoint(Source):
         Raises `CheckpointError` if it is missing, damaged or no safetensors file.
         """
         stated = self.manifest.common
-        path = self.path / stated.name
+        path = self.place(stated.name)
         with opened(path) as fd:
             check_size(fd, stated.size, path)
             crc = file_checksum(fd, stated.size, path)
@@ -200,11 +203,11 @@ class Checkpoint(Source):
     def file_path(self, file: int) -> Path:
         if file >= self.world:
             return self.base.file_path(file - self.world)
-        return self.path / file_name(file, self.world)
+        return self.place(file_name(file, self.world))
 
     def check_files(self) -> None:
         for name, size in self.held_files():
-            check_file(self.path / name, size)
+            check_file(self.place(name), size)
         check_base(self.path, self.manifest)
 
     def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
@@ -254,11 +257,11 @@ class Checkpoint(Source):
         return {name: (tensor.dtype, tensor.shape) for name, tensor in self.common.tensors.items()}
 
     def common_place(self, name: str) -> tuple[Path, int]:
-        return self.path / self.manifest.common.name, self.common.tensors[name].offset
+        return self.place(self.manifest.common.name), self.common.tensors[name].offset
 
     def extra_plain(self) -> dict[str, Any]:
         stated = self.manifest.extra
-        path = self.path / stated.name
+        path = self.place(stated.name)
         content = read_whole(path, stated.size)
         if (crc := crc32(content)) != stated.crc:
             raise CheckpointError(f"{path}: {damaged(crc, stated.crc)}: take another checkpoint")

@@ -98,6 +98,10 @@ class Source(ABC):
     def file_path(self, file: int) -> Path:
         """The path of the file with that number."""
 
+    def place(self, name: str) -> Path:
+        """The path of a file of the checkpoint, by its name."""
+        return self.path / name
+
     @abstractmethod
     def open_file(self, file: int) -> AbstractContextManager[int]:
         """The descriptor of the file with that number, after a check that it is unchanged."""

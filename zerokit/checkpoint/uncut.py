@@ -70,7 +70,7 @@ def _order(tensor: Any) -> list[int] | None:
 
 
 def read_uncut(
-    folder: Path,
+    path: Path,
     place: Uncut,
     make: Callable[[bytearray, str, tuple[int, ...]], T],
     arrange: Callable[[T, list[int]], T] = lambda tensor, order: tensor,
@@ -81,7 +81,6 @@ def read_uncut(
 
     Raises `CheckpointError`, naming the file, if it is missing or damaged.
     """
-    path = folder / place.name
     with opened(path) as fd:
         check_size(fd, place.size, path)
         first = bytearray(min(LENGTH_BYTES, place.size))
@@ -103,11 +102,11 @@ def read_uncut(
     return _decoded(header, place, tensors, str(path))
 
 
-def check_uncut(folder: Path, place: Uncut) -> None:
+def check_uncut(path: Path, place: Uncut) -> None:
     """Raise `CheckpointError` unless a file, whose bytes are known to be right, has the states that it should have."""
-    header = read_header(folder / place.name)
-    _orders(header, str(folder / place.name))
-    _decoded(header, place, dict.fromkeys(header.tensors), str(folder / place.name))
+    header = read_header(path)
+    _orders(header, str(path))
+    _decoded(header, place, dict.fromkeys(header.tensors), str(path))
 
 
 def _orders(header: Header, where: str) -> dict[str, list[int]]:

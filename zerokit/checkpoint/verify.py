@@ -199,7 +199,7 @@ def _rank(checkpoint: Checkpoint, rank: int, read: _Reading) -> Iterator[Finding
     except CheckpointError as error:
         yield _finding(NAME, error, checkpoint.path)
         return
-    path = checkpoint.path / file.name
+    path = checkpoint.place(file.name)
     with opened(path) as fd:
         size = size_of(fd, path)
         if size != file.size:
@@ -255,14 +255,14 @@ def _extra(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
 
 
 def _uncut(checkpoint: Checkpoint, place: Uncut, read: _Reading) -> Iterator[Finding]:
-    path = checkpoint.path / place.name
+    path = checkpoint.place(place.name)
     with opened(path) as fd:
         check_size(fd, place.size, path)
         crc = file_checksum(fd, place.size, path, 0, read)
     if crc != place.crc:
         yield Finding(place.name, damaged(crc, place.crc))
     else:
-        check_uncut(checkpoint.path, place)
+        check_uncut(path, place)
 
 
 def _finding(file: str, error: CheckpointError | str, folder: Path) -> Finding:

@@ -196,7 +196,7 @@ def _states(source: Source, extra: Mapping[str, Any], dropped: list[str]) -> Ite
                 f"{', '.join(place.kinds)} of rows {place.start} to {place.stop} of {parameter.name}"
             )
             continue
-        for kind, value in read_uncut(source.path, place, _Stored).items():
+        for kind, value in read_uncut(source.place(place.name), place, _Stored).items():
             yield from _uncut(value, ("optim", "state", parameter.name, kind))
     for kind, by_name in plain_value(extra["values"], "state", dropped).items():
         for name, value in by_name.items():
