@@ -183,11 +183,12 @@ def prune_after_save(run: Path, retention: Retention) -> None:
     user may still resume from them. Raises as `prune` does.
     """
     if retention.wanted:
-        _remove_own(_superfluous(run, retention, later=False))
-    _remove_own(unreferenced(run))
+        remove_steps(_superfluous(run, retention, later=False))
+    remove_steps(unreferenced(run))
 
 
-def _remove_own(steps: Iterable[Path]) -> None:
+def remove_steps(steps: Iterable[Path]) -> None:
+    """Remove those of these steps that are this user's and hold nothing foreign. Raises `CheckpointError`."""
     for step in steps:
         if belongs_to_this_user(step) and not foreign_to_step(step):
             _remove_step(step)

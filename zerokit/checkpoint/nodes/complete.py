@@ -1,0 +1,111 @@
+"""Which steps are complete over some directories: arithmetic on what each of them has, without reading anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zerokit.checkpoint.nodes.record import NodeRecord
+
+Key = tuple[int, int]
+"""A save: the step, and the CRC-32 that its manifest begins with."""
+
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A step's directory `place`, as the rank (or the number of the argument) `holder` sees it.
+
+    `lacks`: the names of the step's files that are not there with the right size. Ordinary steps have no `record`.
+    `damaged`: why the directory is of no use, such as a manifest that does not match its checksum. `note`: what else is
+    wrong there.
+    """
+
+    place: str
+    holder: int
+    step: int
+    manifest_crc: int = 0
+    whole: bool = False
+    """Whether the step has an optimizer's state."""
+    superseded: bool = False
+    record: NodeRecord | None = None
+    lacks: tuple[str, ...] = ()
+    damaged: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.step, self.manifest_crc
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The complete steps, the newest first, and sentences on what was passed over and why."""
+
+    complete: tuple[Key, ...]
+    notes: tuple[str, ...]
+
+
+def choose(holdings: Iterable[Holding], *, whole: bool) -> Choice:
+    """The steps of which these directories have all files together; with `whole` those with an optimizer's state.
+
+    Where nodes' directories have steps of several trainings, those of the one that saved last count. Superseded steps
+    are left out.
+    """
+    every = list(holdings)
+    notes = [text for one in every for text in (one.damaged, one.note) if text]
+    sound = [one for one in every if not one.damaged and not one.superseded and (one.whole or not whole)]
+    own, others = _of_newest_training(sound)
+    notes += [
+        f"{one.place}: step {one.step} is of another training, which saved it before: it is passed over"
+        for one in others
+    ]
+    steps: dict[Key, list[Holding]] = {}
+    for one in own:
+        steps.setdefault(one.key, []).append(one)
+    complete = sorted((key for key, there in steps.items() if not lacking(there)), reverse=True)
+    newest = complete[0][0] if complete else -1
+    for key, there in sorted(steps.items(), reverse=True):
+        if key not in complete and key[0] >= newest:
+            notes.append(f"step {key[0]}{_other_save(key, steps)} is incomplete: {describe_lack(there)}")
+    return Choice(tuple(complete), tuple(dict.fromkeys(notes)))
+
+
+def lacking(there: Sequence[Holding]) -> set[str]:
+    """The files of a step that none of its directories has."""
+    return set.intersection(*(set(one.lacks) for one in there))
+
+
+def describe_lack(there: Sequence[Holding]) -> str:
+    """Which files of a step no directory has, and which nodes had them."""
+    lacks = sorted(lacking(there))
+    named = ", ".join(lacks[:_NAMED]) + (f" and {len(lacks) - _NAMED} more" if len(lacks) > _NAMED else "")
+    record = next((one.record for one in there if one.record is not None), None)
+    if record is None:
+        return f"{named} missing"
+    here = {one.record.node for one in there if one.record is not None}
+    away = [str(node) for node in range(len(record.wrote)) if node not in here]
+    if not away:
+        return f"{named} missing"
+    nodes = f"node{'s' if len(away) > 1 else ''} {', '.join(away)}"
+    return f"{named} missing, and {nodes} of {len(record.wrote)} not seen"
+
+
+def _of_newest_training(holdings: Sequence[Holding]) -> tuple[list[Holding], list[Holding]]:
+    """Holdings of the training that has saved last, with ordinary ones, and of others."""
+    last: dict[str, int] = {}
+    for one in holdings:
+        if one.record is not None:
+            last[one.record.run] = max(last.get(one.record.run, 0), one.record.saved)
+    newest = max(last, key=lambda run: (last[run], run), default="")
+    own = [one for one in holdings if one.record is None or one.record.run == newest]
+    return own, [one for one in holdings if one.record is not None and one.record.run != newest]
+
+
+def _other_save(key: Key, steps: Iterable[Key]) -> str:
+    return (
+        f" (manifest {key[1]:08x})"
+        if any(step == key[0] and (step, crc) != key for step, crc in steps)
+        else ""
+    )
