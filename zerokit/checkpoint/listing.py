@@ -25,7 +25,7 @@ def list_steps(
     For islands (`zerokit.LocalSteps`), the steps that all of them have. Their files are not looked at.
 
     With an `optimizer` all ranks call it, with one directory or a list of places as `load` takes them: the steps whose
-    files the ranks' nodes have together. A node that has been replaced sees none of its own.
+    files the ranks' nodes have together, of later places only newer ones. A node that was replaced has none of its own.
 
     Raises `CheckpointError` where the directory cannot be listed, or a step not looked at, and `UsageError` for a list
     without an optimizer.

@@ -88,20 +88,7 @@ class Copies:
             return
         first = together.rank == 0
         self._end(first=first)
-        self._due, self._begun = False, self.step
-        try:
-            self._saving = save(
-                self._path,
-                optimizer,
-                step=self.step,
-                extra=None if self._extra is None else self._extra(self.step),
-                overwrite=True,
-                blocking=False,
-                shared=False,
-                copies=self._copies,
-            )
-        except CheckpointError as error:
-            self._warn(f"step {self.step} has no copies: {error}", first=first)
+        self._begin(optimizer, first=first)
 
     def wait(self) -> Path | None:
         """Wait for the copy that is under way; its directory, or that of the last one.
@@ -118,6 +105,22 @@ class Copies:
         """Make no more copies. What is there stays, and a copy that is under way ends."""
         if (optimizer := self._optimizer()) is not None and optimizer.copies is self:
             optimizer.copies = None
+
+    def _begin(self, optimizer: ZeroOptimizer, *, first: bool) -> None:
+        self._due, self._begun = False, self.step
+        try:
+            self._saving = save(
+                self._path,
+                optimizer,
+                step=self.step,
+                extra=None if self._extra is None else self._extra(self.step),
+                overwrite=True,
+                blocking=False,
+                shared=False,
+                copies=self._copies,
+            )
+        except CheckpointError as error:
+            self._warn(f"step {self.step} has no copies: {error}", first=first)
 
     def _end(self, *, first: bool) -> None:
         """Take notice of how the last copy has ended."""
@@ -139,4 +142,4 @@ class Copies:
     def _warn(self, text: str, *, first: bool) -> None:
         if first and text != self._said:
             self._said = text
-            warnings.warn(f"{self._path}: {text}", ZerokitWarning, stacklevel=4)
+            warnings.warn(f"{self._path}: {text}", ZerokitWarning, stacklevel=5)

@@ -58,8 +58,8 @@ class StepsOnNodes:
         self._seen = False
 
     def steps(self) -> list[int]:
-        """The steps that are complete, ascending."""
-        return sorted({step for step, _ in self._look(lazily=False)[1]})
+        """The steps that are complete, ascending; of later places those that are newer."""
+        return sorted({step for step, _ in self._look(lazily=True)[1]})
 
     def readings(self) -> Iterator[FromNodes]:
         """Ways to read the complete steps, the newest first. One more is asked for where the last one has failed."""
