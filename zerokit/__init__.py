@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from zerokit.checkpoint.diff import diff
     from zerokit.checkpoint.formats.convert import consolidate, convert, reshard
     from zerokit.checkpoint.inspect import inspect
+    from zerokit.checkpoint.listing import list_steps
     from zerokit.checkpoint.load import load
+    from zerokit.checkpoint.nodes.copies import Copies
     from zerokit.checkpoint.prune import prune
     from zerokit.checkpoint.reader import Checkpoint
-    from zerokit.checkpoint.run import list_steps
     from zerokit.checkpoint.save import save
     from zerokit.checkpoint.verify import verify
     from zerokit.errors import (
@@ -41,6 +42,7 @@ __all__ = [
     "Batches",
     "Checkpoint",
     "CheckpointError",
+    "Copies",
     "Ema",
     "LayoutMismatch",
     "LocalSteps",
@@ -79,10 +81,11 @@ _HOMES = {
     ),
     **dict.fromkeys(("Batches", "Ema", "LocalSteps", "StopSignal", "ZeroOptimizer"), "zerokit.training"),
     "Checkpoint": "zerokit.checkpoint.reader",
+    "Copies": "zerokit.checkpoint.nodes.copies",
     "plan": "zerokit.bench.plans.ask",
     **dict.fromkeys(("consolidate", "convert", "reshard"), "zerokit.checkpoint.formats.convert"),
     "check_run": "zerokit.checkpoint.check",
-    "list_steps": "zerokit.checkpoint.run",
+    "list_steps": "zerokit.checkpoint.listing",
     **{name: f"zerokit.checkpoint.{name}" for name in ("diff", "inspect", "load", "prune", "save", "verify")},
 }
 """Where a public name lives; the others are errors."""

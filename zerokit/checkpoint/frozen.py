@@ -26,7 +26,14 @@ from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Staging
 from zerokit.checkpoint.state import Held, dtype_name, host_bytes, kept_slices, own_slices
 from zerokit.checkpoint.together import Together
-from zerokit.checkpoint.writing import Contents, contents_of, write_rank, write_rest
+from zerokit.checkpoint.writing import (
+    Contents,
+    contents_of,
+    final_manifest,
+    require_written,
+    write_rank,
+    write_rest,
+)
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval, Layout
 from zerokit.runtime import ZeroOptimizer
@@ -119,7 +126,9 @@ def write_base(
 
         def finish() -> None:
             staging, contents = begun[0]
-            content = write_rest(work, contents, written)
+            require_written(work, written)
+            content = final_manifest(contents, written)
+            write_rest(work, contents.common, contents.extra, content)
             if frozen_in(parse_manifest(content, str(work))) != apart.base:
                 raise CheckpointError(
                     f"{staging.target}: frozen parameters have changed while they were written: change weights when no "

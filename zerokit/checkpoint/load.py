@@ -23,8 +23,10 @@ from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.frozen import require_same
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.matching import Match, Shared
+from zerokit.checkpoint.nodes.places import StepsOnNodes, places_of
 from zerokit.checkpoint.plan import generators_of, plan_of
-from zerokit.checkpoint.requests import Request, read, requests_for
+from zerokit.checkpoint.reading import FromFiles, Reading
+from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import common_steps, island_runs, partners, step_name
 from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
@@ -41,12 +43,14 @@ from zerokit.text import printable
 
 _STATE_LOST, _WEIGHTS_LOST = "the state is incomplete", "the weights are incomplete"
 
+_OWN_NAMES = "rename applies to other frameworks' checkpoints only: zerokit's own has the model's names"
+
 _NO_ISLANDS = -1
 """In place of a step, where the path is no run of islands."""
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     optimizer: ZeroOptimizer,
     *,
     strict: bool = True,
@@ -59,7 +63,12 @@ def load(
         path: a step's directory, or a run's, whose newest complete step is taken; with `weights_only` also a step that
             has weights only. If its writer was killed before `latest` named it, a warning says so. Also a checkpoint of
             DeepSpeed (stages 1 to 3) or DCP (FSDP2), or with `weights_only` a Hugging Face folder or a file of
-            `torch.save` with a state dict: no framework but torch is needed, and no pickle is executed.
+            `torch.save` with a state dict: no framework but torch is needed, and no pickle is executed. Or a list of
+            places in which zerokit has saved, such as `["/dev/shm/run", "/nvme/run", "run"]`: directories of each
+            node's own (`save(..., shared=False)`), and shared ones. The newest step is taken of which ranks see all
+            files together, whatever nodes have them; what a node lacks, or has damaged, other ranks send. An older
+            step is taken where no node has a part of the newer one undamaged, and a warning says so. Of later places
+            files are read only if they have newer steps, or where the earlier ones have none.
         optimizer: its model and its parameter groups must have the same members as those that were saved.
         strict: refuse what does not fit. With False, parameters, streams, buffers and groups that fit are loaded, the
             rest stays as it is, and a warning lists it. Of a parameter that is trained on one side and frozen on the
@@ -84,12 +93,41 @@ def load(
     runtime = optimizer.runtime
     together = Together(runtime.collectives)
     finish_saving(optimizer, together)
+    places = places_of(path, together)
+    if places is None:
+        assert isinstance(path, str | os.PathLike)
+        return _load_shared(path, optimizer, together, rename, strict=strict, weights_only=weights_only)
+    if optimizer.islands is not None:
+        raise UsageError("load() into an island: name one directory, not several places or a node's own")
+    if rename is not None:
+        raise UsageError(_OWN_NAMES)
+    steps = StepsOnNodes(places, together, whole=not weights_only)
+    for reading in steps.readings():
+        try:
+            extra = _load(reading, optimizer, together, strict=strict, weights_only=weights_only)
+        except CheckpointError as error:
+            steps.note_failure(error)
+        else:
+            steps.take(reading, optimizer)
+            return extra
+    raise steps.failure()
+
+
+def _load_shared(
+    path: str | os.PathLike[str],
+    optimizer: ZeroOptimizer,
+    together: Together,
+    rename: Rename | None,
+    *,
+    strict: bool,
+    weights_only: bool,
+) -> Any:
     if optimizer.islands is not None:
         path = _of_island(path_of(path), optimizer, together, whole=not weights_only)
     while True:
-        checkpoint = together.each(lambda: _opened(path, runtime, rename, whole=not weights_only))
+        checkpoint = together.each(lambda: _opened(path, optimizer.runtime, rename, whole=not weights_only))
         try:
-            return _load(checkpoint, optimizer, together, strict=strict, weights_only=weights_only)
+            return _load(FromFiles(checkpoint), optimizer, together, strict=strict, weights_only=weights_only)
         except CheckpointError:
             # A save beside this load may have removed an older step: there is a newer one now.
             gone = together.each(partial(_removed, checkpoint))
@@ -142,16 +180,14 @@ def _opened(path: str | os.PathLike[str], runtime: Runtime, rename: Rename | Non
         parameters = {parameter.name: parameter.aliases for parameter in runtime.layout.parameters}
         return source.fitted(ModelNames(parameters, persistent_buffers(runtime.model).keys()), rename)
     if rename is not None:
-        raise UsageError(
-            "rename applies to other frameworks' checkpoints only: zerokit's own has the model's names"
-        )
+        raise UsageError(_OWN_NAMES)
     return source
 
 
 def _load(
-    checkpoint: Source, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
+    reading: Reading, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
 ) -> Any:
-    runtime = optimizer.runtime
+    runtime, checkpoint = optimizer.runtime, reading.source
     require_equal(
         f"the checkpoint in {checkpoint.run or checkpoint.path}",
         together.exchange(f"{checkpoint.path.name} with the manifest {checkpoint.manifest_crc:08x}"),
@@ -166,7 +202,7 @@ def _load(
     local = optimizer.local_steps
     outer = {} if local is None or weights_only else local.expect(match.outer)
     if local is not None:
-        _take_outer(checkpoint, runtime, match, outer, together)
+        _take_outer(reading, runtime, match, outer, together)
         together.each(lambda: local.require_loadable(outer, extra.get(LOCAL_STEPS)))
     # Weights do not make up for a state that an earlier load has left incomplete.
     kept = optimizer.refusal if weights_only and _STATE_LOST in optimizer.refusal else ""
@@ -181,9 +217,10 @@ def _load(
     if plan.shared is not None:
         together.each(lambda: _make_states(runtime, plan.states))
     for sources in match.rounds():
-        _read_states(checkpoint, sources, runtime, together, weights_only=weights_only)
+        _read_states(reading, sources, runtime, together, weights_only=weights_only)
     if plan.shared is not None:
         shared = plan.shared
+        reading.bring(shared.files(runtime))
         together.each(lambda: _apply(optimizer, match, shared, extra))
         runtime.control.resume(checkpoint.manifest.skips)
         runtime.gradients.draws.begin(extra["step"])
@@ -206,18 +243,18 @@ def _load(
 
 
 def _take_outer(
-    checkpoint: Source,
+    reading: Reading,
     runtime: Runtime,
     match: Match,
     outer: Mapping[str, Mapping[int, Tensor]],
     together: Together,
 ) -> None:
     for sources in match.rounds():
-        _read(checkpoint, sources, outer_slices(runtime.layout, together.rank, outer), together)
+        _read(reading, sources, outer_slices(runtime.layout, together.rank, outer), together)
 
 
 def _read_states(
-    checkpoint: Source,
+    reading: Reading,
     sources: Mapping[str, int],
     runtime: Runtime,
     together: Together,
@@ -229,20 +266,27 @@ def _read_states(
     def read_units(present: Sequence[UnitState]) -> None:
         held = slices_here(runtime, present, weights_only=weights_only)
         scaled: list[tuple[Tensor, Tensor]] = []
-        found.append(read(checkpoint, _requests(checkpoint, sources, held, scaled)))
+        found.append(reading.read(_requests(reading.source, sources, held, scaled)))
         for codes, scales in scaled:
             decode(Codes(codes, scales), codes)
 
     def read_all() -> Pieces:
+        found.clear()
         runtime.home.tour(runtime.units, read_units, writes=True)
         return Pieces.joined(found)
 
-    checkpoint.require_right(together.exchange(together.each(read_all)))
+    while not reading.settle(together.exchange(together.each(read_all))):
+        pass
 
 
-def _read(checkpoint: Source, sources: Mapping[str, int], held: Iterable[Held], together: Together) -> None:
-    pieces = together.each(lambda: read(checkpoint, _requests(checkpoint, sources, held, [])))
-    checkpoint.require_right(together.exchange(pieces))
+def _read(reading: Reading, sources: Mapping[str, int], held: Iterable[Held], together: Together) -> None:
+    wanted = list(held)
+
+    def read_all() -> Pieces:
+        return reading.read(_requests(reading.source, sources, wanted, []))
+
+    while not reading.settle(together.exchange(together.each(read_all))):
+        pass
 
 
 def _requests(

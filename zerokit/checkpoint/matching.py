@@ -308,13 +308,20 @@ class Shared:
         rows = {kind: rows[source] for kind, rows in self._rows.items() if source in rows}
         return rows | {kind: values[name] for kind, values in self._values.items() if name in values}
 
+    def files(self, runtime: Runtime) -> list[str]:
+        """The names of the files with states of this rank's tensors that are updated whole."""
+        places = (self._file(runtime, unit, master) for unit, master, _ in runtime.masters())
+        return [place.name for place in places if place is not None]
+
+    def _file(self, runtime: Runtime, unit: UnitState, master: Master) -> Uncut | None:
+        if not isinstance(master, WholeMaster):
+            return None
+        source = self._sources.get(unit.unit.parameters[master.whole.position].name, -1)
+        return self._uncut.get((source, *runtime.owners.rows(master.whole)))
+
     def uncut(self, runtime: Runtime, unit: UnitState, master: Master) -> dict[str, Any]:
         """The states of a tensor that is updated whole that are in a file of their own."""
-        if not isinstance(master, WholeMaster):
-            return {}
-        source = self._sources.get(unit.unit.parameters[master.whole.position].name, -1)
-        place = self._uncut.get((source, *runtime.owners.rows(master.whole)))
-        device = master.tensor.device
+        place, device = self._file(runtime, unit, master), master.tensor.device
 
         def make(content: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
             return tensor_of(content, dtype, shape).to(device)

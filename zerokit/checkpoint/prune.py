@@ -20,13 +20,15 @@ from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_di
 from zerokit.checkpoint.entries import UNCUT_FILE
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
+from zerokit.checkpoint.nodes.record import NODE_NAME
+from zerokit.checkpoint.safetensors import RANK_FILE
 from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
 from zerokit.errors import CheckpointError, MissingPath, UsageError
 from zerokit.skips import Skips
 
 _STEP_FILE = re.compile(
-    rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
-    rf"{runs.SUPERSEDED_NAME}|{runs.ISLANDS_NAME}|{UNCUT_FILE.pattern}"
+    rf"{re.escape(NAME)}|{RANK_FILE.pattern}|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
+    rf"{runs.SUPERSEDED_NAME}|{runs.ISLANDS_NAME}|{re.escape(NODE_NAME)}|{UNCUT_FILE.pattern}"
 )
 
 
@@ -183,11 +185,12 @@ def prune_after_save(run: Path, retention: Retention) -> None:
     user may still resume from them. Raises as `prune` does.
     """
     if retention.wanted:
-        _remove_own(_superfluous(run, retention, later=False))
-    _remove_own(unreferenced(run))
+        remove_steps(_superfluous(run, retention, later=False))
+    remove_steps(unreferenced(run))
 
 
-def _remove_own(steps: Iterable[Path]) -> None:
+def remove_steps(steps: Iterable[Path]) -> None:
+    """Remove those of these steps that are this user's and hold nothing foreign. Raises `CheckpointError`."""
     for step in steps:
         if belongs_to_this_user(step) and not foreign_to_step(step):
             _remove_step(step)

@@ -211,9 +211,20 @@ class Checkpoint(Source):
         check_base(self.path, self.manifest)
 
     def faults(self, by_rank: Sequence[Pieces]) -> list[str]:
-        """A slice that no rank has read is not checked; one that was read in part only is an error of the caller's."""
         pieces = Pieces.joined(by_rank)
-        lines = []
+        lines = list(self.wrong_slices(by_rank).values())
+        for file in self.manifest.whole_files:
+            if (copied := pieces.whole.get(file.name)) is not None and copied.crc != file.crc:
+                lines.append(f"{file.name}: {damaged(copied.crc, file.crc)}")
+        return lines
+
+    def wrong_slices(self, by_rank: Sequence[Pieces]) -> dict[tuple[int, int, int], str]:
+        """What is wrong with slices that ranks have read, by stream, position and the rank whose file has the slice.
+
+        A slice that no rank has read is not checked; one that was read in part only is an error of the caller's.
+        """
+        pieces = Pieces.joined(by_rank)
+        wrong = {}
         for number, position in pieces.parameters():
             stream, name = self.streams[number], self.layout.parameters[position].name
             slices = {cut: (rank, crc) for rank, cut, crc in self.manifest.slices(number, position)}
@@ -225,14 +236,11 @@ class Checkpoint(Source):
                 if piece.crc != crc:
                     apart = self.manifest.apart(number)
                     where = self.manifest.frozen if apart else file_name(rank, self.world)
-                    lines.append(
+                    wrong[number, position, rank] = (
                         f"{where}: {stream.kind}/{name}, elements {cut.start} to {cut.stop}: "
                         f"{damaged(piece.crc, crc)}"
                     )
-        for file in self.manifest.whole_files:
-            if (copied := pieces.whole.get(file.name)) is not None and copied.crc != file.crc:
-                lines.append(f"{file.name}: {damaged(copied.crc, file.crc)}")
-        return lines
+        return wrong
 
     @property
     def data_size(self) -> int:

@@ -318,14 +318,7 @@ def is_step(folder: Path) -> bool:
 
 
 def list_steps(run_directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of a run, ascending; empty if the directory is missing.
-
-        if zerokit.list_steps("run"):
-            extra = zerokit.load("run", optimizer)
-
-    For islands (`zerokit.LocalSteps`), the steps that all of them have. Their files are not looked at. Raises
-    `CheckpointError` where the directory cannot be listed, or a step not looked at.
-    """
+    """The steps of a run, ascending, or those that all islands have: `zerokit.list_steps` for one directory."""
     run = files.path_of(run_directory)
     if islands := island_runs(run):
         return sorted(_steps_of_all(islands))

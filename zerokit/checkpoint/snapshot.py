@@ -46,7 +46,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a save; they must be equal on all ranks."""
+    """The arguments of a save; they must be equal on all ranks, with `copies` but for each node's `run`."""
 
     run: str
     step: int
@@ -54,6 +54,8 @@ class Arguments:
     weights_only: bool
     keep_last: object
     keep_every: object
+    copies: int | None = None
+    """Nodes that hold each file, in directories of their own; None in a shared directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +338,11 @@ def require_agreement(cards: Sequence[Card]) -> None:
 
     Options of the groups must be equal as well: they are saved once, and a rank with others trains another model.
     """
-    for key in ("step", "run", "overwrite", "weights_only", "keep_last", "keep_every"):
+    shared = all(card.arguments.copies is None for card in cards)
+    for key in (
+        *("copies", "step", *(["run"] if shared else [])),
+        *("overwrite", "weights_only", "keep_last", "keep_every"),
+    ):
         values = [repr(getattr(card.arguments, key)) for card in cards]
         require_equal("the run directory" if key == "run" else key, values)
     for path in sorted({path for card in cards for path in card.options}):

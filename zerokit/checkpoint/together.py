@@ -5,13 +5,15 @@ from __future__ import annotations
 import atexit
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 
 from zerokit.errors import CheckpointError, ScheduleError, UsageError, ZerokitError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
@@ -34,7 +36,7 @@ class Together:
     def __init__(self, collectives: Collectives, *, background: bool = False) -> None:
         """`background`: for a thread beside the training's, which has a group and a watch of its own."""
         self.rank, self.world = collectives.position, collectives.world
-        self._collectives, self._mesh = collectives, collectives.mesh
+        self._collectives, self.mesh = collectives, collectives.mesh
         self._purpose = "background saves" if background else "checkpoints"
         self._group = collectives.side_group(self._purpose) if self.world > 1 else None
         self._watch = StallReporter(self._group) if background and self._group else collectives.reporter
@@ -44,13 +46,9 @@ class Together:
         if self._group is None:
             return [value]
         gathered: list[T] = [value] * self.world
-        try:
-            with self._watch.waiting(f"other ranks' part in {self._purpose}"):
-                dist.all_gather_object(gathered, value, group=self._group)
-        except ScheduleError:
-            self._collectives.drop_side_group(self._purpose)
-            raise
-        return [gathered[self._mesh.rank(position)] for position in range(self.world)]
+        with self._waiting():
+            dist.all_gather_object(gathered, value, group=self._group)
+        return [gathered[self.mesh.rank(position)] for position in range(self.world)]
 
     def each(self, task: Callable[[], T]) -> T:
         """This rank's result of `task`, which every rank runs.
@@ -73,17 +71,44 @@ class Together:
         mine = (cause is not None, misuse, text)
         for rank, (fails, misuse, message) in enumerate(self.exchange(mine)):
             if fails:
-                failed.setdefault(message, []).append(self._mesh.rank(rank))
+                failed.setdefault(message, []).append(self.mesh.rank(rank))
                 misused = misused and misuse
         if failed:
             lines = (f"{self._named(ranks)}{message}" for message, ranks in failed.items())
             raise (UsageError if misused else CheckpointError)("; ".join(lines)) from cause
         return result[0]
 
-    def on_first(self, task: Callable[[], T]) -> T:
-        """Rank 0's result of `task`, which runs there alone; its error is every rank's."""
-        results = self.exchange(self.each(lambda: [task()] if self.rank == 0 else []))
-        return results[0][0]
+    def on_first(self, task: Callable[[], T], first: int = 0) -> T:
+        """The result of `task` on the rank `first`, which may differ between ranks; its error is every rank's.
+
+        `task` runs on those that are their own first one.
+        """
+        results = self.exchange(self.each(lambda: [task()] if self.rank == first else []))
+        return results[first][0]
+
+    def swap(
+        self, outgoing: Tensor | None, to: int | None, incoming: Tensor | None, source: int | None
+    ) -> None:
+        """Send bytes to a rank and receive bytes from one, at the same time, or one of the two."""
+        assert self._group is not None
+        with self._waiting():
+            works = []
+            if incoming is not None and source is not None:
+                works.append(dist.irecv(incoming, group=self._group, group_src=self.mesh.rank(source)))
+            if outgoing is not None and to is not None:
+                works.append(dist.isend(outgoing, group=self._group, group_dst=self.mesh.rank(to)))
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        try:
+            with self._watch.waiting(f"other ranks' part in {self._purpose}"):
+                yield
+        except ScheduleError:
+            self._collectives.drop_side_group(self._purpose)
+            raise
 
     def _named(self, ranks: list[int]) -> str:
         if len(ranks) == self.world:

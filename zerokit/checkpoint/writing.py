@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from safetensors.torch import save as save_tensors
 
 from zerokit.checkpoint.by_rank import decode_by_rank
-from zerokit.checkpoint.checksum import Part, Pieces, crc32
+from zerokit.checkpoint.checksum import Part, Piece, Pieces, combine, crc32
 from zerokit.checkpoint.disk import (
     MAX_TEXT_BYTES,
     is_directory,
@@ -61,7 +61,13 @@ class Written(NamedTuple):
 
     file: File
     pieces: Pieces
+    crc: int
+    """The CRC-32 of the rank's whole file."""
     uncut: tuple[Uncut, ...] = ()
+
+    def files(self) -> list[tuple[str, int, int]]:
+        """The names, sizes in bytes and CRC-32s of the rank's files."""
+        return [(self.file.name, self.file.size, self.crc), *((o.name, o.size, o.crc) for o in self.uncut)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ def write_rank(
     if missing := sorted(wanted - slices.keys()):
         kind, name = missing[0]
         raise CheckpointError(f"{kind} of {name} is missing on this rank, which others have")
-    pieces = Pieces()
+    pieces, parts = Pieces(), [Piece(crc32(file.header), len(file.header))]
     with new_file(path, file.size) as fd:
         write_exactly(fd, [file.header], 0, path)
         for batch in _batches(file.extents):
@@ -99,9 +105,10 @@ def write_rank(
             write_exactly(fd, buffers, batch[0].offset, path)
             for extent, buffer in zip(batch, buffers, strict=True):
                 key = Part(extent.stream, extent.position, extent.interval.start)
-                pieces.add(key, crc32(buffer), extent.size)
-    described = File(file.name, file.size, len(file.header), crc32(file.header))
-    return Written(described, pieces, tuple(_write_uncut(work, one) for one in uncut))
+                parts.append(Piece(crc32(buffer), extent.size))
+                pieces.add(key, parts[-1].crc, extent.size)
+    described = File(file.name, file.size, len(file.header), parts[0].crc)
+    return Written(described, pieces, combine(parts).crc, tuple(_write_uncut(work, one) for one in uncut))
 
 
 def _write_uncut(work: Path, file: UncutFile) -> Uncut:
@@ -181,23 +188,29 @@ def contents_of(
     return Contents(common, extra, manifest)
 
 
-def write_rest(work: Path, contents: Contents, written: list[Written]) -> bytes:
-    """Rank 0's part: common, extra and the manifest, whose bytes are returned."""
-    draft = contents.manifest
-    for rank, own in enumerate(written):
-        files = {own.file.name: own.file.size} | {one.name: one.size for one in own.uncut}
-        for name, size in files.items():
+def require_written(work: Path, written: Iterable[Written]) -> None:
+    """Raise `CheckpointError` unless ranks' files are in `work`."""
+    for own in written:
+        for name, size, _ in own.files():
             path = work / name
             status = status_of(path)
             if status is None or status.st_size != size:
                 raise CheckpointError(
-                    f"{path}: rank {rank}'s file is not there: the run directory is not shared between the nodes"
+                    f"{path}: a rank's file is not there: the run directory is not shared between the nodes: save with "
+                    "shared=False"
                 )
-    write_file(work / COMMON_NAME, contents.common)
-    write_file(work / EXTRA_NAME, contents.extra)
+
+
+def final_manifest(contents: Contents, written: Sequence[Written]) -> bytes:
+    """The manifest with what the ranks' files turned out to be."""
+    draft = contents.manifest
     pieces = Pieces.joined([own.pieces for own in written])
     final = draft.written(draft.layout, tuple(own.file for own in written), pieces)
     uncut = sorted((one for own in written for one in own.uncut), key=attrgetter("position", "start"))
-    content = replace(final, uncut=tuple(uncut)).to_bytes()
-    write_file(work / NAME, content)
-    return content
+    return replace(final, uncut=tuple(uncut)).to_bytes()
+
+
+def write_rest(work: Path, common: bytes, extra: bytes, manifest: bytes) -> None:
+    """Write the files that a step has once, each whole."""
+    for name, content in ((COMMON_NAME, common), (EXTRA_NAME, extra), (NAME, manifest)):
+        write_file(work / name, content)

@@ -32,6 +32,7 @@ from zerokit.runtime.options import Options
 from zerokit.runtime.precision import LossScale, Precision, PrecisionArgument
 from zerokit.runtime.reports import Reports
 from zerokit.runtime.states import (
+    AfterSteps,
     Average,
     BetweenIslands,
     Islands,
@@ -91,6 +92,8 @@ class ZeroOptimizer(Reports):
     """The islands that the ranks train as; only `zerokit.ZeroOptimizer` makes some."""
     local_steps: BetweenIslands | None = None
     """What synchronises the islands, if there are any: made by `zerokit.LocalSteps(optimizer, every=...)`."""
+    copies: AfterSteps | None = None
+    """What saves the state after steps, if there is something: made by `zerokit.Copies(optimizer, path)`."""
 
     def __init__(
         self,
@@ -262,6 +265,8 @@ class ZeroOptimizer(Reports):
         self.refuse("")
         for hook in self._optimizer_step_post_hooks.values() if agreed.updates else ():
             hook(self, (), {})
+        if self.copies is not None:
+            self.copies.after_step()
         return loss
 
     def _note_no_update(self) -> None:

@@ -51,6 +51,12 @@ class Islands(Protocol):
     def rank(self) -> int: ...  # among the ranks of all islands
 
 
+class AfterSteps(Protocol):
+    """The interface of what is done after each step, with the state of then: `zerokit.Copies`."""
+
+    def after_step(self) -> None: ...
+
+
 class BetweenIslands(Protocol):
     """The interface of local steps for the optimizer and its checkpoints: `zerokit.LocalSteps`."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
+from zerokit.available import available_bytes
 from zerokit.bench.catalogue.workloads import InceptionConfig, describe
 from zerokit.bench.machine.host import find_gpus, visible_devices
 from zerokit.bench.record.settings import ON_DEVICE, Settings
@@ -257,17 +257,3 @@ def this_machine() -> Machine:
     """
     most = max((gpu.memory_bytes for gpu in find_gpus() if gpu.memory_bytes is not None), default=2**63)
     return Machine(available_bytes(), tuple(gpu.memory_bytes or most for gpu in visible_devices()))
-
-
-def available_bytes() -> int:
-    """Main memory available without swapping, within this process's control group."""
-    import psutil  # not at import: help needs no machine
-
-    available, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())["file"]
-    except (OSError, ValueError, KeyError):  # no group, or one without a limit ("max")
-        return int(available)
-    return min(available, limit - used + int(cached))

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zerokit.bench.catalogue.engines import available_bytes
+from zerokit.available import available_bytes
 from zerokit.bench.plans.subjects import speed_of, subject_named
 from zerokit.bench.record.record import Record, RecordError, read_record
 from zerokit.bench.record.settings import OPTIONS, parse_mesh

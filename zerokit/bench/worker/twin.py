@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from zerokit.bench.catalogue.engines import available_bytes, state_of
+from zerokit.available import available_bytes
+from zerokit.bench.catalogue.engines import state_of
 from zerokit.bench.engines.trainer import Batch, Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator, gather
 from zerokit.bench.measure.clock import clock_of

@@ -1,166 +1,144 @@
-"""Which steps are complete in what several directories hold together: a decision without I/O, for tools and `load`."""
+"""Which steps are complete over some directories: arithmetic on what each of them has, without reading anything."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.checkpoint.nodes.record import NodeRecord
+from zerokit.checkpoint.safetensors import RANK_FILE
 
-_RANK = re.compile(r"rank-(\d+)-of-\d+\.safetensors")
+Key = tuple[int, int]
+"""A save: the step, and the CRC-32 that its manifest begins with."""
+
 _NAMED = 8
-"""Ranks, files or places that a sentence lists."""
+"""Ranks, files or directories that a sentence lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one directory has of a step.
+    """A step's directory `place`, as the rank (or the number of the argument) `holder` sees it.
 
-    `holder`: who reads it, such as a rank that sees it, or the number of a directory that was given to a command.
-    `whole`: there is an optimizer's state. `record` is None of an ordinary step, and where it is damaged. `lacks`: the
-    names of the step's files that are not there, or of another size.
+    `lacks`: the names of the step's files that are not there with the right size. Ordinary steps have no `record`.
+    `damaged`: why the directory is of no use, such as a manifest that does not match its checksum. `note`: what else is
+    wrong there.
     """
 
     place: str
     holder: int
     step: int
-    manifest_crc: int
-    whole: bool
+    manifest_crc: int = 0
+    whole: bool = False
+    """Whether the step has an optimizer's state."""
+    superseded: bool = False
     record: NodeRecord | None = None
     lacks: tuple[str, ...] = ()
+    damaged: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.step, self.manifest_crc
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A step of one manifest, and the directories that have files of it, in the order in which they were given."""
+class Choice:
+    """The complete steps, the newest first, and sentences on what was passed over and why."""
 
-    step: int
-    manifest_crc: int
-    holdings: tuple[Holding, ...]
-
-    @property
-    def whole(self) -> bool:
-        return self.holdings[0].whole
-
-    @property
-    def saved(self) -> int:
-        """When nodes saved it, in seconds since the epoch; −1 of an ordinary step, which does not say."""
-        return max(-1 if one.record is None else one.record.saved for one in self.holdings)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """The names of files that no directory has, sorted."""
-        return tuple(sorted(set.intersection(*(set(one.lacks) for one in self.holdings))))
-
-    @property
-    def complete(self) -> bool:
-        return not self.missing
-
-    def fault(self) -> str:
-        """Which files are missing, and the nodes that have them, as a sentence; "" of a complete step."""
-        if not (missing := self.missing):
-            return ""
-        record = next((one.record for one in self.holdings if one.record is not None), None)
-        if record is None:
-            places = _listed([one.place for one in self.holdings])
-            return f"step {self.step}: {_listed(missing)} {_are(missing)} missing in {places}"
-        return f"step {self.step}: {'; '.join(self._absent(record, missing))}"
-
-    def _absent(self, record: NodeRecord, missing: Sequence[str]) -> Iterable[str]:
-        ranks: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for name in missing:
-            if (rank := _rank_of(name, record)) is not None:
-                wrote = next(node for node, own in enumerate(record.wrote) if rank in own)
-                have = tuple(node for node, held in enumerate(record.holds) if rank in held)
-                ranks.setdefault((wrote, have), []).append(rank)
-            else:
-                yield f"{name} is missing, which every node has"
-        asked = {one.record.node: one.place for one in self.holdings if one.record is not None}
-        for (wrote, have), own in ranks.items():
-            own = sorted(set(own))
-            lost = "".join(
-                f", though {asked[node]} of node {node} does not" for node in have if node in asked
-            )
-            yield (
-                f"files of rank{'s' * (len(own) > 1)} {_listed(own)} are missing: node {wrote} wrote them, "
-                f"node{'s' * (len(have) > 1)} {_listed(have)} ha{'ve' if len(have) > 1 else 's'} them{lost}"
-            )
+    complete: tuple[Key, ...]
+    notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """All steps that directories hold, the newest first, and what was passed over in `notes`, as sentences."""
+def choose(holdings: Iterable[Holding], *, whole: bool) -> Choice:
+    """The steps of which these directories have all files together; with `whole` those with an optimizer's state.
 
-    candidates: tuple[Candidate, ...]
-    notes: tuple[str, ...] = ()
-
-    def newest(self, besides: Collection[Candidate] = ()) -> Candidate | None:
-        """The newest complete step, apart from `besides`, which could not be read; None if there is none."""
-        complete = (one for one in self.candidates if one.complete and one not in besides)
-        return next(complete, None)
-
-    def told(self, taken: Candidate | None) -> tuple[str, ...]:
-        """The notes, and what is missing of steps that are newer than the one that is taken, or of all."""
-        newer = self.candidates[: self.candidates.index(taken)] if taken is not None else self.candidates
-        return (*self.notes, *(one.fault() for one in newer if not one.complete))
-
-
-def standing(holdings: Sequence[Holding], *, whole: bool = False) -> Standing:
-    """The steps of these holdings; with `whole`, those with an optimizer's state.
-
-    Of several trainings that saved into nodes' own directories the one that saved last counts. Where two saves have
-    made the same step, the last one comes first, and one by nodes before an ordinary one, which does not say when.
+    Where nodes' directories have steps of several trainings, those of the one that saved last count. Superseded steps
+    are left out.
     """
-    kept, notes = _of_last_run(holdings)
-    groups: dict[tuple[int, int], list[Holding]] = {}
-    for one in kept:
-        groups.setdefault((one.step, one.manifest_crc), []).append(one)
-    found = [Candidate(*key, tuple(group)) for key, group in groups.items()]
-    if whole and (weights := sorted({one.step for one in found if not one.whole})):
-        notes.append(
-            f"step{'s' * (len(weights) > 1)} {_listed(weights)} {_are(weights)} weights without an optimizer's "
-            "state: passed over"
-        )
-        found = [one for one in found if one.whole]
-    found.sort(key=lambda one: (one.step, one.saved), reverse=True)
-    return Standing(tuple(found), tuple(notes))
+    every = list(holdings)
+    notes = [text for one in every for text in (one.damaged, one.note) if text]
+    sound = [one for one in every if not one.damaged and not one.superseded and (one.whole or not whole)]
+    own, others = _of_newest_training(sound)
+    notes += [
+        f"{one.place}: step {one.step} is of another training, which saved it before: it is passed over"
+        for one in others
+    ]
+    steps: dict[Key, list[Holding]] = {}
+    for one in own:
+        steps.setdefault(one.key, []).append(one)
+    complete = sorted((key for key, there in steps.items() if not lacking(there)), reverse=True)
+    newest = complete[0][0] if complete else -1
+    for key, there in sorted(steps.items(), reverse=True):
+        if key not in complete and key[0] >= newest:
+            notes.append(f"step {key[0]}{_other_save(key, steps)} is incomplete: {describe_lack(there)}")
+    return Choice(tuple(complete), tuple(dict.fromkeys(notes)))
 
 
-def _of_last_run(holdings: Sequence[Holding]) -> tuple[list[Holding], list[str]]:
-    """The holdings without other trainings', and a note about each of these."""
-    saved: dict[str, int] = {}
-    for one in holdings:
-        if one.record is not None:
-            saved[one.record.run] = max(one.record.saved, saved.get(one.record.run, -1))
-    last = max(saved, key=lambda run: (saved[run], run), default=None)
-    others = [run for run in saved if run != last]
-    notes = []
-    for run in others:
-        own = [one for one in holdings if one.record is not None and one.record.run == run]
-        steps = sorted({one.step for one in own})
-        notes.append(
-            f"{_listed(dict.fromkeys(one.place for one in own))} {_are(own)} of another training (step"
-            f"{'s' * (len(steps) > 1)} {_listed(steps)}), which saved before this one: passed over"
-        )
-    return [one for one in holdings if one.record is None or one.record.run == last], notes
+def lacking(there: Sequence[Holding]) -> set[str]:
+    """The files of a step that none of its directories has."""
+    return set.intersection(*(set(one.lacks) for one in there))
+
+
+def describe_lack(there: Sequence[Holding]) -> str:
+    """Which files of a step no directory has, and which nodes have them, as a sentence; "" if nothing is missing."""
+    lacks = sorted(lacking(there))
+    record = next((one.record for one in there if one.record is not None), None)
+    ranks: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    others = []
+    for name in lacks:
+        rank = None if record is None else _rank_of(name, record)
+        if record is None or rank is None:
+            others.append(name)
+            continue
+        wrote = next(node for node, own in enumerate(record.wrote) if rank in own)
+        have = tuple(node for node, held in enumerate(record.holds) if rank in held)
+        ranks.setdefault((wrote, have), set()).add(rank)
+    seen = {one.record.node: one.place for one in there if one.record is not None}
+    parts = [_away(wrote, have, sorted(own), seen) for (wrote, have), own in ranks.items()]
+    if others:
+        parts.append(f"{listed(others)} {'are' if len(others) > 1 else 'is'} missing")
+    return "; ".join(parts)
+
+
+def _away(wrote: int, have: Sequence[int], ranks: Sequence[int], seen: Mapping[int, str]) -> str:
+    """Which nodes have the files of these ranks. `seen`: by node, the directory that was looked at."""
+    lost = "".join(f", though {seen[node]} of node {node} does not" for node in have if node in seen)
+    many = len(have) > 1
+    return (
+        f"files of rank{'s' * (len(ranks) > 1)} {listed(ranks)} are missing: node {wrote} wrote them, "
+        f"node{'s' * many} {listed(have)} {'have' if many else 'has'} them{lost}"
+    )
 
 
 def _rank_of(name: str, record: NodeRecord) -> int | None:
     """The rank that wrote a file; None of those that every node has."""
-    if match := _RANK.fullmatch(name):
-        rank = int(match[1])
-        return rank if rank < len(record.uncut) else None
+    if match := RANK_FILE.fullmatch(name):
+        return int(match[1]) if int(match[1]) < len(record.uncut) else None
     return next((rank for rank, names in enumerate(record.uncut) if name in names), None)
 
 
-def _are(some: Collection[object]) -> str:
-    return "are" if len(some) > 1 else "is"
-
-
-def _listed(some: Iterable[object]) -> str:
+def listed(some: Iterable[object]) -> str:
     """ "1", "1 and 2", "1, 2 and 3", "1, 2, … and 9 more"."""
     texts = [str(one) for one in some]
     if len(texts) > _NAMED:
         return f"{', '.join(texts[: _NAMED - 1])} and {len(texts) - _NAMED + 1} more"
     return " and ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
+
+
+def _of_newest_training(holdings: Sequence[Holding]) -> tuple[list[Holding], list[Holding]]:
+    """Holdings of the training that has saved last, with ordinary ones, and of others."""
+    last: dict[str, int] = {}
+    for one in holdings:
+        if one.record is not None:
+            last[one.record.run] = max(last.get(one.record.run, 0), one.record.saved)
+    newest = max(last, key=lambda run: (last[run], run), default="")
+    own = [one for one in holdings if one.record is None or one.record.run == newest]
+    return own, [one for one in holdings if one.record is not None and one.record.run != newest]
+
+
+def _other_save(key: Key, steps: Iterable[Key]) -> str:
+    return (
+        f" (manifest {key[1]:08x})"
+        if any(step == key[0] and (step, crc) != key for step, crc in steps)
+        else ""
+    )

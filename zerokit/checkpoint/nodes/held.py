@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from zerokit.checkpoint.bases import check_base
-from zerokit.checkpoint.disk import despite_damage, entries_of, explained
+from zerokit.checkpoint.disk import despite_damage, entries_of, explained, is_there
 from zerokit.checkpoint.manifest import NAME, Manifest
-from zerokit.checkpoint.nodes.complete import Candidate, Holding
+from zerokit.checkpoint.nodes.complete import Holding, describe_lack
 from zerokit.checkpoint.nodes.record import NODE_NAME, NodeRecord, read_record
 from zerokit.errors import CheckpointError, StorageError
 
@@ -15,23 +16,21 @@ NAME_THEM = "name the directories of those nodes too, or make one run of all wit
 """What to do about files that are on other nodes."""
 
 
-def holding_of(
-    step: Path, manifest: Manifest, crc: int, *, holder: int = 0, place: str | None = None
-) -> tuple[Holding, str]:
-    """What a step's directory has, and what is wrong with its `node.json`, as a sentence; "" if nothing is.
+def holding_of(step: Path, manifest: Manifest, crc: int, holder: int = 0) -> Holding:
+    """What the directory of a step with this manifest has. One listing tells, however many files the manifest names.
 
-    `crc`: the CRC-32 that the manifest begins with. `place`: what the directory is called in messages; by default its
-    path. One listing tells all, however many files the manifest names. Raises `StorageError`.
+    `crc`: the CRC-32 that the manifest begins with. A damaged record is a note, and one of another save makes all of
+    the directory useless. Whether the step is superseded is not looked at. Raises `StorageError`.
     """
-    record, fault = None, ""
+    record, damaged, note = None, "", ""
     try:
         record = read_record(step)
-        if record is not None and (strange := _strange(record, manifest, crc)):
-            raise CheckpointError(f"{step / NODE_NAME}: {strange}, so it is not used")
     except StorageError:
         raise
     except CheckpointError as error:
-        record, fault = None, str(error)
+        note = str(error)
+    if record is not None and (strange := _strange(record, manifest, crc)):
+        record, damaged = None, f"{step / NODE_NAME}: {strange}"
     sizes = {}
     for entry in entries_of(step):
         with explained(entry.path, "looked at"):
@@ -43,9 +42,17 @@ def holding_of(
         with despite_damage():
             check_base(step, manifest)
             lacks.pop()
-    whole = not manifest.weights_only
-    where = str(step) if place is None else place
-    return Holding(where, holder, manifest.step, crc, whole, record, tuple(lacks)), fault
+    return Holding(
+        str(step),
+        holder,
+        manifest.step,
+        crc,
+        not manifest.weights_only,
+        record=record,
+        lacks=tuple(lacks),
+        damaged=damaged,
+        note=note,
+    )
 
 
 def _strange(record: NodeRecord, manifest: Manifest, crc: int) -> str:
@@ -65,15 +72,13 @@ def require_files(step: Path, manifest: Manifest, crc: int, *, part: bool = Fals
 
     The error names the nodes that have them. With `part` those files are enough that the node should have.
     """
-    with despite_damage():
-        if read_record(step) is None:
-            return False
-    holding, fault = holding_of(step, manifest, crc)
+    if not is_there(step / NODE_NAME):
+        return False
+    holding = holding_of(step, manifest, crc)
+    lacks = set(holding.lacks)
     if part and holding.record is not None:
-        own = [file.name for file in holding.record.files(manifest) if file.name in holding.lacks]
-        if own:
-            raise CheckpointError(f"{step / own[0]}: missing, or not of the size that {NAME} says")
-    elif holding.lacks:
-        told = Candidate(manifest.step, crc, (holding,)).fault()
-        raise CheckpointError(f"{step}: {fault or told}: {NAME_THEM}")
+        lacks &= {file.name for file in holding.record.files(manifest)}
+    if lacks:
+        told = holding.damaged or holding.note or describe_lack([replace(holding, lacks=tuple(lacks))])
+        raise CheckpointError(f"{step}: {told}: {NAME_THEM}")
     return True

@@ -91,7 +91,9 @@ def _record(plain: dict[str, Any]) -> NodeRecord:
         raise ValueError(f"format is {str(plain.get('format'))[:60]!r}, expected {_FORMAT!r}")
     version = members(plain, "version", int)
     if len(version) != 2 or version[0] != 1:
-        raise ValueError(f"version is {'.'.join(map(str, version[:3]))}, this zerokit reads 1.x: use a newer one")
+        raise ValueError(
+            f"version is {'.'.join(map(str, version[:3]))}, this zerokit reads 1.x: use a newer one"
+        )
     run, crc = member(plain, "run", str), member(plain, "manifest_crc32", str)
     if not _RUN.fullmatch(run) or not re.fullmatch(r"[0-9a-f]{8}", crc):
         raise ValueError("'run' or 'manifest_crc32' is no hexadecimal number of the expected length")

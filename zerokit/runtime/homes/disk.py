@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zerokit.available import available_bytes
 from zerokit.errors import StorageError, UsageError
 from zerokit.files import UNSUPPORTED, unnamed_file
 from zerokit.runtime.homes.elsewhere import PAGE, Elsewhere, Moving, Place
@@ -260,10 +261,7 @@ def _copy(source: int, target: int, offset: int, size: int) -> int:
 def fits_the_cache(nbytes: int) -> bool:
     """Whether the states of this node's ranks, so many bytes each, fit into half of the memory that is available."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    with contextlib.suppress(OSError, IndexError):
-        available = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
-        return 2 * ranks * nbytes <= int(available.split()[0]) * 1024
-    return True
+    return 2 * ranks * nbytes <= available_bytes()
 
 
 def _past_the_cache(fd: int) -> int | None:

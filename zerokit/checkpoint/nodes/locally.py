@@ -1,0 +1,97 @@
+"""A save into the nodes' own directories: what it does beside a save into a shared one."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from zerokit.checkpoint.disk import write_file
+from zerokit.checkpoint.manifest import own_checksum
+from zerokit.checkpoint.nodes.generations import remove_older
+from zerokit.checkpoint.nodes.members import Nodes, find_nodes
+from zerokit.checkpoint.nodes.record import NODE_NAME, NodeRecord
+from zerokit.checkpoint.nodes.room import require_room
+from zerokit.checkpoint.nodes.sending import Sent, send_copies
+from zerokit.checkpoint.together import Together
+from zerokit.checkpoint.writing import Written, require_written, write_rest
+from zerokit.runtime import ZeroOptimizer
+
+_RUNS: WeakKeyDictionary[ZeroOptimizer, str] = WeakKeyDictionary()
+"""The random name of the training that an optimizer makes, or goes on with."""
+
+
+def go_on(optimizer: ZeroOptimizer, run: str) -> None:
+    """Note that the optimizer has loaded a step of the training with this name."""
+    _RUNS[optimizer] = run
+
+
+@dataclass(frozen=True)
+class Locally:
+    """The nodes of a save, and the name of its training. `generations` of steps are kept, this one included."""
+
+    nodes: Nodes
+    run: str
+    saved: int
+    """When, in seconds since the epoch, by the clock of rank 0."""
+    generations: int
+    paced: bool
+
+    @classmethod
+    def begin(
+        cls,
+        optimizer: ZeroOptimizer,
+        together: Together,
+        run: Path,
+        copies: int,
+        generations: int,
+        *,
+        paced: bool,
+    ) -> Locally:
+        """Find the nodes. Collective. Raises `CheckpointError` for directories that others could change."""
+        nodes = find_nodes(together, run, copies)
+        name, now = together.on_first(
+            lambda: (_RUNS.setdefault(optimizer, secrets.token_hex(16)), int(time.time()))
+        )
+        _RUNS[optimizer] = name
+        return cls(nodes, name, now, generations, paced)
+
+    def prepare(self, together: Together, target: Path, size: int, *, overwrite: bool) -> bool:
+        """Make room for a step to which each rank brings `size` bytes; whether what is at `target` is to be replaced.
+
+        Collective. Raises `CheckpointError` where there is too little room.
+        """
+        sizes = together.exchange(size)
+        replaces = remove_older(together, self.nodes, target, self.run, self.generations - 1)
+        needed = sum(sizes[rank] for rank in self.nodes.holds[self.nodes.node])
+        together.on_first(lambda: require_room(target.parent, needed), self.nodes.first)
+        return replaces or overwrite
+
+    def copy(self, together: Together, work: Path, written: Sequence[Written]) -> None:
+        """Write the copies that this node holds. Collective."""
+        sent = [Sent(tuple(own.files())) for own in written]
+        errors = send_copies(together, self.nodes, work, sent, paced=self.paced)
+
+        def tell() -> None:
+            if errors:
+                raise errors[0]
+
+        together.each(tell)
+
+    def complete(
+        self, work: Path, rest: tuple[bytes, bytes, bytes], written: Sequence[Written], step: int
+    ) -> None:
+        """Write what each node has whole, and its record."""
+        holds = self.nodes.holds
+        require_written(work, (written[rank] for rank in holds[self.nodes.node]))
+        write_rest(work, *rest)
+        crc = own_checksum(rest[-1])
+        assert crc is not None
+        uncut = tuple(tuple(one.name for one in own.uncut) for own in written)
+        record = NodeRecord(
+            self.run, self.saved, step, crc, self.nodes.node, self.nodes.members, holds, uncut
+        )
+        write_file(work / NODE_NAME, record.to_bytes())
