@@ -20,13 +20,13 @@ from zerokit.checkpoint.together import Together
 from zerokit.checkpoint.writing import Written, require_written, write_rest
 from zerokit.runtime import ZeroOptimizer
 
-_RUNS: WeakKeyDictionary[ZeroOptimizer, str] = WeakKeyDictionary()
-"""The random name of the training that an optimizer makes, or goes on with."""
+_RUNS: WeakKeyDictionary[ZeroOptimizer, tuple[str, int]] = WeakKeyDictionary()
+"""The random name of the training that an optimizer makes, or goes on with, and when it was saved last."""
 
 
-def go_on(optimizer: ZeroOptimizer, run: str) -> None:
-    """Note that the optimizer has loaded a step of the training with this name."""
-    _RUNS[optimizer] = run
+def go_on(optimizer: ZeroOptimizer, run: str, saved: int) -> None:
+    """Note that the optimizer has loaded a step of the training with this name, which had last been saved then."""
+    _RUNS[optimizer] = run, saved
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Locally:
     nodes: Nodes
     run: str
     saved: int
-    """When, in seconds since the epoch, by the clock of rank 0."""
+    """When, in seconds since the epoch, by the clock of rank 0; later than all saves before."""
     generations: int
     paced: bool
 
@@ -53,10 +53,12 @@ class Locally:
     ) -> Locally:
         """Find the nodes. Collective. Raises `CheckpointError` for directories that others could change."""
         nodes = find_nodes(together, run, copies)
-        name, now = together.on_first(
-            lambda: (_RUNS.setdefault(optimizer, secrets.token_hex(16)), int(time.time()))
-        )
-        _RUNS[optimizer] = name
+
+        def look() -> tuple[str, int]:
+            run, saved = _RUNS.get(optimizer, (secrets.token_hex(16), 0))
+            return run, max(int(time.time()), saved + 1)  # the clock of another node may be behind
+
+        name, now = _RUNS[optimizer] = together.on_first(look)
         return cls(nodes, name, now, generations, paced)
 
     def prepare(self, together: Together, target: Path, size: int, *, overwrite: bool) -> bool:
