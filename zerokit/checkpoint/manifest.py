@@ -208,7 +208,7 @@ class Manifest:
 
     def checksum(self, stream: int, position: int, rank: int) -> int:
         return self.checksums[stream][
-            self._first[stream][position] + rank - self.layout.owners(position).start
+            self._first[stream][position] + self.layout.owners(position).index(rank)
         ]
 
     def whole(self, stream: int, position: int) -> Piece:
