@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,14 @@ from zerokit.checkpoint.nodes.room import require_room
 from zerokit.checkpoint.nodes.sending import Sent, send_copies
 from zerokit.checkpoint.together import Together
 from zerokit.checkpoint.writing import Written, require_written, write_rest
+from zerokit.errors import ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
 
 _RUNS: WeakKeyDictionary[ZeroOptimizer, str] = WeakKeyDictionary()
 """The random name of the training that an optimizer makes, or goes on with."""
+
+_TOLD: WeakKeyDictionary[ZeroOptimizer, tuple[int, int]] = WeakKeyDictionary()
+"""The copies and nodes of the optimizer's last save."""
 
 
 def go_on(optimizer: ZeroOptimizer, run: str) -> None:
@@ -53,9 +58,14 @@ class Locally:
     ) -> Locally:
         """Find the nodes. Collective. Raises `CheckpointError` for directories that others could change."""
         nodes = find_nodes(together, run, copies)
-        name, now = together.on_first(
-            lambda: (_RUNS.setdefault(optimizer, secrets.token_hex(16)), int(time.time()))
-        )
+
+        def describe() -> tuple[str, int]:
+            if _TOLD.get(optimizer) != (told := (copies, len(nodes.members))):
+                _TOLD[optimizer] = told
+                _warn_of_few(run, *told)
+            return _RUNS.setdefault(optimizer, secrets.token_hex(16)), int(time.time())
+
+        name, now = together.on_first(describe)
         _RUNS[optimizer] = name
         return cls(nodes, name, now, generations, paced)
 
@@ -95,3 +105,16 @@ class Locally:
             self.run, self.saved, step, crc, self.nodes.node, self.nodes.members, holds, uncut
         )
         write_file(work / NODE_NAME, record.to_bytes())
+
+
+def _warn_of_few(run: Path, copies: int, nodes: int) -> None:
+    """Warn where there are fewer nodes than copies: more may be lost than the user expects."""
+    if nodes >= copies:
+        return
+    text = f"copies={copies}, and there are {nodes} nodes: each file is on all of them"
+    if nodes == 1:
+        text = (
+            f"copies={copies}, and all ranks see this one directory: no other node has a copy, so with this node its "
+            "steps are lost. On several nodes, name a directory that they do not share, or save with shared=True"
+        )
+    warnings.warn(f"{run}: {text}", ZerokitWarning, stacklevel=2)
