@@ -21,12 +21,13 @@ from zerokit.checkpoint.entries import UNCUT_FILE
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.nodes.record import NODE_NAME
+from zerokit.checkpoint.safetensors import RANK_FILE
 from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
 from zerokit.errors import CheckpointError, MissingPath, UsageError
 from zerokit.skips import Skips
 
 _STEP_FILE = re.compile(
-    rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
+    rf"{re.escape(NAME)}|{RANK_FILE.pattern}|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
     rf"{runs.SUPERSEDED_NAME}|{runs.ISLANDS_NAME}|{re.escape(NODE_NAME)}|{UNCUT_FILE.pattern}"
 )
 
