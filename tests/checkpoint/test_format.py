@@ -396,8 +396,8 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "weights with more": (put("content", value="weights"), "but there is optimizer state: 'exp_avg'"),
     "another format": (put("format", value="torch"), "format is 'torch', expected 'zerokit.checkpoint'"),
     "another major version": (
-        put("version", value=[5, 0]),
-        r"version is 5.0, this zerokit reads 1.x to 4.x: use",
+        put("version", value=[6, 0]),
+        r"version is 6.0, this zerokit reads 1.x to 5.x: use",
     ),
     "frozen nowhere": (put("version", value=[2, 0]), "'frozen' is missing"),
     "frozen elsewhere": (
