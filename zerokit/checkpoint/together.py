@@ -132,6 +132,7 @@ class Saving:
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self.result: Future[Path] = Future()
+        self._told = False
         # No daemon, and no executor's thread: a program that ends lets it finish.
         threading.Thread(target=self._run, args=(work,), name="zerokit-save").start()
 
@@ -155,6 +156,14 @@ class Saving:
         """Whether the save has ended, successfully or not."""
         return self.result.done()
 
+    def is_told_elsewhere(self) -> None:
+        """Who has begun it reports its failure: the next save or load does not raise it."""
+        self._told = True
+
+    def unread(self) -> BaseException | None:
+        """The error that nobody has read yet, once the save has ended, unless it is told elsewhere."""
+        return self.exception() if self in _UNREAD and not self._told else None
+
     def _run(self, work: Callable[[], Path]) -> None:
         try:
             path = work()
@@ -174,6 +183,12 @@ def start_saving(optimizer: ZeroOptimizer, work: Callable[[], Path]) -> Saving:
     return saving
 
 
+def is_saving(optimizer: ZeroOptimizer) -> bool:
+    """Whether a save of the optimizer is under way."""
+    saving = _SAVINGS.get(optimizer)
+    return saving is not None and not saving.done()
+
+
 def finish_saving(optimizer: ZeroOptimizer, together: Together) -> None:
     """Wait for the optimizer's last save. Raises `CheckpointError` on all ranks if one has not raised its error yet."""
 
@@ -181,8 +196,7 @@ def finish_saving(optimizer: ZeroOptimizer, together: Together) -> None:
         if (saving := _SAVINGS.get(optimizer)) is not None:
             wait([saving.result])
             del _SAVINGS[optimizer]  # not before: the wait may be interrupted, and a save made all the same
-            if saving in _UNREAD:
-                error = saving.exception()
+            if (error := saving.unread()) is not None:
                 raise CheckpointError(f"the background save before this one failed: {error}") from error
 
     together.each(finish)

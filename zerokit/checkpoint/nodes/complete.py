@@ -55,7 +55,7 @@ def choose(holdings: Iterable[Holding], *, whole: bool) -> Choice:
     """The steps of which these directories have all files together; with `whole` those with an optimizer's state.
 
     Where nodes' directories have steps of several trainings, those of the one that saved last count. Superseded steps
-    are left out.
+    are left out, also those that nobody could mark: the training has gone back since and saved an earlier one.
     """
     every = list(holdings)
     notes = [text for one in every for text in (one.damaged, one.note) if text]
@@ -69,11 +69,30 @@ def choose(holdings: Iterable[Holding], *, whole: bool) -> Choice:
     for one in own:
         steps.setdefault(one.key, []).append(one)
     complete = sorted((key for key, there in steps.items() if not lacking(there)), reverse=True)
+    for key in _before_going_back(complete, steps):
+        complete.remove(key)
+        notes.append(
+            f"step {key[0]}{_other_save(key, steps)} was saved before the training went back: it is passed over"
+        )
     newest = complete[0][0] if complete else -1
     for key, there in sorted(steps.items(), reverse=True):
         if key not in complete and key[0] >= newest:
             notes.append(f"step {key[0]}{_other_save(key, steps)} is incomplete: {describe_lack(there)}")
     return Choice(tuple(complete), tuple(dict.fromkeys(notes)))
+
+
+def _before_going_back(complete: Sequence[Key], steps: Mapping[Key, Sequence[Holding]]) -> list[Key]:
+    """Those of these steps, the newest first, that were saved before an earlier one of them."""
+    saved = {
+        key: max((one.record.saved for one in steps[key] if one.record), default=None) for key in complete
+    }
+    gone, latest = [], -1
+    for key in reversed(complete):
+        when = saved[key]
+        if when is not None and when < latest:
+            gone.append(key)
+        latest = max(latest, -1 if when is None else when)
+    return gone
 
 
 def lacking(there: Sequence[Holding]) -> set[str]:
