@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import zerokit
 from tests.runtime.test_parity import assert_equal_bits
@@ -113,6 +117,32 @@ def test_shares_by_memory_are_agreed_and_printed() -> None:
     dist.all_gather_object(everyone, zero.layout.shares)
     assert everyone[0] == everyone[1]
 
+
+def _trains(shares: Any) -> str:
+    """16 bytes for each of 64 M parameters, 512 MiB a rank equally, where rank 1 may take 400 MiB more than it has."""
+    if dist.get_rank():
+        taken = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + LIMIT, resource.RLIM_INFINITY))
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(64)))
+    zero = zerokit.ZeroOptimizer(
+        model, torch.optim.AdamW, stage=3, precision="fp32", bucket_mb=4, shares=shares
+    )
+    for _ in range(2):
+        zero.backward(model(torch.ones(2, 1024)).square().mean())
+        zero.step()
+        zero.zero_grad()
+    held = zero.memory()
+    equal = 64 * 16 * 1024 * 1024 // 2
+    assert equal > LIMIT > held.total
+    return str(zero.layout.shares)
+
+
+def test_a_model_that_does_not_fit_equally_trains_with_shares_by_memory() -> None:
+    assert len(set(run_ranks(2, _trains, "memory"))) == 1
+
+
+LIMIT = 400 << 20
 
 REFUSED: list[tuple[Any, str]] = [
     ((1, 2, 3), "3 shares, expected one for each of 2 ranks"),

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from zerokit.available import available_bytes
+from zerokit.available import available_bytes, left_to_process
 from zerokit.errors import UsageError
 from zerokit.layout import MAX_SHARE, Layout, reduced
 from zerokit.runtime.collectives import Collectives
@@ -61,9 +61,9 @@ def _by_memory(collectives: Collectives) -> list[int]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory of a rank's device that it could still take: of a host's what there is for each of its ranks."""
+    """The memory of a rank's device that it could still take; of a host's its part of what all its ranks could."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reserved: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free) + reserved
-    return available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return min(left_to_process(), available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
