@@ -87,3 +87,26 @@ ADAMW = Run(clip=0.5, steps=10)
 def test_fifty_recuts_change_no_bit(name: str, world: int, run: Run, switch: str) -> None:
     """At random shares, five before each of ten steps, with an average of the weights."""
     run_ranks(world, _both, name, replace(run, bucket_mb=SMALL), 5, switch, True, {})
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize(
+    ("world", "run", "states"),
+    [
+        (3, Run(optimizer="muon", stage=2), "device"),
+        (2, Run(optimizer="muon", stage=0), "device"),
+        (4, Run(optimizer="muon", stage=(1, 3), mesh=(2, 2), precision="bf16"), "fp8"),
+        (3, Run(optimizer="adafactor", stage=3, precision="bf16"), "device"),
+        (2, Run(optimizer="soap", stage=3), "disk"),
+        (3, Run(optimizer="soap", stage=1), "device"),
+        (3, Run(optimizer="adam", stage=3), "fp8"),
+        (3, Run(optimizer="adamw", stage=2, precision="bf16"), "disk"),
+        (4, Run(optimizer="adamw", stage=(0, 2), mesh=(2, 2), precision="bf16"), "disk"),
+        (3, Run(optimizer="nadam", stage=3), "device"),
+    ],
+)
+def test_whole_tensors_and_states_elsewhere_move_as_they_are(
+    world: int, run: Run, states: str, switch: str, tmp_path: Path
+) -> None:
+    options = {"states": str(tmp_path) if states == "disk" else states}
+    run_ranks(world, _both, "gpt", replace(run, steps=5, bucket_mb=SMALL), 3, switch, True, options)

@@ -122,7 +122,7 @@ class OwnedUnit(ABC):
     def take_masters(self, masters: Iterable[Master]) -> None:
         """Have these masters from now on, and no others."""
         masters = list(masters)
-        self.slices = [master for master in masters if isinstance(master, MasterSlice)]
+        self.slices[:] = [master for master in masters if isinstance(master, MasterSlice)]
         self.owned[:] = [master for master in masters if isinstance(master, WholeMaster)]
 
     def masters_of(self, exact: Shards, owners: Owners) -> Iterator[Master]:
@@ -151,7 +151,8 @@ class OwnedUnit(ABC):
 
     def divide(self, inner: Optimizer) -> None:
         """Give `inner` one master a parameter; values and states stay."""
-        before, self.slices = self.slices, []
+        before = list(self.slices)
+        self.slices.clear()
         for old in before:
             pieces: list[MasterSlice] = []
             starts = sorted(s.offset for s in self.members(old) if s.offset > old.interval.start)
