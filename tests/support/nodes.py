@@ -79,7 +79,7 @@ def _classes(kind: Kind, model: nn.Module) -> Any:
 class Training:
     """A model that trains; all ranks draw the same numbers, and take their parts of each batch."""
 
-    def __init__(self, kind: Kind = Kind(), stage: Any = 2, mesh: Any = None, **options: Any) -> None:  # noqa: B008
+    def __init__(self, kind: Kind = Kind(), stage: Any = 2, mesh: Any = None, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = Small(kind)
         states = kind.states.format(rank=dist.get_rank())
@@ -142,5 +142,7 @@ def joined(steps: Sequence[Path]) -> Tree:
     for step in steps:
         for name, content in read_tree(step).items():
             if name != NODE_NAME:
-                assert found.setdefault(name, content) == content, f"{step / name} differs from another node's"
+                assert found.setdefault(name, content) == content, (
+                    f"{step / name} differs from another node's"
+                )
     return found

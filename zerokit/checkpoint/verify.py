@@ -108,13 +108,13 @@ def _verify_joined(joined: Joined, progress: Progress | None) -> Report:
     """Every copy of every file is read."""
     manifest, findings = joined.manifest, list[Finding]()
     parts = []
-    for holding in joined.holdings:
-        own = manifest.all_files if holding.record is None else holding.record.files(manifest)
-        expected = {file.name for file in own}.difference(holding.lacks if holding.record is None else ())
-        there = [file for file in manifest.all_files if is_there(Path(holding.place, file.name))]
-        parts.append(
-            (Joined([holding], joined.directories), expected.union(file.name for file in there), there)
-        )
+    for part in joined.parts():
+        (holding,) = part.holdings
+        there = [file for file in manifest.all_files if is_there(part.path / file.name)]
+        expected = {file.name for file in there}
+        if holding.record is not None:
+            expected.update(file.name for file in holding.record.files(manifest))
+        parts.append((part, expected, there))
     read = _Reading(sum(file.size for *_, there in parts for file in there), progress)
     for part, names, there in parts:
         fetched = [part.path / file.name for file in there]

@@ -122,6 +122,7 @@ class Runtime:
             "prefetch": str(options.prefetch),
             "on_nonfinite": str(options.on_nonfinite),
             "states": kind_of(options.states),
+            "shares": str(self.layout.shares or "equal"),
             "optimizer": " + ".join(inner.optimizer_class.__name__ for inner in classes),
             "the owners of whole tensors": str(self.owners),
             **_describe(classes),

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from zerokit.checkpoint.bases import base_of
 from zerokit.checkpoint.checksum import Pieces, crc32
 from zerokit.checkpoint.disk import check_size, despite_damage, is_file, opened, read_exactly
-from zerokit.checkpoint.manifest import read_manifest
+from zerokit.checkpoint.manifest import Manifest, read_manifest
 from zerokit.checkpoint.nodes.complete import Holding, Key, choose, describe_lack, lacking, listed
 from zerokit.checkpoint.nodes.directories import Directory, Report
-from zerokit.checkpoint.nodes.held import NAME_THEM
+from zerokit.checkpoint.nodes.held import NAME_THEM, holding_of
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
-from zerokit.checkpoint.run import Choice
-from zerokit.errors import CheckpointError
+from zerokit.checkpoint.run import Choice, superseded
+from zerokit.errors import CheckpointError, StorageError
 
 _GATHER = ": zerokit gather takes each slice from a directory where it is right"
 
@@ -28,15 +29,16 @@ class Joined(Checkpoint):
     """
 
     def __init__(
-        self, holdings: Sequence[Holding], directories: Sequence[Directory], notes: tuple[str, ...] = ()
+        self,
+        holdings: Sequence[Holding],
+        directories: Sequence[Directory],
+        manifest: Manifest,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.holdings, self.directories = tuple(holdings), tuple(directories)
-        step = Path(holdings[0].place)
-        manifest, crc = read_manifest(step)
-        if (manifest.step, crc) != holdings[0].key:
-            raise CheckpointError(f"{step}: was replaced while it was looked at: try again")
-        run = self.directories[holdings[0].holder].path
-        self._describe(Choice(step, run if run != step else None, notes=notes), manifest, crc)
+        step, run = Path(holdings[0].place), self.directories[holdings[0].holder].path
+        choice = Choice(step, run if run != step else None, notes=notes)
+        self._describe(choice, manifest, holdings[0].manifest_crc)
         self._wholes = {file.name: file for file in manifest.whole_files}
         self._ranks = {file.name: file for file in manifest.files}
         self._found: dict[str, Path] = {}
@@ -73,6 +75,11 @@ class Joined(Checkpoint):
         if name not in self._found:
             self.settle([name])
         return self._found[name]
+
+    def parts(self) -> Iterator[Joined]:
+        """Each directory's part alone."""
+        for one in self.holdings:
+            yield Joined([one], self.directories, self.manifest)
 
     def settle(self, names: Iterable[str], report: Report | None = None) -> None:
         """Find for each of these files a directory where it is right; files of other machines are brought here."""
@@ -115,8 +122,20 @@ class Joined(Checkpoint):
         if missing := self.missing:
             raise CheckpointError(f"{self.path}: {missing}: {NAME_THEM}")
 
+    def check_header(self, fd: int, rank: int) -> None:
+        try:
+            super().check_header(fd, rank)
+        except StorageError:
+            raise
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{self._advice}") from error
+
+    @property
+    def _advice(self) -> str:
+        return _GATHER if len(self.holdings) > 1 else ""
+
     def require_right(self, by_rank: Sequence[Pieces], advice: str = "") -> None:
-        super().require_right(by_rank, f"{advice}{_GATHER}" if len(self.holdings) > 1 else advice)
+        super().require_right(by_rank, f"{advice}{self._advice}")
 
     @cached_property
     def base(self) -> Checkpoint:
@@ -134,6 +153,8 @@ class Look:
             for number, directory in enumerate(directories)
             for one in directory.look(number)
         ]
+        self._manifests = {one.key: Path(one.place) for one in reversed(self.holdings) if not one.damaged}
+        self.holdings = sorted(map(self._adopted, self.holdings), key=lambda one: one.adopted)
         choice = choose(self.holdings, whole=whole)
         notes = choice.notes
         for directory in directories:
@@ -161,13 +182,28 @@ class Look:
     def joined(self, key: Key) -> Joined:
         """The step of this save, with notes about directories that have nothing of it."""
         own = [one for one in self._sound if one.key == key]
-        notes = list(self.notes)
+        lack = describe_lack(own)
+        notes = [note for note in self.notes if not (lack and note.endswith(f"is incomplete: {lack}"))]
         for number, directory in enumerate(self.directories):
             if all(one.holder != number for one in own):
                 others = sorted({one.step for one in self._sound if one.holder == number})
                 only = f", only {listed(others)}" if others else ""
                 notes.append(f"{directory.shown}: has nothing of this save of step {key[0]}{only}")
-        return Joined(own, self.directories, tuple(notes))
+        manifest, crc = read_manifest(self._manifests[key])
+        if (manifest.step, crc) != key:
+            raise CheckpointError(f"{self._manifests[key]}: was replaced while it was looked at: try again")
+        return Joined(own, self.directories, manifest, tuple(notes))
+
+    def _adopted(self, one: Holding) -> Holding:
+        """A step whose manifest is damaged, by that of another directory, if that is of it: all have the same."""
+        place = Path(one.place)
+        for (_, crc), other in self._manifests.items() if one.damaged else ():
+            if other.name == place.name:
+                manifest, _ = read_manifest(other)
+                found = holding_of(place, manifest, crc, one.holder)
+                if not found.damaged and len(found.lacks) < len(manifest.all_files):
+                    return replace(found, superseded=superseded(place), note=one.damaged, adopted=True)
+        return one
 
 
 def _saved(holding: Holding) -> tuple[int, int]:

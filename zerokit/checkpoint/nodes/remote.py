@@ -47,7 +47,7 @@ _ABSENT = 9
 """The exit code of the scripts where there is no such directory."""
 _LIST = (
     f'cd -- "$1" || exit {_ABSENT}; for d in . step-* frozen-*; do if [ -d "$d" ]; then echo "in $d"; '
-    'LC_ALL=C ls -ln -- "$d/" || exit 1; fi; done'
+    'LC_ALL=C ls -lnq -- "$d/" || exit 1; fi; done'
 )
 _SEND = f'cd -- "$1" || exit {_ABSENT}; while IFS= read -r f; do cat -- "$f" || exit 1; done'
 
