@@ -172,7 +172,7 @@ class OwnedUnit(ABC):
             params = inner.param_groups[old.group]["params"]
             at = next(at for at, tensor in enumerate(params) if tensor is old.tensor)
             params[at : at + 1] = [new.tensor for new in pieces]
-            self.slices += pieces
+            self.slices.extend(pieces)
         self.guard_masters()
 
     def guard_masters(self) -> None:
