@@ -78,6 +78,7 @@ class Owners:
     ) -> None:
         """Those of the parameters in these optimizer `groups`; see `whole_tensors`. Raises `UsageError` for costs."""
         self._units, self._shares, self.placement = layout.units, layout.shares, placement
+        self._row_blocks, self._cost = dict(row_blocks or {}), cost
         self.groups = frozenset(groups)
         tensors = list(whole_tensors(layout, groups, row_blocks or {}))
         self.costs = {shape: _checked(cost(shape), shape) for shape in {each.shape for each in tensors}}
@@ -90,6 +91,10 @@ class Owners:
         for pieces, members in alike.items():
             for tensor in self._place(members, pieces):
                 self._by_unit[tensor.unit] = (*self._by_unit.get(tensor.unit, ()), tensor)
+
+    def under(self, layout: Layout) -> Owners:
+        """The owners of the same tensors under a layout with other cuts of the units."""
+        return Owners(layout, self.placement, self.groups, self._row_blocks, self._cost)
 
     def cut(self, unit: Unit) -> Cut:
         """The cut of a unit's optimizer states, whose pieces have owners' numbers."""
@@ -167,8 +172,7 @@ class Owners:
             copies = mesh.world // len(self.cut(self._units[index]))
             crossing = self._crossings[index] = {}
             for move in self.moves(index):
-                ends = [placement.rank_of(end, 0) // mesh.inner for end in (move.piece, move.tensor.owner)]
-                axis = Axis.INNER if ends[0] == ends[1] else Axis.OUTER
+                axis = mesh.between(*(placement.rank_of(end, 0) for end in (move.piece, move.tensor.owner)))
                 crossing[axis] = crossing.get(axis, 0) + copies * move.interval.numel
         return self._crossings[index]
 

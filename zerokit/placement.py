@@ -29,7 +29,7 @@ is the rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -122,6 +122,10 @@ class Mesh:
         if axis is Axis.INNER:
             return unit.cut.joined(self.outer)
         return unit.cut.part(self.position(rank) // self.outer * self.outer, self.outer)
+
+    def between(self, rank: int, other: int) -> Axis:
+        """The axis that lies between two ranks: the outer one, unless they are in one group of it."""
+        return Axis.INNER if rank // self.inner == other // self.inner else Axis.OUTER
 
     def copies(self, axis: Axis) -> int:
         """The number of ranks that receive each element in a hop over `axis`, over the whole mesh."""
@@ -245,6 +249,29 @@ class Placement:
         """The rank that holds a piece for the one at `position`: on the same place of an axis that does not cut it."""
         joined = self._joined("optimizer")
         return self.mesh.rank(owner * joined + position % joined)
+
+    # ---- from one cut to another
+
+    def moves(self, kind: str, before: Unit, after: Unit) -> Iterator[tuple[int, int, Interval]]:
+        """What ranks get from others where a unit is cut anew: from, to, and the elements, in memory coordinates.
+
+        `kind` is a column of the table. Ranks that hold the same get it each from its own place of the axis.
+        """
+        joined = self._joined(kind)
+        old, new = before.cut.joined(joined), after.cut.joined(joined)
+        for target in range(self.mesh.world):
+            piece, copy = divmod(self.mesh.position(target), joined)
+            wanted = new.piece(piece).intersection(old.whole)
+            for source in old.owners(wanted):
+                if source != piece:
+                    rank = self.mesh.rank(source * joined + copy)
+                    yield rank, target, old.piece(source).intersection(wanted)
+
+    def passes(self, before: int, after: int) -> Iterator[tuple[int, int]]:
+        """From which rank to which one a whole tensor goes where its owner changes."""
+        joined = self._joined("optimizer")
+        for copy in range(joined if before != after else 0):
+            yield self.mesh.rank(before * joined + copy), self.mesh.rank(after * joined + copy)
 
     def __str__(self) -> str:
         outer, inner = self.stages

@@ -260,7 +260,6 @@ def device_way(make_stream: StreamMaker) -> Iterator[None]:
         *,
         units: int,
         mesh: Mesh | None = None,
-        exchanges: bool = False,
     ) -> Collectives:
         backend = "nccl" if device.type == "cuda" else "gloo"
         shape = mesh or Mesh(1, group.size())

@@ -40,6 +40,13 @@ class BucketPool:
         self._owned = list(self.free)
         self._large: list[Tensor] = []  # larger ones that are not lent, those used last behind
 
+    def resize(self, numel: int) -> None:
+        """Have buckets of so many elements; none is lent."""
+        count = len(self._owned)
+        self.free.clear()  # before others are made
+        self._owned.clear()
+        BucketPool.__init__(self, count, numel, self._dtype, self._device)
+
     def take(self, numel: int) -> Tensor | None:
         """A bucket of at least `numel` elements with arbitrary contents; None while all are in use."""
         if numel <= self.numel:
@@ -142,6 +149,15 @@ class UnitGradients:
     def shard(self) -> Tensor:
         """The sum over ranks of this rank's piece."""
         return self.held.at(self.state.own)
+
+    def take_cut(self, *, summed: bool) -> None:
+        """Be made anew with the unit, between passes; `summed` if there is a sum over ranks, which is to be filled."""
+        received, untrained = self.received, self.untrained
+        UnitGradients.__init__(self, self.state, self.dtype, self._wire, self._pool)
+        if summed:
+            if not self.cut:
+                self.take_own_bucket()
+            self.received, self.untrained, self.summed = received, untrained, True
 
     # ---- as they come
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zerokit.errors import UsageError
-from zerokit.layout import Unit, build_layout, default_bucket_bytes
+from zerokit.layout import Layout, Unit, build_layout, default_bucket_bytes
 from zerokit.owners import Owners, default_cost
 from zerokit.placement import AnyPlacement, placed, without_lone_axis
 from zerokit.runtime.admission import BUILDING, require_agreement
@@ -110,7 +110,7 @@ class Runtime:
         # With which ranks, who must all have come for the same.
         of_units = [stages[unit.parameters[0].name] for unit in self.layout.units]
         whole = [number for number, states in enumerate(self.states) if states.whole is not None]
-        self.collectives, self.placement = _connect(group, device, options, of_units, exchanges=bool(whole))
+        self.collectives, self.placement = _connect(group, device, options, of_units)
         self.layout = cut_by_shares(self.layout, options.shares, self.collectives)
         rows = row_blocks_of(options.row_blocks, self.layout, whole)
         self.owners = Owners(self.layout, self.placement, whole, rows, options.update_cost or default_cost)
@@ -136,7 +136,7 @@ class Runtime:
         if kind_of(options.states) == "fp8":
             names = [inner.optimizer_class.__name__ for inner in classes]
             require_codable(names, self.states, precision.master, self.owners)
-        rooms = {unit.index: self._room(unit) for unit in self.layout.units if unit.trainable}
+        rooms = {unit.index: self.room(unit, self.owners) for unit in self.layout.units if unit.trainable}
         self.home = home_of(options.states, rooms, self.collectives)
         self.units = self._take_over(parts, options)
         self.gradients = Gradients(self.units, self.collectives, precision, self.layout, self.placement)
@@ -212,19 +212,19 @@ class Runtime:
             torch.cuda.empty_cache()  # the model's old memory, block by block, fits nothing that follows
         return units
 
-    def _room(self, unit: Unit) -> int:
+    def room(self, unit: Unit, owners: Owners) -> int:
         """Bytes for masters and states of a unit on this rank, from the trials."""
         placement, position = self.placement.of_unit(unit.index), self.collectives.position
         master, sizes = self.precision.master.itemsize, []
         for group, stretch in unit.groups_within(placement.updated(unit, position)):
-            if group not in self.owners.groups:
+            if group not in owners.groups:
                 states = self.states[group]
                 sizes += [
                     stretch.numel * master,
                     *[0] * len(states.kinds),
                     stretch.numel * states.element_bytes,
                 ]
-        for tensor in self.owners.owned(unit.index, placement.owner(position)):
+        for tensor in owners.owned(unit.index, placement.owner(position)):
             whole = self.states[tensor.group].whole
             assert whole is not None
             every, _ = whole.nbytes(tensor.shape)
@@ -239,6 +239,14 @@ class Runtime:
         for unit in self.units:
             for master in unit.masters:
                 yield unit, master, self.inner.state.get(master.tensor, {})
+
+    def take_cut(self, layout: Layout, owners: Owners) -> None:
+        """Have this layout from now on, whose units and owners those parts that hold elements have already."""
+        self.layout, self.owners = layout, owners
+        self.gradients.take_cut()
+        self.wholes.take_owners(self.units, owners)
+        for number, group in enumerate(self.inner.param_groups):
+            group["params"][:] = [m.tensor for unit in self.units for m in unit.masters if m.group == number]
 
     def settle(self) -> None:
         """Wait until all masters are current and nothing is in flight, so that they may be changed. Collective."""
@@ -283,8 +291,6 @@ def _connect(
     device: torch.device,
     options: Options,
     stages: Sequence[object],
-    *,
-    exchanges: bool,
 ) -> tuple[Collectives, AnyPlacement]:
     """Collectives of zerokit's own among the ranks of `group`, over the mesh that is asked for, and the placement.
 
@@ -296,9 +302,7 @@ def _connect(
         stages = [without_lone_axis(stage, of_shape)[0] for stage in stages]
         shape = without_lone_axis(0, shape)[1]
         placed(stages, shape)  # raises before anything is made
-    collectives = make_collectives(
-        group, device, options.timeout, units=len(stages), mesh=shape, exchanges=exchanges
-    )
+    collectives = make_collectives(group, device, options.timeout, units=len(stages), mesh=shape)
     return collectives, placed(stages, collectives.mesh)
 
 

@@ -74,15 +74,22 @@ class Gradients:
         self.transient = 0
         """The most bytes that buckets of units' own have had in flight at once since the last `forget`."""
         self._cleared: set[tuple[int, int]] = set()
+        self._shared: set[tuple[int, int]] = set()
+        """The parameters, by unit and position, that have elements in this rank's share."""
+        self.take_cut()
         self._nodes: dict[tuple[int, int], Any] = {}
         """Autograd's accumulating nodes of the parameters, each asked for once."""
-        self._shared = {
+        self._reductions: deque[tuple[UnitGradients, Work]] = deque()
+
+    def take_cut(self) -> None:
+        """Note which part of the units is this rank's, as they are cut now."""
+        self._shared.clear()
+        self._shared.update(
             (index, position)
             for index, unit in self.units.items()
             for position, part in enumerate(unit.unit.slices)
             if part.memory.intersection(unit.state.own).numel
-        }
-        self._reductions: deque[tuple[UnitGradients, Work]] = deque()
+        )
 
     # ---- as they come
 
@@ -219,6 +226,11 @@ class Gradients:
     def unreduced(self) -> bool:
         """Whether some gradients are not summed over ranks: after `accumulate()`, or without a backward."""
         return any(unit.filled or not unit.summed for unit in self.units.values())
+
+    @property
+    def partial(self) -> bool:
+        """Whether some gradients are this rank's alone so far."""
+        return any(unit.filled or unit.waiting for unit in self.units.values())
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

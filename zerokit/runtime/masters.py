@@ -9,7 +9,7 @@ a master for each tensor, on its owner (`zerokit.owners`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zerokit.layout import Interval, Slice, Unit
-from zerokit.owners import Whole
+from zerokit.owners import Owners, Whole
 from zerokit.placement import Placement
 from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.guard import TICKET, Ticket, WithoutGradient
@@ -66,9 +66,11 @@ class WholeMaster(Master):
 class OwnedUnit(ABC):
     """One rank's part of a unit: the parameters' elements `kept`, the shard `own` of them, and those `updated`."""
 
-    kept: Shards
+    dtype: torch.dtype
     separate: bool
     """Whether masters have memory of their own, in another dtype than the parameters."""
+    comes_and_goes: bool
+    """Whether whole parameters have memory only while they are gathered."""
 
     def __init__(
         self, unit: Unit, parameters: Sequence[nn.Parameter], collectives: Collectives, placement: Placement
@@ -94,6 +96,16 @@ class OwnedUnit(ABC):
         names = {part.parameter.name for part in self.members(master)}
         return [position for position, p in enumerate(self.unit.parameters) if p.name in names]
 
+    @property
+    @abstractmethod
+    def whole(self) -> Shards:
+        """The whole unit in the parameters' dtype, which may have no memory now."""
+
+    @property
+    @abstractmethod
+    def kept(self) -> Shards:
+        """What this rank keeps of the parameters between steps."""
+
     @abstractmethod
     def note_update(self) -> None:
         """Note that the optimizer has changed what is kept of the parameters."""
@@ -103,6 +115,35 @@ class OwnedUnit(ABC):
         return [*self.slices, *self.owned]
 
     @property
+    def apart(self) -> bool:
+        """Whether masters of whole tensors have memory of their own: their parameters may come and go."""
+        return self.separate or self.comes_and_goes
+
+    def take_masters(self, masters: Iterable[Master]) -> None:
+        """Have these masters from now on, and no others."""
+        masters = list(masters)
+        self.slices[:] = [master for master in masters if isinstance(master, MasterSlice)]
+        self.owned[:] = [master for master in masters if isinstance(master, WholeMaster)]
+
+    def masters_of(self, exact: Shards, owners: Owners) -> Iterator[Master]:
+        """The masters of this rank, from the unit's whole values."""
+        for group, stretch in self.unit.groups_within(self.updated):
+            if group not in owners.groups:
+                own = exact.at(stretch).clone() if self.separate else None
+                yield MasterSlice(self.kept, group, stretch, own)
+        for whole in owners.owned(self.index, self.owner):
+            values = exact.at(whole.interval).clone() if self.apart else None
+            yield WholeMaster(self.whole, whole, values)
+
+    def refresh_masters(self, *, exactly: bool = False) -> None:
+        """Take over the parameters' values, all of them or those that are not the masters' rounded ones."""
+        for master in self.masters:
+            if master.separate:
+                values, new = master.values.tensor, master.kept.to(master.dtype)
+                changed = values.to(self.dtype) != master.kept
+                values.copy_(new if exactly else torch.where(changed, new, values))
+
+    @property
     def divided(self) -> bool:
         """Whether parameters that share a group have separate masters."""
         groups = [master.group for master in self.slices]
@@ -110,7 +151,8 @@ class OwnedUnit(ABC):
 
     def divide(self, inner: Optimizer) -> None:
         """Give `inner` one master a parameter; values and states stay."""
-        before, self.slices = self.slices, []
+        before = list(self.slices)
+        self.slices.clear()
         for old in before:
             pieces: list[MasterSlice] = []
             starts = sorted(s.offset for s in self.members(old) if s.offset > old.interval.start)
@@ -130,7 +172,7 @@ class OwnedUnit(ABC):
             params = inner.param_groups[old.group]["params"]
             at = next(at for at, tensor in enumerate(params) if tensor is old.tensor)
             params[at : at + 1] = [new.tensor for new in pieces]
-            self.slices += pieces
+            self.slices.extend(pieces)
         self.guard_masters()
 
     def guard_masters(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerokit.formulas import MemoryReport, TrafficReport, padding_line, predict_memory, predict_traffic
+from zerokit.layout import Layout
 from zerokit.owners import Shape
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.masters import WholeMaster
@@ -44,13 +45,18 @@ def measure_memory(runtime: Runtime) -> MemoryReport:
     return MemoryReport(**lines | most)
 
 
-def predicted_memory(runtime: Runtime, *, averaged: bool) -> MemoryReport:
-    """What `measure_memory` gives after the first step, from the layout alone."""
+def predicted_memory(
+    runtime: Runtime, *, averaged: bool, rank: int | None = None, layout: Layout | None = None
+) -> MemoryReport:
+    """What `measure_memory` gives after the first step, from the layout alone: also of other ranks and layouts."""
+    sizes = _sizes(runtime, averaged=averaged)
+    if layout is not None and sizes.wholes is not None:
+        sizes = replace(sizes, wholes=replace(sizes.wholes, owners=runtime.owners.under(layout)))
     return predict_memory(
-        runtime.layout,
-        rank=runtime.collectives.rank,
+        runtime.layout if layout is None else layout,
+        rank=runtime.collectives.rank if rank is None else rank,
         placement=runtime.placement,
-        sizes=_sizes(runtime, averaged=averaged),
+        sizes=sizes,
         buffers=sum(buffer.untyped_storage().nbytes() for buffer in runtime.model.buffers()),
         reductions=runtime.engine.order.backward.units(Kind.REDUCE),
     )

@@ -25,12 +25,14 @@ from zerokit.runtime.counts import Count, require_count
 from zerokit.runtime.hooks import differentiate, profiled
 from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.loss import Loss, differentiating
+from zerokit.runtime.memory_watch import MemoryWatch
 from zerokit.runtime.model import UnitRule
 from zerokit.runtime.modes import Modes
 from zerokit.runtime.nonfinite import OnNonfinite
 from zerokit.runtime.options import Options
 from zerokit.runtime.precision import LossScale, Precision, PrecisionArgument
-from zerokit.runtime.reports import Reports
+from zerokit.runtime.rebalancing import Rebalancing
+from zerokit.runtime.shares import BY_MEMORY
 from zerokit.runtime.states import (
     AfterSteps,
     Average,
@@ -44,7 +46,7 @@ from zerokit.runtime.totals import Totals
 from zerokit.runtime.whole import ModelMethods
 
 
-class ZeroOptimizer(Reports):
+class ZeroOptimizer(Rebalancing):
     """A torch optimizer that shards its states and, by stage, gradients and parameters across the ranks of a group.
 
     Gradients are averaged over ranks, as in DDP.
@@ -82,7 +84,8 @@ class ZeroOptimizer(Reports):
             they visit the device unit by unit, and all bits stay as they are on it; fp8 rounds.
         shares: how much of what is sharded each rank holds, such as (3, 3, 1, 1), by rank or along the inner axis of
             the mesh; a rank of share 0 holds nothing. "memory" takes the free memory of each rank's device, agreed over
-            ranks and printed. By default all the same. Losses do not depend on it where sums go in rank order (gloo).
+            ranks and printed, and changes shares where a rank runs out of it (`recut`). By default all the same. Losses
+            do not depend on shares where sums go in rank order (gloo).
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 
     Raises:
@@ -150,6 +153,7 @@ class ZeroOptimizer(Reports):
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
         self._modes = Modes(made)
+        self._watch = MemoryWatch(made) if shares == BY_MEMORY and self.islands is None else None
         self._totals = Totals(self._control, on_nonfinite, scaled=self.precision.scaled)
         self.methods = ModelMethods(made.model, self._engine, made.weights, made.hooks, self)
         """The model's own methods while it is managed."""
@@ -270,6 +274,7 @@ class ZeroOptimizer(Reports):
         self.refuse("")
         for hook in self._optimizer_step_post_hooks.values() if agreed.updates else ():
             hook(self, (), {})
+        self.follow_memory()
         if self.copies is not None:
             self.copies.after_step()
         return loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -50,14 +51,18 @@ def _as_asked(asked: object, collectives: Collectives) -> list[int]:
 def _by_memory(collectives: Collectives) -> list[int]:
     """Shares in proportion to the free memory of each rank's device, printed on rank 0."""
     free = collectives.all_gather_objects(free_bytes(collectives.device), "ZeroOptimizer(shares='memory')")
-    shares = [min(size // _GRAIN, MAX_SHARE) for size in free]
-    if not any(shares):
-        shares = [1] * len(free)
-    shares = list(reduced(len(free), shares)) or [1] * len(free)
+    shares = in_proportion(free)
     if collectives.rank == 0:
         said = (f"{share} (rank {rank}, {free[rank] / 1e9:.1f} GB)" for rank, share in enumerate(shares))
         print(f"zerokit: shares by free memory: {', '.join(said)}", file=sys.stderr)
     return shares
+
+
+def in_proportion(sizes: Sequence[int]) -> list[int]:
+    """Shares in proportion to bytes of memory."""
+    shares = [min(size // _GRAIN, MAX_SHARE) for size in sizes]
+    equal = [1] * len(sizes)
+    return list(reduced(len(sizes), shares if any(shares) else equal)) or equal
 
 
 def free_bytes(device: torch.device) -> int:

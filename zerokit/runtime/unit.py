@@ -28,7 +28,7 @@ from zerokit.runtime.collectives import Collectives, Exchange, Work
 from zerokit.runtime.guard import TICKET, Owner, Ticket, guarded_class, refuse_moving
 from zerokit.runtime.homes import Home
 from zerokit.runtime.hooks import profiled
-from zerokit.runtime.masters import MasterSlice, OwnedUnit, WholeMaster
+from zerokit.runtime.masters import OwnedUnit
 from zerokit.runtime.memory import UnitMemory, unit_memory
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.torch_internals import (
@@ -61,17 +61,15 @@ class UnitState(OwnedUnit, UnitUse):
     ) -> None:
         OwnedUnit.__init__(self, unit, parameters, collectives, placement)
         UnitUse.__init__(self)
-        self.dtype, self._master, self._owners, self._home = dtype, master, owners, home
+        self.dtype, self._master, self.owners, self._home = dtype, master, owners, home
         self.separate = unit.trainable and master != dtype
         self.comes_and_goes = placement.cuts_parameters
-        """Whether whole parameters have memory only while they are gathered."""
         self.stopped: set[int] = set()
         """Positions of trainable parameters that require no gradient any more: they are not updated."""
         self.in_flight: Work | None = None
         """The gather of the unit, or of what other ranks have updated."""
         kept = placement.parameters(unit, collectives.position)
         self._memory = unit_memory(unit, kept, dtype, self.device, comes_and_goes=self.comes_and_goes)
-        self.whole, self.kept = self._memory.whole, self._memory.kept
         self._views = self.whole.views()
         with_elements = [at for at, view in enumerate(self._views) if view.numel()]
         self._located = [self.parameters[at] for at in with_elements]
@@ -92,6 +90,14 @@ class UnitState(OwnedUnit, UnitUse):
         self.renormed = frozenset(renormed)
         self.exact: dict[int, Tensor] | None = None
         """Wider values that parameters were given, by position, where they wait for the end of a context."""
+
+    @property
+    def whole(self) -> Shards:
+        return self._memory.whole
+
+    @property
+    def kept(self) -> Shards:
+        return self._memory.kept
 
     @property
     def keeps_address(self) -> bool:
@@ -124,22 +130,27 @@ class UnitState(OwnedUnit, UnitUse):
         if self.separate:
             self.whole.copy(exact)
         if self.unit.trainable:
-            self._make_masters(exact)
+            self.take_masters(self.masters_of(exact, self.owners))
             self._home.leave(self)
         if self.comes_and_goes:
             self._memory.store()
             self.free()
 
-    def _make_masters(self, exact: Shards) -> None:
-        """Create the masters from the unit's whole values."""
-        for group, stretch in self.unit.groups_within(self.updated):
-            if group not in self._owners.groups:
-                own = exact.at(stretch).clone() if self.separate else None
-                self.slices.append(MasterSlice(self.kept, group, stretch, own))
-        for whole in self._owners.owned(self.index, self.owner):
-            apart = self.separate or self.comes_and_goes
-            values = exact.at(whole.interval).clone() if apart else None
-            self.owned.append(WholeMaster(self.whole, whole, values))
+    def take_cut(self, unit: Unit, owners: Owners) -> None:
+        """Be made anew between passes for another cut of the unit: without masters, in memory that is to be filled.
+
+        The parameters stay the same objects.
+        """
+        self.unguard()
+        made_with = self.dtype, self._master, self.placement, owners, self._home, self.renormed
+        stopped = self.stopped
+        UnitState.__init__(self, unit, self.parameters, self.collectives, *made_with)
+        self.stopped = stopped
+        self._show(self._views)
+        self._versions = self._current_versions()
+        if self.comes_and_goes:
+            self.free()
+        self.guard()
 
     def divide(self, inner: Optimizer) -> None:
         with self._home.visiting(self, writes=True):
@@ -154,16 +165,8 @@ class UnitState(OwnedUnit, UnitUse):
         self._memory.store()
         if any(master.separate for master in self.masters):
             with torch.no_grad(), self._home.visiting(self, writes=True):
-                self._refresh_masters()
+                self.refresh_masters()
         self.note_versions()
-
-    def _refresh_masters(self, *, exactly: bool = False) -> None:
-        """Take over the parameters' values, all of them or those that are not the masters' rounded ones."""
-        for master in self.masters:
-            if master.separate:
-                values, new = master.values.tensor, master.kept.to(master.dtype)
-                changed = values.to(self.dtype) != master.kept
-                values.copy_(new if exactly else torch.where(changed, new, values))
 
     def take_exact(self, position: int, values: Tensor) -> None:
         """Copy `values` [the shape of parameter `position`] to the masters, as the parameter may have rounded them."""
@@ -196,7 +199,7 @@ class UnitState(OwnedUnit, UnitUse):
                 self._memory.store()
                 # Their precision may differ by rank, too.
                 with self._home.visiting(self, writes=True):
-                    self._refresh_masters(exactly=True)
+                    self.refresh_masters(exactly=True)
             elif self.collectives.rank != source:
                 exact = {at: torch.empty_like(self._views[at], dtype=dtype) for at, dtype, _ in given}
             for values in exact.values():
@@ -352,7 +355,6 @@ class UnitState(OwnedUnit, UnitUse):
         self.owned.clear()
         nothing = Interval(0, 0)
         self._memory = UnitMemory(Shards(self.unit, self.whole.tensor.new_empty(0), nothing), nothing)
-        self.whole, self.kept = self._memory.whole, self._memory.kept
         self._exchanges.clear()
         self._views.clear()
 

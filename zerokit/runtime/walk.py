@@ -331,6 +331,11 @@ class ModelWalk(Owner):
 
     # ---- between passes
 
+    @property
+    def is_amid_pass(self) -> bool:
+        """Whether a pass is under way, or a forward pass with gradients has no backward yet."""
+        return self._in_forward or self._passes.unanswered or self._passes.backward is not None
+
     def finish(self) -> None:
         """Take part, before a step, in reductions that only other ranks have needed so far.
 

@@ -43,10 +43,15 @@ class WholeTensors:
         parts: Sequence[Part],
     ) -> None:
         self._gradients, self._parts = gradients, [part for part in parts if part.whole]
-        self._units = [_UnitWholes(units[index], owners, collectives) for index in owners.units]
         self._collectives = collectives
+        self._units: list[_UnitWholes] = []
+        self.take_owners(units, owners)
         self.most = 0
         """Bytes that gradients and updated values took at most in the last step, on their way to owners and back."""
+
+    def take_owners(self, units: Sequence[UnitState], owners: Owners) -> None:
+        """Have these owners from now on."""
+        self._units[:] = [_UnitWholes(units[index], owners, self._collectives) for index in owners.units]
 
     def spread(self, unit: UnitState, values_of: ValuesOf, into: Shards, *, counted: bool = True) -> Work:
         """Start to write what owners have of a unit's tensors to this rank's piece of them, `into`. Collective.

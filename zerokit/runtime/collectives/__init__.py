@@ -36,12 +36,10 @@ def make_collectives(
     *,
     units: int,
     mesh: Mesh | None = None,
-    exchanges: bool = False,
 ) -> Collectives:
     """The collectives for `device` over communicators of their own with the ranks of `group`, for `units` units.
 
-    Without a mesh there is one axis; on hosts whose nodes have several ranks each, nodes are the outer axis. With
-    `exchanges` pieces of units move between any two ranks.
+    Without a mesh there is one axis; on hosts whose nodes have several ranks each, nodes are the outer axis.
     """
     backend = _backend_of(group, device)
     if backend not in ("fake", "gloo", "nccl"):
@@ -57,7 +55,7 @@ def make_collectives(
         timeout = timeout_of(group, device)
     waits = timeout or dist.default_pg_timeout
     if backend == "gloo":
-        return make_host(group, mesh, device, reporter, waits, units, exchanges=exchanges)
+        return make_host(group, mesh, device, reporter, waits, units)
     if backend == "nccl":
         # NCCL's watchdog counts from a collective's launch, `until` from the host's wait for it, up to a step later: it
         # would end the process before ranks and units are named.

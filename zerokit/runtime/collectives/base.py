@@ -138,6 +138,11 @@ class Collectives:
         taken, self._traffic = self.traffic, TrafficReport()
         return taken
 
+    def forget_counts(self) -> None:
+        """Forget what counts collectives that were prepared for units before they were cut anew."""
+        _ = self.traffic
+        self._counts.clear()
+
     @contextmanager
     def counting(self, report: TrafficReport) -> Iterator[None]:
         """A context in which traffic is counted in `report`, and not as a step's."""
@@ -247,7 +252,7 @@ class Collectives:
         return work or DONE
 
     def _count(self, kind: Kind, axis: Axis, unit: Unit, cut: Cut, wire: Wire) -> Count:
-        key = kind, axis, unit.index, unit.numel, wire.dtype, wire.block
+        key = kind, axis, unit.index, cut, wire.dtype, wire.block
         if key not in self._counts:
             # In both operations each element of payload arrives at, or comes from, every rank of the axis but one.
             copies = self.mesh.copies(axis)

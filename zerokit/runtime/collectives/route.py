@@ -28,6 +28,7 @@ class Kind(IntEnum):
     REDUCE_SCATTER = 1
     TO_OWNERS = 2
     FROM_OWNERS = 3
+    RECUT = 4
 
     def of(self, unit: int) -> str:
         """The collective's name in messages."""

@@ -180,8 +180,7 @@ class DiskHome(Elsewhere):
 
     def forget(self, unit: OwnedUnit) -> None:
         super().forget(unit)
-        if not self._slots:
-            os.truncate(self.file.fd, 0)
+        os.truncate(self.file.fd, min(self._end, self.file.size))
 
     def renew(self) -> None:
         self.file.renew()

@@ -135,6 +135,23 @@ class Elsewhere(Home, ABC):
     def forget(self, unit: OwnedUnit) -> None:
         self._slots.pop(unit.index, None)
 
+    def move_in(self, unit: OwnedUnit, room: int) -> None:
+        self.forget(unit)
+        size = max(room, sum(_to_page(tensor.nbytes) for tensor in self.away(unit)))
+        start = self._gap(size)
+        self.grow(start, start + size)
+        self._slots[unit.index] = _Slot([(start, start + size)])
+        self.leave(unit)
+
+    def _gap(self, size: int) -> int:
+        """The first byte of the store from which so many are no unit's."""
+        end = 0
+        for start, stop in sorted(part for slot in self._slots.values() for part in slot.parts):
+            if start - end >= size:
+                break
+            end = max(end, stop)
+        return end
+
     def place_of(self, unit: OwnedUnit, tensor: Tensor) -> Place | None:
         """Where a tensor of a unit is, if it is away."""
         slot = self._slots.get(unit.index)
@@ -154,7 +171,7 @@ class Elsewhere(Home, ABC):
                 free[fitting[0]] += size
             else:
                 offset, beyond = beyond, beyond + size
-            places.append(Place(tensor, offset, at, _dense_stride(tensor)))
+            places.append(Place(tensor, offset, at, dense_stride(tensor)))
             at += size
         if beyond > end:
             self.grow(end, beyond)
@@ -305,7 +322,7 @@ def _lies_in(memory: Tensor, tensor: Tensor) -> bool:
     return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.nbytes
 
 
-def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's strides, if it leaves no holes; else those of a contiguous one."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

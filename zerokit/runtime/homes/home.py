@@ -58,6 +58,10 @@ class Home:
     def forget(self, unit: OwnedUnit) -> None:
         """Give up what a unit has here: it is managed no more."""
 
+    def move_in(self, unit: OwnedUnit, room: int) -> None:
+        """Have other masters and states of a unit than before, which are here and need `room` bytes, now or soon."""
+        self.leave(unit)
+
     def reserve(self, nbytes: int) -> None:
         """Make sure of room for so many bytes more. Raises `StorageError` where there is none."""
 

@@ -54,10 +54,12 @@ class PinnedHome(Elsewhere):
 
     def forget(self, unit: OwnedUnit) -> None:
         super().forget(unit)
-        if not self._slots:
-            self._come.arrive()
-            self._go.arrive()
-            self._pieces.clear()
+        self._come.arrive()
+        self._go.arrive()
+        used = [start for slot in self._slots.values() for start, _ in slot.parts]
+        for at, piece in list(self._pieces.items()):
+            if not any(at <= start < at + piece.nbytes for start in used):
+                del self._pieces[at]
 
     def buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._come.device)

@@ -31,8 +31,6 @@ def make_host(
     reporter: StallReporter,
     timeout: datetime.timedelta,
     units: int,
-    *,
-    exchanges: bool = False,
 ) -> HostCollectives:
     """Collectives over gloo groups of their own with the ranks of `group`, for `units` units; CPU or CUDA tensors.
 
@@ -49,7 +47,7 @@ def make_host(
             ]
         progress = Progress(timeout.total_seconds(), reporter)
         routes = [_route(axis, progress, units) for axis in axes]
-        between_all = _route(own, progress, units) if exchanges and shape.outer > 1 else None
+        between_all = _route(own, progress, units) if shape.outer > 1 else None
     made = HostCollectives(own, shape, routes, device, reporter, timeout, between_all, progress=progress)
     made.own(list(dict.fromkeys((own, *axes))), like=group)
     return made
