@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         ZerokitWarning,
     )
     from zerokit.runtime import LossScale, MemoryReport, Precision, TrafficReport, release
-    from zerokit.training import Batches, Ema, LocalSteps, StopSignal, ZeroOptimizer
+    from zerokit.training import Batches, Ema, LocalSteps, Pace, StopSignal, ZeroOptimizer
 
 __version__ = "0.1.0"
 
@@ -51,6 +51,7 @@ __all__ = [
     "LossScaleError",
     "MemoryReport",
     "NonFiniteError",
+    "Pace",
     "Precision",
     "ScheduleError",
     "StopSignal",
@@ -81,7 +82,9 @@ _HOMES = {
     **dict.fromkeys(
         ("LossScale", "MemoryReport", "Precision", "TrafficReport", "release"), "zerokit.runtime"
     ),
-    **dict.fromkeys(("Batches", "Ema", "LocalSteps", "StopSignal", "ZeroOptimizer"), "zerokit.training"),
+    **dict.fromkeys(
+        ("Batches", "Ema", "LocalSteps", "Pace", "StopSignal", "ZeroOptimizer"), "zerokit.training"
+    ),
     "Checkpoint": "zerokit.checkpoint.reader",
     "Copies": "zerokit.checkpoint.nodes.copies",
     "plan": "zerokit.bench.plans.ask",

@@ -149,6 +149,28 @@ def test_a_faster_rank_gets_more() -> None:
     assert parts == [100, 200]
 
 
+@pytest.mark.parametrize("size", [{}, {"micro_batches": 3}, {"micro_tokens": 3}])
+def test_a_rank_of_speed_0_gets_no_samples_and_as_many_passes(size: dict[str, Any]) -> None:
+    ranks = [
+        Batches(np.ones(40), samples=12, pace=[2, 0, 1], rank=rank, world=3, **size) for rank in range(3)
+    ]
+    loops = [ranks[0].steps(ranks[0]), ranks[1].steps(ranks[1], [-1]), ranks[2].steps(ranks[2])]
+    bare = Batches(np.ones(40), samples=12, pace=[2, 0, 1], rank=1, world=3, **size)
+    idle = bare.steps(bare)
+    whole = steps_of(1, 10, costs=np.ones(40), samples=12)
+    for number in range(10):
+        first, stand_ins, third = (list(next(loop)) for loop in loops)
+        assert stand_ins == [[-1]] * len(first)
+        assert len(first) == len(third)
+        assert Counter(at for batch in first + third for at in batch) == whole[number]
+        assert sum(map(len, first)) > sum(map(len, third))
+        assert not list(next(idle))
+    next(loops[1])
+    assert ranks[1].step == 10
+    with pytest.raises(UsageError, match="asks for none"):
+        next(iter(ranks[1]))
+
+
 # ---- with a loader
 
 
@@ -236,7 +258,8 @@ def test_a_resume_on_other_ranks_goes_on_with_the_next_sample() -> None:
         ({"samples": 1, "world": 2}, "a sample for each rank"),
         ({"samples": 11}, "1 to 10"),
         ({"samples": 4, "rank": 2, "world": 2}, "rank 2 of 2"),
-        ({"samples": 4, "pace": [1, 0], "world": 2}, "a positive number for each of 2 ranks"),
+        ({"samples": 4, "pace": [1, -1], "world": 2}, "a positive number for each of 2 ranks"),
+        ({"samples": 4, "pace": [0, 0], "world": 2}, "a positive number for each of 2 ranks"),
         ({"samples": 4, "micro_batches": 2, "micro_tokens": 5}, "one of them"),
         ({"tokens": 1, "world": 2}, "at least that"),
         ({"tokens": 11}, "the dataset has 10, and a step takes no sample twice"),

@@ -11,13 +11,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from zerokit.errors import UsageError
+from zerokit.training.pace import Pace
 from zerokit.training.partition import Bin, Costs, share_out
 
 T = TypeVar("T")
@@ -59,7 +60,8 @@ class Batches:
         micro_tokens: the most of `lengths` in a micro-batch, but for a single longer sample.
         lengths: tokens of each sample; by default its costs.
         seed: of the orders; the same on all ranks.
-        pace: relative speeds of the ranks, such as measured samples per second: a rank's part is in proportion.
+        pace: relative speeds of the ranks, such as measured samples per second, or a `zerokit.Pace`, which measures
+            them while training: a rank's part is in proportion. One of speed 0 gets no samples (see `steps`).
         rank, world: by default those of the default process group, or one rank.
 
     Raises `UsageError` for arguments that leave a rank without a sample.
@@ -75,7 +77,7 @@ class Batches:
         micro_tokens: float | None = None,
         lengths: ArrayLike | None = None,
         seed: int = 0,
-        pace: Sequence[float] | None = None,
+        pace: Sequence[float] | Pace | None = None,
         rank: int | None = None,
         world: int | None = None,
     ) -> None:
@@ -88,13 +90,15 @@ class Batches:
         in_group = dist.is_available() and dist.is_initialized()
         self._rank = rank if rank is not None else dist.get_rank() if in_group else 0
         self._world = world if world is not None else dist.get_world_size() if in_group else 1
-        self._pace = [1.0] * self._world if pace is None else [float(each) for each in pace]
+        self._pace = pace if isinstance(pace, Pace) else None
+        given = [1.0] * self._world if pace is None or isinstance(pace, Pace) else pace
+        self._speeds = tuple(float(each) for each in given)
         self._samples, self._tokens, self._seed = samples, tokens, seed
         self._micro_batches, self._micro_tokens = micro_batches, micro_tokens
         self._check()
         self._place = Place()
-        self._planned: deque[tuple[int, Place]] = deque()
-        """The micro-batches of each step that a loader has fetched ahead of `steps`, and the place after the step."""
+        self._planned: deque[tuple[int, float, Place]] = deque()
+        """Micro-batches of each step that a loader has fetched ahead of `steps`, their cost, and the place after it."""
         self._line = lru_cache(maxsize=2)(self._order_of)
         self._handed_out = False
 
@@ -103,9 +107,18 @@ class Batches:
             raise UsageError("a step needs a size: give samples= or tokens=, one of them")
         if not 0 <= self._rank < self._world:
             raise UsageError(f"rank {self._rank} of {self._world}: expected 0 to {self._world - 1}")
-        if len(self._pace) != self._world or not all(0 < each < math.inf for each in self._pace):
-            raise UsageError(f"pace={self._pace}: expected a positive number for each of {self._world} ranks")
-        least = self._world * (self._micro_batches or 1)
+        if self._pace is not None and (self._pace.rank, self._pace.world) != (self._rank, self._world):
+            raise UsageError(
+                f"batches for rank {self._rank} of {self._world}, but a pace of rank {self._pace.rank} of "
+                f"{self._pace.world}: give Pace the optimizer of these ranks"
+            )
+        speeds = self._speeds
+        if len(speeds) != self._world or not all(0 <= each < math.inf for each in speeds) or not any(speeds):
+            raise UsageError(
+                f"pace={list(speeds)}: expected a positive number for each of {self._world} ranks, or 0 for some that "
+                "get no samples"
+            )
+        least = sum(map(bool, speeds)) * (self._micro_batches or 1)
         if self._samples is not None and not least <= self._samples <= len(self._costs):
             raise UsageError(
                 f"samples={self._samples}: expected {least} to {len(self._costs)}, a sample for each rank and "
@@ -157,20 +170,26 @@ class Batches:
             if full:
                 return np.concatenate(taken), Place(place.step + 1, epoch, at)
 
-    def _divide(self, samples: Bin) -> list[list[Bin]]:
-        """The samples of a step as micro-batches of each rank."""
+    def _divide(self, samples: Bin, step: int) -> list[list[Bin]]:
+        """The samples of a step as micro-batches of each rank; a rank of speed 0 has none."""
+        speeds = self._speeds if self._pace is None else self._pace.plan(step)
+        parts = iter(self._share_out(samples, [speed for speed in speeds if speed]))
+        return [next(parts) if speed else [] for speed in speeds]
+
+    def _share_out(self, samples: Bin, speeds: Sequence[float]) -> list[list[Bin]]:
+        """The samples of a step as micro-batches of each rank of these speeds."""
         costs, lengths = self._costs[samples], self._lengths[samples]
         if self._micro_batches is not None:
             count = self._micro_batches
         elif self._micro_tokens is None:
             count = 1
         else:
-            count = max(math.ceil(float(lengths.sum()) / (self._world * self._micro_tokens)), 1)
-        most = len(samples) // self._world
+            count = max(math.ceil(float(lengths.sum()) / (len(speeds) * self._micro_tokens)), 1)
+        most = len(samples) // len(speeds)
         limit = math.inf if self._micro_tokens is None else self._micro_tokens
         while True:
             count = min(count, most)
-            parts = share_out(costs, lengths, self._pace, count, limit)
+            parts = share_out(costs, lengths, speeds, count, limit)
             bins = [each for part in parts for each in part]
             fits = all(len(each) == 1 or lengths[each].sum() <= limit for each in bins)
             if fits or count == most or self._micro_batches is not None:
@@ -181,26 +200,41 @@ class Batches:
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's micro-batches from the current place on, without end: what a `DataLoader` asks for."""
+        if not self._speeds[self._rank]:
+            raise UsageError(
+                f"rank {self._rank} has speed 0 and so no samples: loop over batches.steps(loader), which asks for none"
+            )
         place = self._place
         self._planned.clear()
         self._handed_out = True
         while True:
-            samples, place = self._take(place)
-            own = self._divide(samples)[self._rank]
-            self._planned.append((len(own), place))
+            samples, behind = self._take(place)
+            own = self._divide(samples, place.step)[self._rank]
+            place = behind
+            self._planned.append((len(own), sum(float(self._costs[each].sum()) for each in own), behind))
             yield from (each.tolist() for each in own)
 
-    def steps(self, loader: Iterable[T]) -> Iterator[Iterator[T]]:
+    def steps(self, loader: Iterable[T], stand_in: T | None = None) -> Iterator[Iterator[T]]:
         """The loader's batches step by step, from the current place on.
 
         The place moves when a step's last micro-batch has been taken, so a save after that continues with the next
         step; what workers have fetched ahead does not count.
+
+        A rank of speed 0 does not ask the loader. It is given `stand_in`, a batch to be trained on with its loss and
+        its count times 0, as often as other ranks have micro-batches, because at stage 3 it must run as many passes;
+        without one it makes no pass.
         """
+        if not self._speeds[self._rank]:
+            yield from self._idle_steps(stand_in)
         batches = iter(loader)
         while True:
+            if self._pace is not None:
+                self._pace.begin()
             first = next(batches)
             self._handed_out = False
-            count, behind = self._planned.popleft()
+            count, cost, behind = self._planned.popleft()
+            if self._pace is not None:
+                self._pace.note(cost)
             step = self._step(first, batches, count, behind)
             yield step
             for _ in step:  # what a loop has left early: the next step begins with its own samples
@@ -212,6 +246,14 @@ class Batches:
             if number == count - 1:
                 self._place = behind
             yield batch
+
+    def _idle_steps(self, stand_in: T | None) -> Iterator[Iterator[T]]:
+        """The steps of a rank without samples."""
+        while True:
+            samples, behind = self._take(self._place)
+            passes = 0 if stand_in is None else max(map(len, self._divide(samples, self._place.step)))
+            yield iter(() if stand_in is None else (stand_in,) * passes)
+            self._place = behind
 
     # ---- the place
 
@@ -225,8 +267,8 @@ class Batches:
         """Epochs that have been taken, with a part of the current one."""
         return self._place.epoch + self._place.sample / len(self._costs)
 
-    def state_dict(self) -> dict[str, int]:
-        """The place in the data, to be saved: a few integers, equal on all ranks.
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, to be saved: a few integers, equal on all ranks, and what a `Pace` has agreed on.
 
         Raises `UsageError` where the loader is not read through `steps`, which alone knows the place.
         """
@@ -235,9 +277,10 @@ class Batches:
                 "the place in the data is known only in `for step in batches.steps(loader):`, because workers fetch "
                 "ahead: loop over that, and not over the loader"
             )
-        return {**asdict(self._place), "seed": self._seed, "samples": len(self._costs)}
+        pace = {} if self._pace is None else {"pace": self._pace.state(self._place.step)}
+        return {**asdict(self._place), "seed": self._seed, "samples": len(self._costs), **pace}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved place; loops that begin after this do.
 
         Raises `UsageError` for the place of another seed or dataset.
@@ -247,6 +290,8 @@ class Batches:
         if saved != here:
             raise UsageError(f"the saved place is of {saved}, but these batches have {here}: give the same")
         self._place = Place(*(int(state[name]) for name in ("step", "epoch", "sample")))
+        if self._pace is not None:
+            self._pace.load(state.get("pace", ()))
 
 
 def _amounts(name: str, values: ArrayLike) -> Costs:

@@ -111,6 +111,8 @@ class Collectives:
         self._counts: dict[tuple[object, ...], Count] = {}
         self._schedule = [0] * len(Kind)
         self._own_groups: dict[str, dist.ProcessGroup] = {}  # groups that nobody else uses, by their purpose
+        self.around_waits: list[Callable[[Callable[[], None]], None]] = []
+        """Called with each wait of a device's computation, which they make: clocks leave it out."""
         self._asks = self.others_answer and self.world > 1
         self._timeout = timeout
 

@@ -198,6 +198,18 @@ class NcclRoute(Route):
         return partial(self._reductions.launch, Operation(kind.of(unit), move, reads, writes))
 
 
+class _Watched:
+    """Work whose wait others measure."""
+
+    __slots__ = ("_around", "_work")
+
+    def __init__(self, work: Work, around: Callable[[Callable[[], None]], None]) -> None:
+        self._work, self._around = work, around
+
+    def wait(self) -> None:
+        self._around(self._work.wait)
+
+
 class NcclCollectives(Collectives):
     """Collectives on a device: the host never waits. The last of the `streams` carries control values."""
 
@@ -207,6 +219,21 @@ class NcclCollectives(Collectives):
         super().__init__(*arguments)
         self._streams, self._control = streams, streams[-1]
         self.averages = averages
+
+    def _chain(self, kind: Kind, hops: Sequence[Hop]) -> Work:
+        return self._watched(super()._chain(kind, hops))
+
+    def wait_for_readers(self) -> None:
+        self._around(super().wait_for_readers)
+
+    def _watched(self, work: Work) -> Work:
+        return _Watched(work, self._around) if self.around_waits else work
+
+    def _around(self, wait: Callable[[], None]) -> None:
+        """Make the computation wait, inside of what is to be around it."""
+        for around in self.around_waits:
+            wait = partial(around, wait)
+        wait()
 
     def sum_soon(self, values: Sequence[float | Tensor]) -> Sums:
         control = torch.empty(len(values), dtype=torch.float64, device=self.device)
@@ -221,7 +248,7 @@ class NcclCollectives(Collectives):
 
         reads = list(tensors.values())
         work = self._control.launch(Operation("control values of a step", reduce, reads, [control]))
-        return Sums(control, work, partial(self._get, self._control.fetch(control), reads))
+        return Sums(control, self._watched(work), partial(self._get, self._control.fetch(control), reads))
 
     def _get(self, fetch: Callable[[], Tensor | None], keep: Sequence[Tensor]) -> list[float]:
         """The numbers that `fetch` gives once they have arrived; the device reads what we `keep`."""
