@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_options, spread, write_json
 from benchmarks.ranks import run_ranks
 
-SAMPLES, STEP, TOKENS = 4096, 96, 64
+SAMPLES, STEP, TOKENS = 4096, 96, 16
 """Samples, those of a step over all ranks, and tokens of each."""
 WIDTH, BLOCKS = 256, 4
 EVERY, WARMUP = 4, 14
