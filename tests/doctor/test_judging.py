@@ -11,7 +11,7 @@ import pytest
 from tests.doctor.healthy import LIMITS, LOOPBACK, bad, group_facts, judged, network, rank_facts, seat, world
 from zerokit.doctor.clock import Offset
 from zerokit.doctor.copies import Copies
-from zerokit.doctor.devices import Device, Devices, judge_devices
+from zerokit.doctor.devices import Device, Devices, _same, judge_devices
 from zerokit.doctor.disk import DiskRates
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import CHECKS, Severity, Verdict, by_machine, by_rank, where
@@ -242,3 +242,18 @@ def test_ranks_with_the_same_verdict_share_a_finding_and_of_a_machine_the_first_
     findings = by_machine("ZD401", answers, lambda rank: Verdict.ok(str(rank)))
     assert [one.found for one in findings] == ["0", "2", "4", "6"]
     assert [one.where[:6] for one in findings] == [f"node {node}" for node in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("names", "proposed"),
+    [
+        (["NVIDIA H100 80GB HBM3", "NVIDIA L40S"], "shares=(5, 3)"),
+        (["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"], "equal shares"),
+        (["NVIDIA H100 80GB HBM3", "NVIDIA T4"], 'shares="memory"'),
+    ],
+)
+def test_unequal_devices_get_shares_by_their_memory(names: list[str], proposed: str) -> None:
+    verdict = _same(names)
+    assert verdict.severity is WARNING
+    assert proposed in verdict.remedy
+    assert "Pace" in verdict.remedy

@@ -12,6 +12,11 @@ from pathlib import Path
 
 from zerokit.bench.machine.host import find_gpus, torch_uses_cuda, visible
 from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine, by_rank, finding
+from zerokit.layout import reduced
+from zerokit.planning.hardware import known_device
+
+_LISTED = 16
+"""The most ranks whose shares a line lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,16 @@ def _same(names: Sequence[str]) -> Verdict:
         return Verdict.ok(listed)
     return Verdict.warning(
         listed,
-        "Shards are equal, devices are not: the slowest and the smallest device set the pace and the size.",
-        "use nodes of one kind",
+        "With equal shards and batches the smallest device sets the size, and the slowest one the pace.",
+        f"use nodes of one kind, or {_shares(names)}, and Batches(pace=zerokit.Pace(optimizer)), see docs/unequal.md",
     )
+
+
+def _shares(names: Sequence[str]) -> str:
+    """The shares that fit these devices, by the memory that their data sheets give."""
+    known = [known_device(name) for name in names]
+    sizes = [device.memory_bytes >> 30 for device in known if device is not None]
+    if len(sizes) < len(names) or len(names) > _LISTED:
+        return 'ZeroOptimizer(shares="memory")'
+    shares = reduced(len(sizes), sizes)
+    return f"ZeroOptimizer(shares={shares})" if shares else "equal shares, as their memory is equal"

@@ -221,8 +221,8 @@ class Batches:
         step; what workers have fetched ahead does not count.
 
         A rank of speed 0 does not ask the loader. It is given `stand_in`, a batch to be trained on with its loss and
-        its count times 0, as often as other ranks have micro-batches, because at stage 3 it must run as many passes;
-        without one it makes no pass.
+        its count times 0, as often as other ranks have micro-batches, because ranks must make equally many passes.
+        Without one it is given nothing.
         """
         if not self._speeds[self._rank]:
             yield from self._idle_steps(stand_in)
