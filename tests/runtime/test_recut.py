@@ -214,7 +214,7 @@ def test_groups_hooks_and_schedulers_go_on(stage: int) -> None:
 def test_gradients_that_are_held_move(stage: int) -> None:
     """Between two micro-batches, and between step() and a backward without zero_grad()."""
     results = []
-    for shares in ((1, 1, 1), (4, 0, 1)):
+    for shares, others in (((1, 1, 1), (1, 1, 1)), ((4, 0, 1), (1, 2, 3))):
         run = Run(stage=stage, bucket_mb=SMALL)
         case, model, optimizer = trained("gpt", run, 1)
         for step in range(3):
@@ -223,7 +223,7 @@ def test_gradients_that_are_held_move(stage: int) -> None:
             case.loss(model, draw_batch(case, run, step + 10)).backward()
             norm = optimizer.clip_grad_norm_(0.5)
             optimizer.step()
-            optimizer.recut((1, 2, 3) if shares[0] == 4 else (1, 1, 1))
+            optimizer.recut(others)
         results.append((norm.item(), digest(whole_weights(model).items())))
     assert results[0] == results[1]
 
@@ -304,11 +304,12 @@ def test_it_is_refused_inside_a_pass_and_with_whole_values(stage: int) -> None:
         refused("whole weights are shown")
     for _ in optimizer.weights():
         refused("the loop over weights")
-    for shares, match in [
+    wrong: list[tuple[Any, str]] = [
         ((1,), "1 shares"),
         ((0, 0), "not all of them 0"),
         ("much", "expected one integer"),
-    ]:
+    ]
+    for shares, match in wrong:
         with pytest.raises(UsageError, match=match):
             optimizer.recut(shares)
     with pytest.raises(UsageError, match=r"\[3, 1\] on rank 0, \[1, 3\] on rank 1"):
@@ -381,7 +382,7 @@ def test_a_disk_that_fails_on_one_rank(what: str, tmp_path: Path) -> None:
 def _killed(directory: Path) -> None:
     """Rank 1 is killed while units move; those that resume go on from the save."""
     run = Run(stage=3, precision="bf16", bucket_mb=SMALL)
-    _, model, optimizer = trained("gpt", run, 2)
+    _, _model, optimizer = trained("gpt", run, 2)
     zerokit.save(directory, optimizer, step=2)
     if dist.get_rank() == 1:
         moves = itertools.count()
