@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import itertools
 import os
@@ -257,7 +258,7 @@ def test_saves_loads_and_release_after_it(stage: int, tmp_path: Path) -> None:
     optimizer.recut((3, 1))
     before = digest(whole_weights(model).items())
     zerokit.save(tmp_path / "run", optimizer, step=2)
-    own = optimizer.state_dict()
+    own = copy.deepcopy(optimizer.state_dict())
     one_step(model, optimizer, case, run, 2, Trajectory())
     after = digest(whole_weights(model).items())
     optimizer.load_state_dict(own)
