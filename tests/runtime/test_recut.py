@@ -257,14 +257,14 @@ def test_saves_loads_and_release_after_it(stage: int, tmp_path: Path) -> None:
     case, model, optimizer = trained("gpt", run, 2)
     optimizer.recut((3, 1))
     before = digest(whole_weights(model).items())
-    zerokit.save(tmp_path / "run", optimizer, step=2)
+    zerokit.save(tmp_path / str(stage), optimizer, step=2)
     own = copy.deepcopy(optimizer.state_dict())
     one_step(model, optimizer, case, run, 2, Trajectory())
     after = digest(whole_weights(model).items())
     optimizer.load_state_dict(own)
     assert digest(whole_weights(model).items()) == before
     optimizer.recut((0, 1))
-    zerokit.load(tmp_path / "run", optimizer)
+    zerokit.load(tmp_path / str(stage), optimizer)
     one_step(model, optimizer, case, run, 2, Trajectory())
     assert digest(whole_weights(model).items()) == after
     with pytest.raises(zerokit.errors.LayoutMismatch):
