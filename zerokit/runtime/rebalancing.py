@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
-from zerokit.errors import StorageError, UsageError
+from zerokit.errors import StorageError, UsageError, ZerokitWarning
 from zerokit.formulas import TrafficReport
 from zerokit.runtime.memory_watch import MemoryWatch
 from zerokit.runtime.recut import RECUT, StatesLost, recut
@@ -90,5 +91,13 @@ class Rebalancing(Reports):
         """Recut where `shares="memory"` was asked for, some rank's memory runs out, and others have more."""
         if self._watch is not None and not self.refusal and not self.runtime.engine.is_open:
             shares = self._watch.better_shares(averaged=self.ema is not None)
-            if shares is not None:
+            if shares is None:
+                return
+            try:
                 self.recut(shares)
+            except StatesLost:
+                raise
+            except (
+                StorageError
+            ) as error:  # the step is made, and the ranks go on with the shares that they had
+                warnings.warn(f"shares stay as they are: {error}", ZerokitWarning, stacklevel=2)

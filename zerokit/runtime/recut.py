@@ -110,14 +110,16 @@ class _Moving:
             parts: list[_Part] = []
             problem = _problem_of(lambda: parts.extend(self._allocated(forms)))
             _agreed(runtime, problem, None)
+            before = unit.masters
             self._exchange(self._become(parts, made, summed=summed))
-            for master in unit.masters:
+            for master in before:
                 self._states.pop(master.tensor, None)
             unit.take_masters(master for master, _ in made)
             self._states.update((master.tensor, state) for master, state in made if state)
             if unit.unit.trainable:
                 unit.guard_masters()
             parts.clear()
+            del before
         if unit.unit.trainable:
             room = runtime.room(self._after, self._owners)
             lost = lost or _problem_of(lambda: runtime.home.move_in(unit, room))
