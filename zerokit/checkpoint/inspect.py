@@ -165,15 +165,14 @@ def inspect(path: Paths, progress: Progress | None = None) -> Summary:
         look = Look(directories)
         newest = look.newest
         joined = join(directories) if newest is None else look.joined(newest)
-        joined.settle((joined.manifest.common.name, joined.manifest.extra.name), progress)
-        summary = _summary(joined)
-        return replace(
-            summary,
-            path=Path(joined.shown),
-            run=summary.run if one is not None else None,
-            nodes=tuple(_node(holding, joined) for holding in joined.holdings),
-            missing=joined.missing,
-        )
+        with joined.reading():
+            joined.settle((joined.manifest.common.name, joined.manifest.extra.name), progress)
+            return replace(
+                _summary(joined, lists_run=one is not None),
+                path=Path(joined.shown),
+                nodes=tuple(_node(holding, joined) for holding in joined.holdings),
+                missing=joined.missing,
+            )
 
 
 def _node(holding: Holding, joined: Joined) -> NodeSummary:
@@ -186,7 +185,7 @@ def _node(holding: Holding, joined: Joined) -> NodeSummary:
     return NodeSummary(path, record.node, len(record.wrote), own, copies, tuple(sorted(lacks)))
 
 
-def _summary(checkpoint: Source) -> Summary:
+def _summary(checkpoint: Source, *, lists_run: bool = True) -> Summary:
     manifest, layout = checkpoint.manifest, checkpoint.layout
     line = list(layout.parameters)
     kinds: list[list[str]] = [[] for _ in line]
@@ -219,7 +218,7 @@ def _summary(checkpoint: Source) -> Summary:
         ),
         tuple(TensorSummary(name, *form) for name, form in checkpoint.common_forms.items()),
         tuple(held),
-        None if checkpoint.run is None or checkpoint.format != "zerokit" else _run(checkpoint.run),
+        _run(checkpoint.run) if checkpoint.run and lists_run and checkpoint.format == "zerokit" else None,
         checkpoint.notes,
         checkpoint.format,
         manifest.extra_ranks,

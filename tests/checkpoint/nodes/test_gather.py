@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +16,10 @@ import zerokit
 from tests.support.checkpoints import Content, example_content, example_layout, flip, write_run
 from tests.support.dealt import contents, deal
 from zerokit.checkpoint.manifest import NAME, read_manifest
+from zerokit.checkpoint.nodes.joined import Joined
 from zerokit.checkpoint.nodes.record import NODE_NAME, read_record
-from zerokit.errors import CheckpointError, MissingPath, UsageError
+from zerokit.checkpoint.safetensors import RankFile
+from zerokit.errors import CheckpointError, MissingPath, StorageError, UsageError
 
 
 def other(step: int, seed: int = 1) -> Content:
@@ -197,6 +202,54 @@ def test_a_slice_that_is_damaged_everywhere_is_named(step: Path, nodes: list[Pat
     done = zerokit.gather(nodes, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(step.parent)
     assert done.mended[0].endswith(f"taken from {nodes[0]}")
+
+
+def test_a_file_that_cannot_be_read_is_taken_from_another(
+    step: Path, nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk fails in the middle of a file."""
+    bad = {
+        nodes[0] / step.name / "rank-00000-of-00008.safetensors",
+        nodes[1] / step.name / "common.safetensors",
+    }
+    real = os.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        end = offset + sum(memoryview(buffer).nbytes for buffer in buffers)
+        if end > 4096 and Path(f"/proc/self/fd/{fd}").resolve() in bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    done = zerokit.gather(nodes, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(step.parent)
+    (told,) = done.mended
+    assert (
+        f"{nodes[0] / step.name}/rank-00000-of-00008.safetensors: cannot be read: Input/output error" in told
+    )
+    bad.add(nodes[1] / step.name / "rank-00000-of-00008.safetensors")
+    with pytest.raises(StorageError, match="cannot be read: Input/output error"):
+        zerokit.gather(nodes, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_step_that_goes_meanwhile_is_named(
+    step: Path, nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a training that goes on saving."""
+    place, real = nodes[0] / step.name, Joined.rank_file
+
+    def rank_file(joined: Joined, rank: int) -> RankFile:
+        shutil.rmtree(place, ignore_errors=True)
+        (nodes[1] / step.name / "rank-00000-of-00008.safetensors").unlink(missing_ok=True)
+        return real(joined, rank)
+
+    monkeypatch.setattr(Joined, "rank_file", rank_file)
+    with pytest.raises(
+        CheckpointError, match="step-00000100: was removed while it was read: a training goes on"
+    ):
+        zerokit.gather(nodes, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_output_is_never_one_of_the_directories(step: Path, nodes: list[Path], tmp_path: Path) -> None:

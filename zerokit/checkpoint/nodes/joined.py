@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from zerokit.checkpoint.bases import base_of
 from zerokit.checkpoint.checksum import Pieces, crc32
-from zerokit.checkpoint.disk import check_size, despite_damage, is_file, opened, read_exactly
+from zerokit.checkpoint.disk import (
+    check_size,
+    is_file,
+    is_there,
+    opened,
+    read_exactly,
+    size_of,
+)
 from zerokit.checkpoint.manifest import Manifest, read_manifest
 from zerokit.checkpoint.nodes.complete import Holding, Key, choose, describe_lack, lacking, listed
 from zerokit.checkpoint.nodes.directories import Directory, Report
@@ -42,6 +50,7 @@ class Joined(Checkpoint):
         self._wholes = {file.name: file for file in manifest.whole_files}
         self._ranks = {file.name: file for file in manifest.files}
         self._found: dict[str, Path] = {}
+        self._bad: set[Path] = set()
 
     @property
     def shown(self) -> str:
@@ -64,17 +73,47 @@ class Joined(Checkpoint):
         return text
 
     def copies(self, name: str) -> list[tuple[Directory, Path]]:
-        """A file's paths, with the directory of each: those of the right size first."""
-        every = [
-            (self.directories[one.holder], Path(one.place, name), name in one.lacks) for one in self.holdings
+        """A file's paths, with the directory of each: those of the right size first, and this machine's."""
+        found = [
+            (name in one.lacks, self.directories[one.holder], Path(one.place, name)) for one in self.holdings
         ]
-        there = [(where, path) for where, path, lacks in every if not lacks]
-        return there + [(where, path) for where, path, lacks in every if lacks and is_file(path)]
+        found.sort(key=lambda one: (one[0], one[1].distant))
+        return [
+            (where, path)
+            for lacks, where, path in found
+            if path not in self._bad and not (lacks and not is_file(path))
+        ]
+
+    def pass_over_unreadable(self) -> list[str]:
+        """Try to read all files that are in use here, and use copies of those that cannot be; what they are."""
+        told = []
+        for name, path in list(self._found.items()):
+            try:
+                with opened(path) as fd:
+                    file_checksum(fd, size_of(fd, path), path)
+            except CheckpointError as error:
+                if path not in self._bad:
+                    self._bad.add(path)
+                    del self._found[name]
+                    told.append(self.named(str(error)))
+        return told
 
     def place(self, name: str) -> Path:
         if name not in self._found:
             self.settle([name])
         return self._found[name]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Say it where an error of the body comes from a step that a training has removed meanwhile."""
+        try:
+            yield
+        except CheckpointError as error:
+            if gone := [one.place for one in self.holdings if not is_there(one.place)]:
+                raise CheckpointError(
+                    f"{gone[0]}: was removed while it was read: a training goes on saving there: try again, or stop it"
+                ) from error
+            raise
 
     def parts(self) -> Iterator[Joined]:
         """Each directory's part alone."""
@@ -101,7 +140,7 @@ class Joined(Checkpoint):
             turn += 1
 
     def _seems_right(self, path: Path) -> bool:
-        with despite_damage(), opened(path) as fd:
+        with suppress(CheckpointError), opened(path) as fd:
             if path.name in self._wholes:
                 file = self._wholes[path.name]
                 check_size(fd, file.size, path)
