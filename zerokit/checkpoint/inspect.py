@@ -13,7 +13,7 @@ from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.nodes.complete import Holding
 from zerokit.checkpoint.nodes.given import Paths, alone, given_directories
-from zerokit.checkpoint.nodes.held import missing_here
+from zerokit.checkpoint.nodes.held import missing_here, own_lacks
 from zerokit.checkpoint.nodes.joined import Joined, Look, join
 from zerokit.checkpoint.nodes.scan import has_nodes
 from zerokit.checkpoint.run import committed, read_sound, superseded
@@ -181,8 +181,7 @@ def _node(holding: Holding, joined: Joined) -> NodeSummary:
         return NodeSummary(path, None, 0, (), (), holding.lacks)
     own = record.wrote[record.node]
     copies = tuple(rank for rank in record.holds[record.node] if rank not in own)
-    lacks = {file.name for file in record.files(joined.manifest)}.intersection(holding.lacks)
-    return NodeSummary(path, record.node, len(record.wrote), own, copies, tuple(sorted(lacks)))
+    return NodeSummary(path, record.node, len(record.wrote), own, copies, own_lacks(holding, joined.manifest))
 
 
 def _summary(checkpoint: Source, *, lists_run: bool = True) -> Summary:

@@ -21,7 +21,7 @@ from zerokit.checkpoint.disk import (
 from zerokit.checkpoint.manifest import Manifest, read_manifest
 from zerokit.checkpoint.nodes.complete import Holding, Key, choose, describe_lack, lacking, listed
 from zerokit.checkpoint.nodes.directories import Directory, Report
-from zerokit.checkpoint.nodes.held import NAME_THEM, holding_of
+from zerokit.checkpoint.nodes.held import NAME_THEM, holding_of, own_lacks
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
 from zerokit.checkpoint.run import Choice, superseded
 from zerokit.errors import CheckpointError, StorageError
@@ -122,7 +122,8 @@ class Joined(Checkpoint):
 
     def settle(self, names: Iterable[str], report: Report | None = None) -> None:
         """Find for each of these files a directory where it is right; files of other machines are brought here."""
-        pending, turn = {name: self.copies(name) for name in names}, 0
+        copies_of = {name: self.copies(name) for name in names}
+        pending, turn = dict(copies_of), 0
         while pending:
             wanted: dict[int, list[Path]] = {}
             for name, copies in list(pending.items()):
@@ -137,6 +138,10 @@ class Joined(Checkpoint):
                     if self._seems_right(path):
                         self._found[path.name] = path
                         del pending[path.name]
+                        for _, other in copies_of[path.name][:turn]:
+                            self.notes += (
+                                f"{self.named(str(other))}: damaged: taken from another directory",
+                            )
             turn += 1
 
     def _seems_right(self, path: Path) -> bool:
@@ -231,6 +236,12 @@ class Look:
         manifest, crc = read_manifest(self._manifests[key])
         if (manifest.step, crc) != key:
             raise CheckpointError(f"{self._manifests[key]}: was replaced while it was looked at: try again")
+        for one in own:
+            if lost := own_lacks(one, manifest):
+                where = self.directories[one.holder].named(one.place)
+                notes.append(
+                    f"{where}: {listed(lost)} should be there, and {'are' if lost[1:] else 'is'} not whole"
+                )
         return Joined(own, self.directories, manifest, tuple(notes))
 
     def _adopted(self, one: Holding) -> Holding:
