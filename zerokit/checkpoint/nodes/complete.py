@@ -104,16 +104,16 @@ def describe_lack(there: Sequence[Holding]) -> str:
     """Which files of a step no directory has, and which nodes have them, as a sentence; "" if nothing is missing."""
     lacks = sorted(lacking(there))
     record = next((one.record for one in there if one.record is not None), None)
+    files = {} if record is None else _files(record)
     ranks: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     others = []
     for name in lacks:
-        rank = None if record is None else _rank_of(name, record)
-        if record is None or rank is None:
+        match = RANK_FILE.fullmatch(name)
+        if (found := files.get(int(match[1]) if match else name)) is None:
             others.append(name)
-            continue
-        wrote = next(node for node, own in enumerate(record.wrote) if rank in own)
-        have = tuple(node for node, held in enumerate(record.holds) if rank in held)
-        ranks.setdefault((wrote, have), set()).add(rank)
+        else:
+            rank, wrote, have = found
+            ranks.setdefault((wrote, have), set()).add(rank)
     seen = {one.record.node: one.place for one in there if one.record is not None}
     parts = [_away(wrote, have, sorted(own), seen) for (wrote, have), own in ranks.items()]
     if others:
@@ -125,17 +125,32 @@ def _away(wrote: int, have: Sequence[int], ranks: Sequence[int], seen: Mapping[i
     """Which nodes have the files of these ranks. `seen`: by node, the directory that was looked at."""
     lost = "".join(f", though {seen[node]} of node {node} does not" for node in have if node in seen)
     many = len(have) > 1
-    return (
-        f"files of rank{'s' * (len(ranks) > 1)} {listed(ranks)} are missing: node {wrote} wrote them, "
+    who = (
         f"node{'s' * many} {listed(have)} {'have' if many else 'has'} them{lost}"
+        if have
+        else "no node has them"
+    )
+    return (
+        f"files of rank{'s' * (len(ranks) > 1)} {listed(ranks)} are missing: node {wrote} wrote them, {who}"
     )
 
 
-def _rank_of(name: str, record: NodeRecord) -> int | None:
-    """The rank that wrote a file; None of those that every node has."""
-    if match := RANK_FILE.fullmatch(name):
-        return int(match[1]) if int(match[1]) < len(record.uncut) else None
-    return next((rank for rank, names in enumerate(record.uncut) if name in names), None)
+def _files(record: NodeRecord) -> dict[int | str, tuple[int, int, tuple[int, ...]]]:
+    """By rank, and by name of a file of states, the rank, the node that wrote its files, and those that have them.
+
+    What every node has is not in it.
+    """
+    have: dict[int, list[int]] = {}
+    for node, ranks in enumerate(record.holds):
+        for rank in dict.fromkeys(ranks):
+            have.setdefault(rank, []).append(node)
+    found: dict[int | str, tuple[int, int, tuple[int, ...]]] = {}
+    for node, ranks in enumerate(record.wrote):
+        for rank in ranks:
+            of_rank = rank, node, tuple(have.get(rank, ()))
+            found[rank] = of_rank
+            found |= dict.fromkeys(record.uncut[rank], of_rank)
+    return found
 
 
 def listed(some: Iterable[object]) -> str:
