@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import zerokit
 from tests.support.crashes import read_tree
-from tests.support.distributed import run_each, run_ranks
+from tests.support.distributed import run_ranks
 from tests.support.nodes import Kind, Training, joined, place, spread, warned
-from tests.support.on_ranks import on_ranks
 from zerokit.checkpoint.manifest import read_manifest
 from zerokit.checkpoint.nodes.record import read_record
 from zerokit.checkpoint.run import step_name
@@ -134,7 +131,10 @@ def test_copies_of_a_replica_group_lie_in_another(tmp_path: Path) -> None:
     for node in range(4):
         record = read_record(place(tmp_path, node) / STEP)
         assert record is not None
-        own, copied = record.wrote[record.node], set(record.holds[record.node]) - set(record.wrote[record.node])
+        own, copied = (
+            record.wrote[record.node],
+            set(record.holds[record.node]) - set(record.wrote[record.node]),
+        )
         # Position s · 2 + m is that of the rank (m, s).
         groups = {position % 2 for position in copied}
         assert groups == {1 - position % 2 for position in own}
