@@ -156,11 +156,7 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True, part: bool
     those of that node are enough. Raises `CheckpointError` if there is no such step.
     """
     with explained(path, "opened"):
-        finish_replacement(path)
-        if not is_directory(path):
-            if not is_there(path):
-                raise MissingPath(f"{path}: does not exist: give the directory of a step, or of a run")
-            raise CheckpointError(f"{path}: is not a directory: give the directory of a step, or of a run")
+        require_directory(path)
         # A run may hold another program's file of that name.
         if status_of(path / NAME) is not None and (stated_checksum(path) is not None or not committed(path)):
             manifest = read_manifest(path) if sound else None
@@ -171,6 +167,15 @@ def find_step(path: Path, *, whole: bool = False, sound: bool = True, part: bool
         if runs := island_runs(path):
             return _of_islands(path, runs, whole=whole, sound=sound)
         return _newest(path, whole=whole, sound=sound, part=part)
+
+
+def require_directory(path: Path) -> None:
+    """Finish the replacement of a directory, and raise `CheckpointError` where there is none."""
+    finish_replacement(path)
+    if not is_directory(path):
+        if not is_there(path):
+            raise MissingPath(f"{path}: does not exist: give the directory of a step, or of a run")
+        raise CheckpointError(f"{path}: is not a directory: give the directory of a step, or of a run")
 
 
 def _of_islands(run: Path, runs: Sequence[Path], *, whole: bool, sound: bool) -> Choice:

@@ -35,6 +35,8 @@ class Holding:
     lacks: tuple[str, ...] = ()
     damaged: str = ""
     note: str = ""
+    adopted: bool = False
+    """Whether the manifest is another directory's, because the one there is damaged."""
 
     @property
     def key(self) -> Key:

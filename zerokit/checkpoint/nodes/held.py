@@ -82,3 +82,8 @@ def require_files(step: Path, manifest: Manifest, crc: int, *, part: bool = Fals
         told = holding.damaged or holding.note or describe_lack([replace(holding, lacks=tuple(lacks))])
         raise CheckpointError(f"{step}: {told}: {NAME_THEM}")
     return True
+
+
+def missing_here(step: Path, manifest: Manifest, crc: int) -> str:
+    """Which files of a node's step are not in its directory, and which nodes have them; "" if none, or of others."""
+    return describe_lack([holding_of(step, manifest, crc)]) if is_there(step / NODE_NAME) else ""

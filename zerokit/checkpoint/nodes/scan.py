@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from zerokit.checkpoint.disk import is_there
 from zerokit.checkpoint.manifest import NAME, read_manifest
 from zerokit.checkpoint.nodes.complete import Holding
 from zerokit.checkpoint.nodes.held import holding_of
+from zerokit.checkpoint.nodes.record import NODE_NAME
 from zerokit.checkpoint.run import STEP, committed, is_step, number_of, step_name, superseded
 from zerokit.errors import CheckpointError
 
@@ -30,3 +32,8 @@ def _look(path: Path, holder: int) -> Holding:
         return replace(holding_of(path, manifest, crc, holder), superseded=superseded(path))
     except CheckpointError as error:
         return Holding(str(path), holder, -1, damaged=str(error))
+
+
+def has_nodes(path: Path) -> bool:
+    """Whether a directory is a node's own: a step with `node.json`, or a run with such a step."""
+    return any(is_there(step / NODE_NAME) and is_there(step / NAME) for step in (path, *committed(path)))
