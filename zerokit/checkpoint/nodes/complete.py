@@ -54,20 +54,16 @@ class Choice:
 def choose(holdings: Iterable[Holding], *, whole: bool) -> Choice:
     """The steps of which these directories have all files together; with `whole` those with an optimizer's state.
 
-    Where nodes' directories have steps of several trainings, those of the one that saved last count. Superseded steps
-    are left out, also those that nobody could mark: the training has gone back since and saved an earlier one.
+    Where nodes' directories have steps of several trainings, those of the one that saved a complete one last count.
+    Superseded steps are left out, also those that nobody could mark: the training has gone back since and saved an
+    earlier one.
     """
     every = list(holdings)
     notes = [text for one in every for text in (one.damaged, one.note) if text]
     sound = [one for one in every if not one.damaged and not one.superseded and (one.whole or not whole)]
     own, others = _of_newest_training(sound)
-    notes += [
-        f"{one.place}: step {one.step} is of another training, which saved it before: it is passed over"
-        for one in others
-    ]
-    steps: dict[Key, list[Holding]] = {}
-    for one in own:
-        steps.setdefault(one.key, []).append(one)
+    notes += [f"{one.place}: step {one.step} is of another training: it is passed over" for one in others]
+    steps = _by_save(own)
     complete = sorted((key for key, there in steps.items() if not lacking(there)), reverse=True)
     for key in _before_going_back(complete, steps):
         complete.remove(key)
@@ -162,14 +158,35 @@ def listed(some: Iterable[object]) -> str:
 
 
 def _of_newest_training(holdings: Sequence[Holding]) -> tuple[list[Holding], list[Holding]]:
-    """Holdings of the training that has saved last, with ordinary ones, and of others."""
-    last: dict[str, int] = {}
+    """Holdings of the training that has saved last, with ordinary ones, and of others.
+
+    Of two trainings the one with a complete step counts: the other was killed in its first save, or its nodes are gone.
+    """
+    ordinary = [one for one in holdings if one.record is None]
+    by_run: dict[str, list[Holding]] = {}
     for one in holdings:
         if one.record is not None:
-            last[one.record.run] = max(last.get(one.record.run, 0), one.record.saved)
-    newest = max(last, key=lambda run: (last[run], run), default="")
+            by_run.setdefault(one.record.run, []).append(one)
+
+    def order(run: str) -> tuple[bool, int, str]:
+        own = {one.key for one in by_run[run]}
+        saves = _by_save(one for one in (*by_run[run], *ordinary) if one.key in own)
+        return (
+            any(not lacking(there) for there in saves.values()),
+            max(one.record.saved for one in by_run[run] if one.record is not None),
+            run,
+        )
+
+    newest = max(by_run, key=order, default="")
     own = [one for one in holdings if one.record is None or one.record.run == newest]
-    return own, [one for one in holdings if one.record is not None and one.record.run != newest]
+    return own, [one for run, found in by_run.items() if run != newest for one in found]
+
+
+def _by_save(holdings: Iterable[Holding]) -> dict[Key, list[Holding]]:
+    steps: dict[Key, list[Holding]] = {}
+    for one in holdings:
+        steps.setdefault(one.key, []).append(one)
+    return steps
 
 
 def _other_save(key: Key, steps: Iterable[Key]) -> str:
