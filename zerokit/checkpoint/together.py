@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -123,8 +124,9 @@ _UNREAD: dict[Saving, str] = {}
 @atexit.register
 def warn_of_failures() -> None:
     """Warn, at the program's end, of failed saves that were not waited for."""
-    for text in _UNREAD.values():
-        warnings.warn(f"a background save failed without a wait(): {text}", ZerokitWarning, stacklevel=1)
+    for saving, text in _UNREAD.items():
+        if saving.unread:
+            warnings.warn(f"a background save failed without a wait(): {text}", ZerokitWarning, stacklevel=1)
 
 
 class Saving:
@@ -132,6 +134,9 @@ class Saving:
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self.result: Future[Path] = Future()
+        self.seconds: float | None = None
+        """How long it took beside the training, once it is done."""
+        self._told = False
         # No daemon, and no executor's thread: a program that ends lets it finish.
         threading.Thread(target=self._run, args=(work,), name="zerokit-save").start()
 
@@ -155,13 +160,24 @@ class Saving:
         """Whether the save has ended, successfully or not."""
         return self.result.done()
 
+    def tell_no_other(self) -> None:
+        """A failure is told by whoever has this object: no later save raises it, and no warning names it."""
+        self._told = True
+
+    @property
+    def unread(self) -> bool:
+        """Whether it has failed, and nobody has been told."""
+        return self in _UNREAD and not self._told
+
     def _run(self, work: Callable[[], Path]) -> None:
+        began = time.monotonic()
         try:
             path = work()
         except BaseException as error:
             _UNREAD[self] = str(error)
             self.result.set_exception(error)
         else:
+            self.seconds = time.monotonic() - began
             self.result.set_result(path)
 
 
@@ -174,6 +190,12 @@ def start_saving(optimizer: ZeroOptimizer, work: Callable[[], Path]) -> Saving:
     return saving
 
 
+def is_saving(optimizer: ZeroOptimizer) -> bool:
+    """Whether a save of the optimizer is under way beside the training."""
+    saving = _SAVINGS.get(optimizer)
+    return saving is not None and not saving.done()
+
+
 def finish_saving(optimizer: ZeroOptimizer, together: Together) -> None:
     """Wait for the optimizer's last save. Raises `CheckpointError` on all ranks if one has not raised its error yet."""
 
@@ -181,7 +203,7 @@ def finish_saving(optimizer: ZeroOptimizer, together: Together) -> None:
         if (saving := _SAVINGS.get(optimizer)) is not None:
             wait([saving.result])
             del _SAVINGS[optimizer]  # not before: the wait may be interrupted, and a save made all the same
-            if saving in _UNREAD:
+            if saving.unread:
                 error = saving.exception()
                 raise CheckpointError(f"the background save before this one failed: {error}") from error
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zerokit.checkpoint.save import save
-from zerokit.checkpoint.together import Saving, Together
+from zerokit.checkpoint.together import Saving, Together, is_saving
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.runtime import ZeroOptimizer
 
@@ -67,11 +67,13 @@ class Copies:
         """Steps made so far."""
         self.saved: int | None = None
         """The step of the newest copy that is complete on all nodes."""
+        self.seconds: float | None = None
+        """How long that copy was under way."""
         self._path, self._copies, self._every, self._extra = path, copies, every, extra
         # It holds this object: a cycle would keep the model's memory.
         self._optimizer = weakref.ref(optimizer)
         self._saving: Saving | None = None
-        self._begun = step
+        self._begun = self._ended = step
         self._due = False
         self._said = ""
         optimizer.copies = self
@@ -81,10 +83,12 @@ class Copies:
         self.step += 1
         self._due = self._due or self.step % self._every == 0
         optimizer = self._optimizer()
+        if self._saving is None or not self._saving.done():
+            self._ended = self.step
         if not self._due or optimizer is None:
             return
         together = Together(optimizer.runtime.collectives)
-        if not all(together.exchange(self._saving is None or self._saving.done())):
+        if any(together.exchange(is_saving(optimizer))):  # this copy, or a checkpoint elsewhere
             return
         first = together.rank == 0
         self._end(first=first)
@@ -98,7 +102,7 @@ class Copies:
         if self._saving is None:
             return None
         path = self._saving.wait()
-        self.saved = self._begun
+        self.saved, self.seconds = self._begun, self._saving.seconds
         return path
 
     def stop(self) -> None:
@@ -119,6 +123,7 @@ class Copies:
                 shared=False,
                 copies=self._copies,
             )
+            self._saving.tell_no_other()
         except CheckpointError as error:
             self._warn(f"step {self.step} has no copies: {error}", first=first)
 
@@ -126,12 +131,12 @@ class Copies:
         """Take notice of how the last copy has ended."""
         if self._saving is None:
             return
-        error, taken = self._saving.exception(), self.step - self._begun
+        error, seconds, taken = self._saving.exception(), self._saving.seconds, self._ended - self._begun + 1
         self._saving = None
         if error is not None:
             self._warn(f"step {self._begun} has no copies: {error}", first=first)
             return
-        self.saved = self._begun
+        self.saved, self.seconds = self._begun, seconds
         if taken > self._every:
             self._warn(
                 f"every={self._every} is too small: a copy is under way for up to {taken} steps, so the link allows "
