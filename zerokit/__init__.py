@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zerokit.checkpoint.listing import list_steps
     from zerokit.checkpoint.load import load
     from zerokit.checkpoint.nodes.copies import Copies
+    from zerokit.checkpoint.nodes.gather import gather
     from zerokit.checkpoint.prune import prune
     from zerokit.checkpoint.reader import Checkpoint
     from zerokit.checkpoint.save import save
@@ -64,6 +65,7 @@ __all__ = [
     "consolidate",
     "convert",
     "diff",
+    "gather",
     "inspect",
     "list_steps",
     "load",
@@ -85,6 +87,7 @@ _HOMES = {
     "plan": "zerokit.bench.plans.ask",
     **dict.fromkeys(("consolidate", "convert", "reshard"), "zerokit.checkpoint.formats.convert"),
     "check_run": "zerokit.checkpoint.check",
+    "gather": "zerokit.checkpoint.nodes.gather",
     "list_steps": "zerokit.checkpoint.listing",
     **{name: f"zerokit.checkpoint.{name}" for name in ("diff", "inspect", "load", "prune", "save", "verify")},
 }

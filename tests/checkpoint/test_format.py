@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     write_checkpoint,
     write_run,
 )
+from tests.support.dealt import deal
 from tests.support.mutations import put
 from zerokit.checkpoint.extra import MAX_DEPTH
 from zerokit.checkpoint.manifest import MAX_WORLD, Manifest, own_checksum, parse_manifest
@@ -170,6 +171,30 @@ def read_uncut(step: Path, manifest: dict[str, Any]) -> dict[tuple[str, int, int
     return found
 
 
+def read_nodes(steps: list[Path], into: Path) -> dict[tuple[str, str], bytes]:
+    """`read_all` of what nodes' directories of one step have together, of which some may be gone."""
+    into.mkdir()
+    for step in steps:
+        content = (step / "node.json").read_bytes()
+        assert content[:10] == b'{"crc32":"'
+        assert int(content[10:18], 16) == zlib.crc32(content[20:])
+        record, manifest = json.loads(content), read_manifest(step)
+        NODE_VALIDATOR.validate(record)
+        assert (record["format"], record["version"]) == ("zerokit.node", [1, 0])
+        assert (record["step"], record["manifest_crc32"]) == (manifest["step"], manifest["crc32"])
+        assert sorted(rank for ranks in record["wrote"] for rank in ranks) == list(range(manifest["world"]))
+        ranks = record["holds"][record["node"]]
+        assert ranks[: len(record["wrote"][record["node"]])] == record["wrote"][record["node"]]
+        names = {manifest["files"][rank]["name"] for rank in ranks}
+        names.update(name for rank in ranks for name in record["uncut"][rank])
+        whole = {"manifest.json", "node.json", manifest["common"]["name"], manifest["extra"]["name"]}
+        assert {path.name for path in step.iterdir()} == names | whole
+        for path in step.iterdir():
+            (into / path.name).write_bytes(path.read_bytes())
+    (into / "node.json").unlink()
+    return read_all(into)
+
+
 def decoded(value: Any, tensors: dict[str, bytes]) -> Any:
     """Lists and tensors; no other values are here."""
     if isinstance(value, list):
@@ -195,6 +220,25 @@ def test_a_stranger_s_reader_reads_everything(tmp_path: Path, world: int, kind: 
         assert f'"content":"{manifest["content"]}"' in TEXT
         assert (manifest["version"], manifest["scalars"]) == ([1, 1], [])
         assert {kind for kind, _ in content.values} == {"master", "param"}
+
+
+@pytest.mark.parametrize(("nodes", "chosen"), [(1, [0]), (4, [0, 1, 2, 3]), (4, [2, 0]), (3, [1, 2])])
+def test_a_stranger_s_reader_reads_what_nodes_have(tmp_path: Path, nodes: int, chosen: list[int]) -> None:
+    content = example_content(example_layout(6))
+    step = write_run(tmp_path / "run", example_layout(6), content)
+    runs = deal(step, tmp_path, nodes=nodes, copies=2)
+    steps = [runs[node] / step.name for node in chosen]
+    assert read_nodes(steps, tmp_path / "all") == content.values
+    assert {path.name: path.read_bytes() for path in (tmp_path / "all").iterdir()} == {
+        path.name: path.read_bytes() for path in step.iterdir()
+    }
+
+
+def test_the_example_of_a_record_is_right(tmp_path: Path) -> None:
+    step = write_run(tmp_path / "run", example_layout(6), example_content(example_layout(6)))
+    record = (deal(step, tmp_path, nodes=3, copies=2)[1] / step.name / "node.json").read_text()
+    body = record[record.index('"node":') :]
+    assert f"    {body}" in TEXT
 
 
 @pytest.fixture
@@ -257,6 +301,8 @@ def test_a_header_is_written_as_told(tmp_path: Path) -> None:
         assert stock.metadata() == {"format": "zerokit", "step": "100", "rank": "0", "world": "2"}
 
 
+NODE_SCHEMA = json.loads(files("zerokit.checkpoint").joinpath("node.schema.json").read_text())
+NODE_VALIDATOR = jsonschema.Draft202012Validator(NODE_SCHEMA)
 SCHEMA = json.loads(files("zerokit.checkpoint").joinpath("manifest.schema.json").read_text())
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
@@ -275,6 +321,7 @@ def plain(manifest: Manifest) -> dict[str, Any]:
 
 def test_the_schema_is_one() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.Draft202012Validator.check_schema(NODE_SCHEMA)
     assert set(SCHEMA["$defs"]["dtype"]["enum"]) == set(ELEMENT_BYTES)
     assert SCHEMA["properties"]["world"]["maximum"] == MAX_WORLD
     assert SCHEMA["$defs"]["shape"]["items"]["maximum"] == MAX_NUMEL

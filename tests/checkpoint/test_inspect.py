@@ -331,7 +331,7 @@ REFUSED = [
     ("inspect nowhere", 2, "nowhere: does not exist"),
     ("reshard a --to 2 -o nowhere/out", 2, "its parent directory nowhere does not exist: create it first"),
     ("convert nowhere -o out", 2, "nowhere: does not exist"),
-    ("convert a out -o other", 2, "the output is given twice: out, and -o other"),
+    ("convert a out -o other", 2, "out: does not exist: give the directory of a step, or of a run"),
     ("consolidate nowhere", 2, "nowhere: does not exist"),
     ("consolidate a -o out --like nowhere", 2, "Path 'nowhere' does not exist."),
     ("prune run --keep-last 0", 2, "Invalid value for '--keep-last'"),

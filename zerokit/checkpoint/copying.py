@@ -229,7 +229,8 @@ def converting(source: Source, target: Path, options: Options, foreign: Foreign)
 
     Raises as `Staging` does, and where one of `source` and `target` lies in the other.
     """
-    require_apart(source.run or source.path, target)
+    for folder in source.folders:
+        require_apart(folder, target)
     with Staging(target, force=options.force, foreign=foreign) as staging:
         yield staging.work
         staging.commit()

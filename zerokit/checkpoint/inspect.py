@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerokit import files
 from zerokit.checkpoint.bases import bases_of
+from zerokit.checkpoint.copying import Progress
 from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import of_newest
+from zerokit.checkpoint.nodes.complete import Holding
+from zerokit.checkpoint.nodes.given import Paths, alone, given_directories
+from zerokit.checkpoint.nodes.held import missing_here
+from zerokit.checkpoint.nodes.joined import Joined, Look, join
+from zerokit.checkpoint.nodes.scan import has_nodes
 from zerokit.checkpoint.run import committed, read_sound, superseded
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.staging import Leftover, leftovers
@@ -68,7 +73,7 @@ class StepSummary:
     """A step of a run, its size in bytes. `weights_only` is None if the step is `damaged`.
 
     `superseded`: another training has begun before it, so that `load` passes over it. `skipped_steps`: how many the
-    training had left out.
+    training had left out. `incomplete`: in a node's own directory, which files are missing, and which nodes have them.
     """
 
     name: str
@@ -77,6 +82,7 @@ class StepSummary:
     superseded: bool
     damaged: str
     skipped_steps: int = 0
+    incomplete: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,22 @@ class RunSummary:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """What a directory has of a step that nodes have together, by its node's record.
+
+    `node` is its number of `nodes`, or None where it has no record that can be read. `ranks` were on that node, and
+    `copies` are other ranks whose files it should have. `lacks`: files that should be there, and are not.
+    """
+
+    path: str
+    node: int | None
+    nodes: int
+    ranks: tuple[int, ...]
+    copies: tuple[int, ...]
+    lacks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """The contents of a checkpoint. `trainable_numel` and `frozen_numel` count elements, tied ones once.
 
@@ -100,6 +122,9 @@ class Summary:
 
     `frozen`: None where frozen parameters are in `files`; else the directory beside the step that has them, or "" where
     the checkpoint has none of them.
+
+    `nodes`: of a step in nodes' own directories, what each of them has. `missing`: which files none of them has, and
+    which nodes do; `files` and `bytes` are of those that are there.
     """
 
     path: Path
@@ -122,15 +147,43 @@ class Summary:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     frozen: str | None = None
+    nodes: tuple[NodeSummary, ...] = ()
+    missing: str = ""
 
 
-def inspect(path: str | os.PathLike[str]) -> Summary:
-    """Describe the checkpoint at `path`: a step, or a run's newest step.
+def inspect(path: Paths, progress: Progress | None = None) -> Summary:
+    """Describe the checkpoint at `path`: a step, or a run's newest step; or in several directories of nodes.
+
+    Of directories on other machines (`host:path`) small files are fetched with ssh; `progress` is called meanwhile.
 
     No stream is read or verified: `verify` does that; a step counts as damaged by its manifest, or by files that are
     missing or too short. Raises `CheckpointError` where the manifest or `common` is damaged.
     """
-    return of_newest(_summary, path)
+    if (one := alone(path)) is not None and not has_nodes(one):
+        return of_newest(_summary, one)
+    with given_directories(path, report=progress) as directories:
+        look = Look(directories)
+        newest = look.newest
+        joined = join(directories) if newest is None else look.joined(newest)
+        joined.settle((joined.manifest.common.name, joined.manifest.extra.name), progress)
+        summary = _summary(joined)
+        return replace(
+            summary,
+            path=Path(joined.shown),
+            run=summary.run if one is not None else None,
+            nodes=tuple(_node(holding, joined) for holding in joined.holdings),
+            missing=joined.missing,
+        )
+
+
+def _node(holding: Holding, joined: Joined) -> NodeSummary:
+    path, record = joined.named(holding.place), holding.record
+    if record is None:
+        return NodeSummary(path, None, 0, (), (), holding.lacks)
+    own = record.wrote[record.node]
+    copies = tuple(rank for rank in record.holds[record.node] if rank not in own)
+    lacks = {file.name for file in record.files(joined.manifest)}.intersection(holding.lacks)
+    return NodeSummary(path, record.node, len(record.wrote), own, copies, tuple(sorted(lacks)))
 
 
 def _summary(checkpoint: Source) -> Summary:
@@ -180,10 +233,11 @@ def _summary(checkpoint: Source) -> Summary:
 def _run(run: Path) -> RunSummary:
     steps = []
     for path in committed(run):
-        weights_only, damaged, skipped = None, "", 0
+        weights_only, damaged, skipped, incomplete = None, "", 0, ""
         try:
-            manifest, _ = read_sound(path)
+            manifest, crc = read_sound(path, part=True)
             weights_only, skipped = manifest.weights_only, manifest.skips.total
+            incomplete = missing_here(path, manifest, crc)
         except CheckpointError as error:
             if not is_there(path):
                 continue  # a save beside this has removed it
@@ -192,6 +246,7 @@ def _run(run: Path) -> RunSummary:
             damaged = str(error)
         with explained(path, "looked at"):
             size, _ = files.measured(path)
-        steps.append(StepSummary(path.name, size, weights_only, superseded(path), damaged, skipped))
+        said = superseded(path), damaged, skipped, incomplete
+        steps.append(StepSummary(path.name, size, weights_only, *said))
     shared = tuple(FileSummary(base.name, files.measured(base)[0]) for base in bases_of(run))
     return RunSummary(run, tuple(steps), tuple(leftovers(run)), shared)

@@ -21,12 +21,13 @@ from zerokit.checkpoint.entries import UNCUT_FILE
 from zerokit.checkpoint.latest import LATEST_NAME, read_latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_STEP, NAME
 from zerokit.checkpoint.nodes.record import NODE_NAME
+from zerokit.checkpoint.safetensors import RANK_FILE
 from zerokit.checkpoint.staging import Leftover, belongs_to_this_user, finish_replacements, leftovers
 from zerokit.errors import CheckpointError, MissingPath, UsageError
 from zerokit.skips import Skips
 
-_STEP_FILE = re.compile(
-    rf"{re.escape(NAME)}|rank-\d{{5,}}-of-\d{{5,}}\.safetensors|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
+STEP_FILE = re.compile(
+    rf"{re.escape(NAME)}|{RANK_FILE.pattern}|{re.escape(COMMON_NAME)}|{re.escape(EXTRA_NAME)}|"
     rf"{runs.SUPERSEDED_NAME}|{runs.ISLANDS_NAME}|{re.escape(NODE_NAME)}|{UNCUT_FILE.pattern}"
 )
 
@@ -202,7 +203,7 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
     skipped steps, and what is later than the newest but not superseded: it is damaged, or could not be read just now.
     """
     retention.check()
-    newest = runs.find_step(run)
+    newest = runs.find_step(run, part=True)
     if newest.run is None:
         raise CheckpointError(
             f"{run}: holds the runs of islands: give one of them, such as {newest.path.parent}"
@@ -212,7 +213,9 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
     if latest is not None:
         stays.add(latest.name)
     with despite_damage():
-        stays.add(runs.find_step(run, whole=True).path.name)
+        stays.add(runs.find_step(run, whole=True, part=True).path.name)
+    # Other nodes may not have the newest: they were killed in that save.
+    stays |= {path.name for path in [path for path in runs.committed(run) if is_there(path / NODE_NAME)][-2:]}
     islands = runs.island_runs(run.parent)
     if run in islands:
         # Not all islands may have the newest: one was killed in that save.
@@ -223,7 +226,7 @@ def _superfluous(run: Path, retention: Retention, *, later: bool = True) -> list
     paths = {step: run / runs.step_name(step) for step in runs.list_steps(run)}
     others = {step for step, path in paths.items() if runs.superseded(path)}
     own = [step for step in paths if step not in others]
-    gone = retention.removed(own, number, lambda step: runs.is_sound(paths[step]))
+    gone = retention.removed(own, number, lambda step: runs.is_sound(paths[step], part=True))
     gone += [step for step in others if (later or step < number) and not retention.spares(step)]
     return [
         paths[step]
@@ -244,7 +247,7 @@ def _before_skipped(run: Path) -> set[str]:
         with despite_damage():
             if runs.superseded(path):
                 continue
-            manifest, _ = runs.read_sound(path)
+            manifest, _ = runs.read_sound(path, part=True)
             skips = manifest.skips
             if newest is None:
                 newest = skips
@@ -274,7 +277,7 @@ def foreign_to_step(folder: Path) -> str:
     """The foreign contents of a step's directory, as text; "" if there are none. The functions below do the same."""
     if runs.stated_checksum(folder) is None:
         return f"no {NAME} of zerokit's"
-    return foreign_to(folder, _STEP_FILE, "")
+    return foreign_to(folder, STEP_FILE, "")
 
 
 def foreign_to_checkpoint(folder: Path) -> str:

@@ -31,6 +31,8 @@ from zerokit.checkpoint.disk import (
 )
 from zerokit.checkpoint.latest import LATEST_NAME, Latest, read_latest, readable_latest
 from zerokit.checkpoint.manifest import NAME, Manifest, own_checksum, read_manifest
+from zerokit.checkpoint.nodes.held import require_files
+from zerokit.checkpoint.nodes.record import NODE_NAME
 from zerokit.checkpoint.staging import finish_replacement, finish_replacements
 from zerokit.errors import CheckpointError, MissingPath, StorageError
 
@@ -146,25 +148,34 @@ def saved_with(step: Path) -> str:
     return ""
 
 
-def find_step(path: Path, *, whole: bool = False, sound: bool = True) -> Choice:
+def find_step(path: Path, *, whole: bool = False, sound: bool = True, part: bool = False) -> Choice:
     """The step at `path`, or the newest step of the run at `path`.
 
     In a run, `whole` passes over steps that hold weights only, `sound` over those with a damaged manifest or with
-    missing or truncated files. Raises `CheckpointError` if there is no such step.
+    missing or truncated files. In a node's own directory a step counts only if all nodes' files are in it; with `part`
+    those of that node are enough. Raises `CheckpointError` if there is no such step.
     """
     with explained(path, "opened"):
-        finish_replacement(path)
-        if not is_directory(path):
-            if not is_there(path):
-                raise MissingPath(f"{path}: does not exist: give the directory of a step, or of a run")
-            raise CheckpointError(f"{path}: is not a directory: give the directory of a step, or of a run")
+        require_directory(path)
         # A run may hold another program's file of that name.
         if status_of(path / NAME) is not None and (stated_checksum(path) is not None or not committed(path)):
-            return Choice(path, manifest=read_manifest(path) if sound else None)
+            manifest = read_manifest(path) if sound else None
+            if manifest is not None and is_there(path / NODE_NAME):
+                require_files(path, *manifest, part=part)
+            return Choice(path, manifest=manifest)
         finish_replacements(path)
         if runs := island_runs(path):
             return _of_islands(path, runs, whole=whole, sound=sound)
-        return _newest(path, whole=whole, sound=sound)
+        return _newest(path, whole=whole, sound=sound, part=part)
+
+
+def require_directory(path: Path) -> None:
+    """Finish the replacement of a directory, and raise `CheckpointError` where there is none."""
+    finish_replacement(path)
+    if not is_directory(path):
+        if not is_there(path):
+            raise MissingPath(f"{path}: does not exist: give the directory of a step, or of a run")
+        raise CheckpointError(f"{path}: is not a directory: give the directory of a step, or of a run")
 
 
 def _of_islands(run: Path, runs: Sequence[Path], *, whole: bool, sound: bool) -> Choice:
@@ -180,7 +191,7 @@ def _of_islands(run: Path, runs: Sequence[Path], *, whole: bool, sound: bool) ->
     return replace(choice, notes=(f"{run} has the runs of {len(runs)} islands: {choice.path} is taken",))
 
 
-def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
+def _newest(run: Path, *, whole: bool, sound: bool, part: bool) -> Choice:
     faults, passed, weights, latest = [], [], set(), None
     try:
         latest = read_latest(run)
@@ -193,10 +204,10 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
         manifest = None
         if sound:
             try:
-                manifest = read_sound(path)
+                manifest = read_sound(path, part=part)
             except CheckpointError as error:
                 if not is_there(path):  # a prune beside this has removed it: there is a newer one now
-                    return _newest(run, whole=whole, sound=sound)
+                    return _newest(run, whole=whole, sound=sound, part=part)
                 if isinstance(error, StorageError):
                     raise
                 passed.append(str(error))
@@ -206,7 +217,7 @@ def _newest(run: Path, *, whole: bool, sound: bool) -> Choice:
             continue
         if fault := _fault(run, latest):
             if readable_latest(run) != latest:  # a save beside this has named another step
-                return _newest(run, whole=whole, sound=sound)
+                return _newest(run, whole=whole, sound=sound, part=part)
             faults.append(fault)
         taken = []
         if latest is None or latest.name not in {path.name, *weights}:
@@ -247,22 +258,26 @@ def _fault(run: Path, latest: Latest | None) -> str:
     return ""
 
 
-def read_sound(path: Path) -> tuple[Manifest, int]:
-    """The manifest of a step, after a check that all files exist with the right sizes. Raises `CheckpointError`."""
+def read_sound(path: Path, *, part: bool = False) -> tuple[Manifest, int]:
+    """The manifest of a step, after a check that all files exist with the right sizes. Raises `CheckpointError`.
+
+    With `part` the files that a node should have are enough in its own directory.
+    """
     read = read_manifest(path)
     manifest = read[0]
     if path.name != step_name(manifest.step):
         raise CheckpointError(f"{path / NAME}: describes step {manifest.step}")
-    for file in manifest.all_files:
-        check_file(path / file.name, file.size)
-    check_base(path, manifest)
+    if not require_files(path, *read, part=part):
+        for file in manifest.all_files:
+            check_file(path / file.name, file.size)
+        check_base(path, manifest)
     return read
 
 
-def is_sound(step: Path) -> bool:
+def is_sound(step: Path, *, part: bool = False) -> bool:
     """Whether `read_sound` accepts the step. Raises `StorageError` where that cannot be told."""
     with despite_damage():
-        read_sound(step)
+        read_sound(step, part=part)
         return True
     return False
 

@@ -18,6 +18,7 @@ Streams of wider elements come first, so that every slice starts at a multiple o
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -267,6 +268,10 @@ class RankFile:
     header: bytes
     extents: tuple[Extent, ...]
     size: int
+
+
+RANK_FILE = re.compile(r"rank-(\d{5,})-of-\d{5,}\.safetensors")
+"""Names of `file_name`, with the rank."""
 
 
 def file_name(rank: int, world: int) -> str:

@@ -102,6 +102,11 @@ class Source(ABC):
         """The path of a file of the checkpoint, by its name."""
         return self.path / name
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The directories that its files lie in, or their runs'."""
+        return (self.run or self.path,)
+
     @abstractmethod
     def open_file(self, file: int) -> AbstractContextManager[int]:
         """The descriptor of the file with that number, after a check that it is unchanged."""

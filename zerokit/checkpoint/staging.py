@@ -214,15 +214,15 @@ def leftovers(folder: Path) -> list[Leftover]:
     return unfinished
 
 
-def remove_gone(folder: Path, *names: str) -> None:
-    """Remove leftovers of killed writers; of `names` also those whose writer cannot be checked.
+def remove_gone(folder: Path, *names: str, elsewhere: bool = False) -> None:
+    """Remove leftovers of killed writers; of `names`, or if `elsewhere` of all, also where they cannot be checked.
 
-    Their targets are there now.
+    The targets of `names` are there now.
     """
     targets = {files.stem(name) for name in names}
     for left in leftovers(folder):
         # Two optimizers, say, may be saved into one run: what a living one writes stays.
-        if not left.alive and (left.gone or (left.own and left.target in targets)):
+        if not left.alive and (left.gone or (left.own and (elsewhere or left.target in targets))):
             files.remove_tree(left.path)
 
 

@@ -160,14 +160,13 @@ class Saving:
         """Whether the save has ended, successfully or not."""
         return self.result.done()
 
-    def tell_no_other(self) -> None:
-        """A failure is told by whoever has this object: no later save raises it, and no warning names it."""
+    def is_told_elsewhere(self) -> None:
+        """Who has begun it reports its failure: the next save or load does not raise it."""
         self._told = True
 
-    @property
-    def unread(self) -> bool:
-        """Whether it has failed, and nobody has been told."""
-        return self in _UNREAD and not self._told
+    def unread(self) -> BaseException | None:
+        """The error that nobody has read yet, once the save has ended, unless it is told elsewhere."""
+        return self.exception() if self in _UNREAD and not self._told else None
 
     def _run(self, work: Callable[[], Path]) -> None:
         began = time.monotonic()
@@ -191,7 +190,7 @@ def start_saving(optimizer: ZeroOptimizer, work: Callable[[], Path]) -> Saving:
 
 
 def is_saving(optimizer: ZeroOptimizer) -> bool:
-    """Whether a save of the optimizer is under way beside the training."""
+    """Whether a save of the optimizer is under way."""
     saving = _SAVINGS.get(optimizer)
     return saving is not None and not saving.done()
 
@@ -203,8 +202,7 @@ def finish_saving(optimizer: ZeroOptimizer, together: Together) -> None:
         if (saving := _SAVINGS.get(optimizer)) is not None:
             wait([saving.result])
             del _SAVINGS[optimizer]  # not before: the wait may be interrupted, and a save made all the same
-            if saving.unread:
-                error = saving.exception()
+            if (error := saving.unread()) is not None:
                 raise CheckpointError(f"the background save before this one failed: {error}") from error
 
     together.each(finish)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +14,14 @@ from zerokit.checkpoint.formats import open_source, recognised
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.latest import LATEST_NAME
 from zerokit.checkpoint.manifest import NAME
+from zerokit.checkpoint.nodes.given import Paths, alone, given_directories
+from zerokit.checkpoint.nodes.joined import Joined, Look, join
+from zerokit.checkpoint.nodes.record import NODE_NAME
+from zerokit.checkpoint.nodes.scan import has_nodes
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
 from zerokit.checkpoint.run import ISLANDS_NAME, SUPERSEDED_NAME, committed, find_step, island_runs, step_name
 from zerokit.checkpoint.uncut import check_uncut
 from zerokit.errors import CheckpointError, StorageError
-from zerokit.files import path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Report:
 
     `unread`: how many other steps the run has, of which nothing was read. `without_checksums`: the format has none, so
     headers and sizes were checked, and nothing else can be. `without_frozen`: frozen parameters are in no file.
+    `missing`: which files none of the nodes' directories has, and which nodes do. `notes`: what was passed over there.
     """
 
     path: Path
@@ -59,25 +62,78 @@ class Report:
     unread: int = 0
     without_checksums: bool = False
     without_frozen: bool = False
+    missing: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def intact(self) -> bool:
-        return not self.findings
+        return not self.findings and not self.missing
 
 
-def verify(path: str | os.PathLike[str], progress: Progress | None = None) -> Report:
-    """Read every byte of the checkpoint at `path`: a step, or a run's newest step.
+def verify(path: Paths, progress: Progress | None = None) -> Report:
+    """Read every byte of the checkpoint at `path`: a step, or a run's newest step; or in several directories of nodes.
+
+    Of nodes' directories all copies are read; those on other machines (`host:path`) are fetched with ssh.
 
     A checkpoint of another framework is compared with the checksums that its format has. Damage is reported, not
     raised. Raises `CheckpointError` where there is no checkpoint, and where the operating system fails to read a file,
     which says nothing about its bytes.
     """
-    return _reports(path_of(path), progress, every=False)[0]
+    return _chosen(path, progress, every=False)[-1]
 
 
-def verify_all(path: str | os.PathLike[str], progress: Progress | None = None) -> tuple[Report, ...]:
+def verify_all(path: Paths, progress: Progress | None = None) -> tuple[Report, ...]:
     """Verify every step of the run at `path`, ascending, or the one step at `path`."""
-    return _reports(path_of(path), progress, every=True)
+    return _chosen(path, progress, every=True)
+
+
+def _chosen(path: Paths, progress: Progress | None, *, every: bool) -> tuple[Report, ...]:
+    if (one := alone(path)) is not None and not has_nodes(one):
+        return _reports(one, progress, every=every)
+    with given_directories(path, report=progress) as directories:
+        look = Look(directories)
+        if (newest := look.newest) is None and not look.holdings:
+            join(directories)  # raises
+        bad = tuple(Finding("", text) for one in look.holdings for text in (one.damaged, one.note) if text)
+        if newest is None:
+            return (Report(Path(look.where), None, None, 0, 0, bad),)
+        keys = look.keys() if every else [newest]
+        reports = [_verify_joined(look.joined(key), progress) for key in keys]
+        last = reports[-1]
+        reports[-1] = replace(last, findings=(*bad, *last.findings), unread=len(look.keys()) - len(keys))
+        return tuple(reports)
+
+
+def _verify_joined(joined: Joined, progress: Progress | None) -> Report:
+    """Every copy of every file is read."""
+    manifest, findings = joined.manifest, list[Finding]()
+    parts = []
+    for part in joined.parts():
+        (holding,) = part.holdings
+        there = [file for file in manifest.all_files if is_there(part.path / file.name)]
+        expected = {file.name for file in there}
+        if holding.record is not None:
+            expected.update(file.name for file in holding.record.files(manifest))
+        parts.append((part, expected, there))
+    read = _Reading(sum(file.size for *_, there in parts for file in there), progress)
+    for part, names, there in parts:
+        fetched = [part.path / file.name for file in there]
+        joined.directories[part.holdings[0].holder].fetch(fetched, progress)
+        for found in _findings(part, read, names):
+            problem = joined.named(found.problem)
+            findings.append(replace(found, file=str(Path(part.shown, found.file)), problem=problem))
+    slices = sum(map(len, manifest.checksums))
+    return Report(
+        Path(joined.shown),
+        joined.step,
+        joined.world,
+        slices,
+        read.done,
+        tuple(findings),
+        without_frozen=manifest.frozen == "",
+        missing=joined.missing,
+        notes=joined.notes,
+    )
 
 
 def _reports(path: Path, progress: Progress | None, *, every: bool) -> tuple[Report, ...]:
@@ -170,7 +226,10 @@ def _verify_foreign(path: Path, progress: Progress | None) -> Report:
     )
 
 
-def _findings(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
+def _findings(
+    checkpoint: Checkpoint, read: _Reading, only: Collection[str] | None = None
+) -> Iterator[Finding]:
+    """The problems in the files of a checkpoint's directory, or in those called as `only`."""
     manifest = checkpoint.manifest
     for name, findings in (
         ("", _strangers(checkpoint)),
@@ -179,6 +238,8 @@ def _findings(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
         (manifest.extra.name, _extra(checkpoint, read)),
         *((place.name, _uncut(checkpoint, place, read)) for place in manifest.uncut),
     ):
+        if name and only is not None and name not in only:
+            continue
         try:
             yield from findings
         except CheckpointError as error:
@@ -186,7 +247,8 @@ def _findings(checkpoint: Checkpoint, read: _Reading) -> Iterator[Finding]:
 
 
 def _strangers(checkpoint: Checkpoint) -> Iterator[Finding]:
-    known = {NAME, SUPERSEDED_NAME, ISLANDS_NAME, *(name for name, _ in checkpoint.held_files())}
+    files = (file.name for file in checkpoint.manifest.all_files)
+    known = {NAME, NODE_NAME, SUPERSEDED_NAME, ISLANDS_NAME, *files}
     names = [entry.name for entry in entries_of(checkpoint.path)]
     yield from (
         Finding(name, "not a part of this checkpoint: move it away") for name in sorted(set(names) - known)

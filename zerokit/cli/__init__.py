@@ -34,6 +34,7 @@ COMMANDS = {
     "reshard": "Cut a checkpoint for another number of ranks.",
     "convert": "Write a checkpoint of DeepSpeed, FSDP2 (DCP), Hugging Face or zerokit in another format.",
     "consolidate": "Write a checkpoint's weights as safetensors for Hugging Face's loaders.",
+    "gather": "Make one run of nodes' own directories, which lie on several machines or are copies.",
     "inspect": "Show what a checkpoint holds: parameters, streams, files.",
     "verify": "Read every byte of a checkpoint and report damage.",
     "doctor": "Find what would make training fail, hang or crawl: software, network, disks, tracking.",
@@ -41,7 +42,7 @@ COMMANDS = {
     "diff": "Compare two checkpoints of any world sizes, without reading their data.",
 }
 _MODULES = {
-    **dict.fromkeys(("reshard", "convert", "consolidate"), "conversions"),
+    **dict.fromkeys(("reshard", "convert", "consolidate", "gather"), "conversions"),
     **dict.fromkeys(("inspect", "verify", "prune", "diff"), "checkpoints"),
 }
 

@@ -57,8 +57,11 @@ class _Node:
 @click.command()
 @checkpoint_argument
 @json_option("Print only JSON on stdout.")
-def inspect(checkpoint: Path, as_json: bool) -> None:
+def inspect(checkpoint: tuple[Path, ...], as_json: bool) -> None:
     """Show the contents of CKPT, a step or a run: step, world size, parameters, streams, files.
+
+    Several CKPT are nodes' own directories, which have a step together, as paths or as host:path (read with ssh). What
+    each has is shown, what is missing, and which nodes have that.
 
     Checkpoints of DeepSpeed, DCP (FSDP2) and Hugging Face are shown, too, and weights in a file of torch.save.
 
@@ -67,7 +70,8 @@ def inspect(checkpoint: Path, as_json: bool) -> None:
     """
     from zerokit.checkpoint.inspect import inspect as summarise
 
-    summary = summarise(checkpoint)
+    with working("looking") as progress:
+        summary = summarise(checkpoint, progress)
     note(summary.notes)
     if as_json:
         print_json(json_of(summary))
@@ -98,6 +102,7 @@ def _print_tree(summary: Summary) -> None:
     form = "" if summary.format == "zerokit" else f"{_FORMATS[summary.format]}, "
     whole = f"{counted(summary.world, 'rank')}{weights}, {decimal_size(summary.bytes)}"
     root = _add(None, str(summary.path), f"{form}step {summary.step}, {whole}")
+    _add_nodes(root, summary)
     if summary.skipped_steps:
         row = f", the last {summary.skipped_in_a_row:,} in a row" if summary.skipped_in_a_row else ""
         _add(root, "skipped steps", f"{summary.skipped_steps:,} until this save{row}")
@@ -128,6 +133,24 @@ def _print_tree(summary: Summary) -> None:
     console.print(root)
 
 
+def _add_nodes(tree: Tree, summary: Summary) -> None:
+    """What nodes' directories have of the step, and what none of them has."""
+    from zerokit.checkpoint.nodes.complete import listed
+
+    for node in summary.nodes:
+        if node.node is None:
+            _add(tree, node.path, "without node.json" if node.lacks else "everything")
+            continue
+        said = [f"node {node.node} of {node.nodes}: rank{'s' * (len(node.ranks) > 1)} {listed(node.ranks)}"]
+        if node.copies:
+            said.append(f"copies of rank{'s' * (len(node.copies) > 1)} {listed(node.copies)}")
+        if node.lacks:
+            said.append(f"without {listed(node.lacks)}, which should be there")
+        _add(tree, node.path, ", ".join(said))
+    if summary.missing:
+        _add(tree, "incomplete", summary.missing)
+
+
 def _add_run(tree: Tree, run: RunSummary) -> None:
     steps = _add(tree, "steps", f"of {run.path}")
     for step in run.steps:
@@ -137,6 +160,7 @@ def _add_run(tree: Tree, run: RunSummary) -> None:
             f"{counted(step.skipped_steps, 'step')} skipped" if step.skipped_steps else "",
             "superseded: load skips it" if step.superseded else "",
             f"damaged: {step.damaged}" if step.damaged else "",
+            f"incomplete: {step.incomplete}" if step.incomplete else "",
         )
         _add(steps, step.name, ", ".join(filter(None, said)))
     for base in run.frozen:
@@ -188,19 +212,25 @@ def _details(parameter: ParameterSummary) -> str:
     return f"{parameter.dtype} {list(parameter.shape)}{frozen}{group}{tied}"
 
 
-@click.command(epilog="Exit code 0: intact. 1: damaged, or not a checkpoint. 2: no such path.")
+@click.command(epilog="Exit code 0: intact. 1: damaged, incomplete, or not a checkpoint. 2: no such path.")
 @checkpoint_argument
 @click.option("--all", "every", is_flag=True, help="Read every step of a run, not only the newest.")
 @json_option("Print only the report, as JSON, on stdout.")
 @click.pass_context
-def verify(context: click.Context, checkpoint: Path, every: bool, as_json: bool) -> None:
-    """Read every byte of CKPT, a step or a run's newest step, and report damaged files, parameters and ranges."""
+def verify(context: click.Context, checkpoint: tuple[Path, ...], every: bool, as_json: bool) -> None:
+    """Read every byte of CKPT, a step or a run's newest step, and report damaged files, parameters and ranges.
+
+    Several CKPT are nodes' own directories, as paths or as host:path (fetched with ssh). All copies are read, and what
+    no directory has is reported, too.
+    """
     from zerokit.checkpoint import verify as verifying
 
     with working("verifying") as progress:
         reports = (
             verifying.verify_all(checkpoint, progress) if every else (verifying.verify(checkpoint, progress),)
         )
+    for report in reports:
+        note(report.notes)
     if as_json:
         plain = [{"intact": report.intact} | json_of(report) for report in reports]
         intact = all(report.intact for report in reports)
@@ -218,6 +248,8 @@ def _show_report(report: Report) -> None:
     path = printable(str(report.path))
     for finding in report.findings:
         say(str(finding))
+    if report.missing:
+        say(report.missing)
     if report.without_checksums and report.intact:
         click.echo(
             f"{path}: headers and sizes are right; the format has no checksums, so bytes cannot be verified"
@@ -228,8 +260,11 @@ def _show_report(report: Report) -> None:
             f"{path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
             f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read{own}"
         )
-    else:
+    elif report.findings:
         click.echo(f"{path}: damaged: {counted(len(report.findings), 'finding')}")
+    else:
+        read = f"{decimal_size(report.bytes_read)} read, which are right"
+        click.echo(f"{path}: incomplete: step {report.step} of {counted(report.world or 0, 'rank')}, {read}")
 
 
 _SHOWN = 20

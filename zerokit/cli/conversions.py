@@ -1,4 +1,4 @@
-"""`zerokit reshard`, `convert` and `consolidate`: commands that write a new checkpoint."""
+"""`zerokit reshard`, `convert`, `consolidate` and `gather`: commands that write a new checkpoint."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from zerokit.cli.work import (
     checkpoint_argument,
     counted,
     json_option,
+    note,
     options,
     print_output,
     say,
@@ -28,15 +29,18 @@ _EPILOG = (
     "The output is synced to disk and appears whole or not at all. Exit code 0: written. 1: not written. "
     "2: wrong usage, or no such path."
 )
+_how = (
+    click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
+    click.option("--force", is_flag=True, help="Replace an existing output."),
+    json_option("Print the result on stdout as JSON."),
+)
 _writing = options(
     click.option(
         *("-o", "--output"),
         type=PATH,
         help="A new directory.  [default: beside CKPT, named after it, such as run.to-16 or run.to-huggingface]",
     ),
-    click.option("--jobs", type=click.IntRange(min=1), help="Number of copying threads.  [default: up to 4]"),
-    click.option("--force", is_flag=True, help="Replace an existing output."),
-    json_option("Print the result on stdout as JSON."),
+    *_how,
 )
 
 
@@ -67,8 +71,10 @@ def _weights(prefix: str) -> Callable[[F], F]:
 @checkpoint_argument
 @click.option("--to", "world", type=click.IntRange(min=1), required=True, help="Number of ranks.")
 @_writing
-def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **how: Any) -> None:
+def reshard(checkpoint: tuple[Path, ...], world: int, output: Path | None, as_json: bool, **how: Any) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.
+
+    Several CKPT are nodes' own directories, as paths or as host:path (fetched with ssh).
 
     Writes, byte for byte, what that many ranks would have saved. Every byte copied is verified by its checksum. A
     checkpoint of DeepSpeed or DCP (FSDP2) keeps its format: convert writes another one. zerokit.load and bench
@@ -93,7 +99,6 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 
 @click.command(epilog=_EPILOG)
 @checkpoint_argument
-@click.argument("place", metavar="[OUTPUT]", required=False, type=PATH)
 @click.option(
     "--format",
     type=click.Choice(["zerokit", "huggingface", "dcp", "deepspeed"]),
@@ -104,22 +109,26 @@ def reshard(checkpoint: Path, world: int, output: Path | None, as_json: bool, **
 @click.option("--to", "world", type=click.IntRange(min=1), help="Number of ranks.  [default: as CKPT]")
 @_weights("huggingface: ")
 @_writing
-def convert(checkpoint: Path, place: Path | None, output: Path | None, as_json: bool, **how: Any) -> None:
+def convert(checkpoint: tuple[Path, ...], output: Path | None, as_json: bool, **how: Any) -> None:
     """Write CKPT in another format, or in the same format for another number of ranks.
 
-    OUTPUT may also stand without -o.
+    After one CKPT the output may also stand without -o.
 
     CKPT is a checkpoint of zerokit, of DeepSpeed at stage 1, 2 or 3, of PyTorch's DCP as FSDP2, accelerate and
     torchtitan write it, a Hugging Face folder, or a file of torch.save with a state_dict, of which weights are read.
+    Several CKPT are nodes' own directories, as paths or as host:path (fetched with ssh).
     Masters, moments, step counts, frozen parameters and buffers are copied and verified; no framework is imported and
     no pickle is executed.
     """
     from zerokit.checkpoint.formats import convert as conversions
 
-    if place is not None and output is not None:
-        raise click.UsageError(f"the output is given twice: {place}, and -o {output}")
+    if output is None and len(checkpoint) > 1:
+        *checkpoints, output = checkpoint
+        if len(checkpoints) > 1:
+            raise click.UsageError("several directories have one output: name it with -o.")
+        checkpoint = tuple(checkpoints)
     with working("converting") as progress:
-        done = conversions.convert(checkpoint, output or place, progress=progress, **how)
+        done = conversions.convert(checkpoint, output, progress=progress, **how)
     source = {"format": done.source_format, "world": done.source_world}
     files = print_output(
         done.output, as_json, format=done.format, world=done.world, step=str(done.path), source=source
@@ -146,8 +155,10 @@ def _checked(done: Converted) -> str:
     help="Source of the weights: master, or ema for the average kept by zerokit.Ema.",
 )
 @_writing
-def consolidate(checkpoint: Path, output: Path | None, as_json: bool, **how: Any) -> None:
+def consolidate(checkpoint: tuple[Path, ...], output: Path | None, as_json: bool, **how: Any) -> None:
     """Write the weights of CKPT, a step or a run's newest, for Hugging Face's loaders.
+
+    Several CKPT are nodes' own directories, as paths or as host:path (fetched with ssh).
 
     The result is model.safetensors, or several such files with an index. Only the first of tied weights is written.
     With --like, the folder is one that from_pretrained takes.
@@ -160,5 +171,35 @@ def consolidate(checkpoint: Path, output: Path | None, as_json: bool, **how: Any
     files = print_output(done.output, as_json, **written)
     say(
         f"{done.output}: weights of step {done.step} in {', '.join(done.dtypes)}, {files}, {_checked(done)}",
+        err=True,
+    )
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("nodes", metavar="NODE...", type=PATH, nargs=-1, required=True)
+@click.option("-o", "--output", type=PATH, required=True, help="A new directory: the run.")
+@options(*_how)
+def gather(nodes: tuple[Path, ...], output: Path, as_json: bool, **how: Any) -> None:
+    """Make one ordinary run of the directories of nodes that saved without a shared one.
+
+    NODE is a node's run, as a path or as host:path (fetched with ssh). The newest step that they have together is
+    written, byte for byte as a save into a shared directory would have. Nodes may be missing as long as others have
+    their copies. What is damaged in one directory is taken from another that has it.
+    """
+    from zerokit.checkpoint.nodes.gather import gather as collect
+
+    with working("gathering") as progress:
+        done = collect(nodes, output, progress=progress, **how)
+    note(done.notes)
+    note(done.mended)
+    about = {
+        "step": str(done.path),
+        "world": done.world,
+        "mended": list(done.mended),
+        "notes": list(done.notes),
+    }
+    files = print_output(done.output, as_json, **about)
+    say(
+        f"{done.output}: step {done.step} of {counted(done.world, 'rank')}, {files}, verified and synced",
         err=True,
     )

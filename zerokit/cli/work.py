@@ -100,7 +100,8 @@ PATH = _Path(path_type=Path)
 EXISTING = _Path(exists=True, path_type=Path)
 """A path that is only read; a checkpoint is not one, for a killed writer's replacement is finished before it is looked
 for."""
-checkpoint_argument = click.argument("checkpoint", metavar="CKPT", type=PATH)
+checkpoint_argument = click.argument("checkpoint", metavar="CKPT...", type=PATH, nargs=-1, required=True)
+"""One checkpoint, or several nodes' directories that have one together, some of them as `host:path`."""
 
 
 def json_option(help: str) -> Callable[[_F], _F]:

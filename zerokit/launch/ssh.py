@@ -9,19 +9,14 @@ from collections.abc import Sequence
 
 from zerokit.errors import UsageError
 from zerokit.launch.remote import RemoteHost, node_command
+from zerokit.ssh import ssh_command
 
 
 def ssh_host(host: str, options: Sequence[str], python: str, connect_seconds: float) -> RemoteHost:
     """Start a node on a host; `options` are ssh's own, as on its command line."""
-    patience = (
-        "-o", "BatchMode=yes",
-        "-o", f"ConnectTimeout={max(1, round(connect_seconds))}",
-        "-o", "ServerAliveInterval=5",
-        "-o", "ServerAliveCountMax=3",
-    )  # fmt: skip
     # The user's shell there may be one that does not know redirections as sh does (csh).
     line = shlex.join(["exec", "sh", "-c", node_command(python)])
-    return RemoteHost(host, ("ssh", "-T", *options, *patience, host, line))
+    return RemoteHost(host, ssh_command(host, options, connect_seconds, line))
 
 
 def ssh_address(host: str, options: Sequence[str]) -> str:

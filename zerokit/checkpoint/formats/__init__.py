@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import dcp, deepspeed, huggingface, statedict
+from zerokit.checkpoint.nodes.remote import host_and_path
 from zerokit.checkpoint.reader import Checkpoint
 from zerokit.checkpoint.source import Source
-from zerokit.errors import CheckpointError
+from zerokit.errors import CheckpointError, UsageError
 from zerokit.files import path_of
 
 T = TypeVar("T")
@@ -50,8 +51,10 @@ def open_source(path: str | os.PathLike[str], *, whole: bool = False) -> Source:
             Face folder or file, or a file of `torch.save` with a state dict.
         whole: of a run of zerokit's, take the newest step that has an optimizer's state, too.
 
-    Raises `CheckpointError` unless it holds a checkpoint that zerokit reads.
+    Raises `CheckpointError` unless it holds a checkpoint that zerokit reads, and `UsageError` for `host:path`.
     """
+    if host_and_path(path) is not None:
+        raise UsageError(f"{path}: is on another machine: make a run of it here with zerokit gather")
     read = recognised(path)
     if read is None:
         return Checkpoint(path, whole=whole)

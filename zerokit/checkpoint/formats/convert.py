@@ -17,13 +17,15 @@ from zerokit.checkpoint.by_rank import shown
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.copying import Options, Progress, converting
 from zerokit.checkpoint.disk import make_directory, sync_directory, write_exactly, write_file
-from zerokit.checkpoint.formats import FORMATS, WEIGHTS_ALONE, open_source
+from zerokit.checkpoint.formats import FORMATS, WEIGHTS_ALONE
 from zerokit.checkpoint.formats.dcp_writer import write_dcp
 from zerokit.checkpoint.formats.deepspeed_writer import write_deepspeed
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.formats.huggingface_writer import DEFAULT_SHARD_SIZE, write_weights
 from zerokit.checkpoint.latest import LATEST_NAME, Latest
 from zerokit.checkpoint.manifest import COMMON_NAME, EXTRA_NAME, MAX_WORLD, NAME, File, own_checksum
+from zerokit.checkpoint.nodes.given import Paths, alone
+from zerokit.checkpoint.opening import opened_source
 from zerokit.checkpoint.prune import foreign_to_checkpoint
 from zerokit.checkpoint.requests import Request, requests_for
 from zerokit.checkpoint.run import step_name
@@ -53,7 +55,7 @@ class Converted:
 
 
 def convert(
-    source: str | os.PathLike[str],
+    source: Paths,
     output: str | os.PathLike[str] | None = None,
     *,
     format: str | None = None,
@@ -73,7 +75,8 @@ def convert(
 
     Args:
         source: a directory of zerokit, DeepSpeed (stages 1 to 3), DCP (FSDP2) or Hugging Face, or a file of
-            `torch.save` with a state dict, of which the weights are read.
+            `torch.save` with a state dict, of which the weights are read. Or several directories of nodes, which have a
+            step of zerokit's together: paths, or `host:path` for what is fetched with ssh.
         output: a directory that does not exist yet; by default beside the source, such as `run.to-16`.
         format: "zerokit", "deepspeed" (from DeepSpeed only), "dcp" or "huggingface" (weights alone); by default the
             source's own, or zerokit's for a Hugging Face folder or a file.
@@ -86,7 +89,26 @@ def convert(
     Returns what was written. Raises `UsageError` for impossible arguments, and `CheckpointError` if the source is
     damaged or of an unsupported kind, or the output cannot be written; there is no output then, or it is as before.
     """
-    checkpoint, options = open_source(source), Options(jobs, force, progress)
+    if output is None and alone(source) is None:
+        raise UsageError(
+            "several directories, or one of another machine, have no place beside them: name the output (-o)"
+        )
+    beside, options = None if output is None else path_of(output), Options(jobs, force, progress)
+    with opened_source(source, beside=beside, progress=progress) as checkpoint:
+        return _convert(checkpoint, beside, format, world, dtype, stream, max_shard_size, like, options)
+
+
+def _convert(
+    checkpoint: Source,
+    output: Path | None,
+    format: str | None,
+    world: int | None,
+    dtype: str | None,
+    stream: str,
+    max_shard_size: int | str,
+    like: str | os.PathLike[str] | None,
+    options: Options,
+) -> Converted:
     kind = format or ("zerokit" if checkpoint.format in WEIGHTS_ALONE else checkpoint.format)
     if kind not in FORMATS:
         raise UsageError(f"format={kind!r}: expected one of {', '.join(FORMATS)}")
@@ -97,7 +119,7 @@ def convert(
         raise UsageError(f"dtype, stream and like are for the format huggingface, not {kind}")
     path = (checkpoint.run or checkpoint.path).resolve()
     suffix = ranks if format in (None, checkpoint.format) else kind
-    target = path.with_name(f"{path.name}.to-{suffix}") if output is None else path_of(output)
+    target = path.with_name(f"{path.name}.to-{suffix}") if output is None else output
     checkpoint.warn()
     written, dtypes = target, tuple[str, ...]()
     if kind == "huggingface":
@@ -122,7 +144,7 @@ def convert(
 
 
 def reshard(
-    source: str | os.PathLike[str],
+    source: Paths,
     world: int,
     output: str | os.PathLike[str] | None = None,
     *,
@@ -136,7 +158,7 @@ def reshard(
     with its `latest`. `load` needs none of this: it reads checkpoints of any world size.
 
     Args:
-        source: the directory of a step, or of a run, whose newest step is taken.
+        source: the directory of a step, or of a run, whose newest step is taken; or several, see `convert`.
         world: number of ranks, at least 1.
         output, jobs, force, progress: see `convert`.
 
@@ -147,7 +169,7 @@ def reshard(
 
 
 def consolidate(
-    source: str | os.PathLike[str],
+    source: Paths,
     output: str | os.PathLike[str],
     *,
     dtype: str | None = None,
@@ -163,7 +185,7 @@ def consolidate(
     Only the first name of tied parameters is written, as `save_pretrained` does: loaders tie them again.
 
     Args:
-        source: the directory of a step, or of a run, whose newest step is taken.
+        source: the directory of a step, or of a run, whose newest step is taken; or several, see `convert`.
         output: a directory that does not exist yet.
         dtype: "bf16", "fp16" or "fp32" for everything that is floating-point; by default each parameter's own dtype in
             the model that was saved, and the buffers' own.
@@ -248,7 +270,7 @@ def _write(source: Source, layout: Layout, step: Path, options: Options) -> byte
                 write_file(step / whole.name, content)
                 continue
             target = copier.target(step / whole.name, whole.size)
-            copier.copy(source, [Request(whole.name, source.path / whole.name, 0, whole.size, target, 0)])
+            copier.copy(source, [Request(whole.name, source.place(whole.name), 0, whole.size, target, 0)])
             copier.release(target)
     cut = manifest.written(layout, tuple(described), copier.pieces)
     content = replace(cut, common=wholes[COMMON_NAME], extra=wholes[EXTRA_NAME]).to_bytes()

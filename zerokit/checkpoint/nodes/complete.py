@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerokit.checkpoint.nodes.record import NodeRecord
+from zerokit.checkpoint.safetensors import RANK_FILE
 
 Key = tuple[int, int]
 """A save: the step, and the CRC-32 that its manifest begins with."""
 
-_NAMED = 3
+_NAMED = 8
+"""Ranks, files or directories that a sentence lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Holding:
     lacks: tuple[str, ...] = ()
     damaged: str = ""
     note: str = ""
+    adopted: bool = False
+    """Whether the manifest is another directory's, because the one there is damaged."""
 
     @property
     def key(self) -> Key:
@@ -51,7 +55,7 @@ def choose(holdings: Iterable[Holding], *, whole: bool) -> Choice:
     """The steps of which these directories have all files together; with `whole` those with an optimizer's state.
 
     Where nodes' directories have steps of several trainings, those of the one that saved last count. Superseded steps
-    are left out.
+    are left out, also those that nobody could mark: the training has gone back since and saved an earlier one.
     """
     every = list(holdings)
     notes = [text for one in every for text in (one.damaged, one.note) if text]
@@ -65,11 +69,30 @@ def choose(holdings: Iterable[Holding], *, whole: bool) -> Choice:
     for one in own:
         steps.setdefault(one.key, []).append(one)
     complete = sorted((key for key, there in steps.items() if not lacking(there)), reverse=True)
+    for key in _before_going_back(complete, steps):
+        complete.remove(key)
+        notes.append(
+            f"step {key[0]}{_other_save(key, steps)} was saved before the training went back: it is passed over"
+        )
     newest = complete[0][0] if complete else -1
     for key, there in sorted(steps.items(), reverse=True):
         if key not in complete and key[0] >= newest:
             notes.append(f"step {key[0]}{_other_save(key, steps)} is incomplete: {describe_lack(there)}")
     return Choice(tuple(complete), tuple(dict.fromkeys(notes)))
+
+
+def _before_going_back(complete: Sequence[Key], steps: Mapping[Key, Sequence[Holding]]) -> list[Key]:
+    """Those of these steps, the newest first, that were saved before an earlier one of them."""
+    saved = {
+        key: max((one.record.saved for one in steps[key] if one.record), default=None) for key in complete
+    }
+    gone, latest = [], -1
+    for key in reversed(complete):
+        when = saved[key]
+        if when is not None and when < latest:
+            gone.append(key)
+        latest = max(latest, -1 if when is None else when)
+    return gone
 
 
 def lacking(there: Sequence[Holding]) -> set[str]:
@@ -78,18 +101,49 @@ def lacking(there: Sequence[Holding]) -> set[str]:
 
 
 def describe_lack(there: Sequence[Holding]) -> str:
-    """Which files of a step no directory has, and which nodes had them."""
+    """Which files of a step no directory has, and which nodes have them, as a sentence; "" if nothing is missing."""
     lacks = sorted(lacking(there))
-    named = ", ".join(lacks[:_NAMED]) + (f" and {len(lacks) - _NAMED} more" if len(lacks) > _NAMED else "")
     record = next((one.record for one in there if one.record is not None), None)
-    if record is None:
-        return f"{named} missing"
-    here = {one.record.node for one in there if one.record is not None}
-    away = [str(node) for node in range(len(record.wrote)) if node not in here]
-    if not away:
-        return f"{named} missing"
-    nodes = f"node{'s' if len(away) > 1 else ''} {', '.join(away)}"
-    return f"{named} missing, and {nodes} of {len(record.wrote)} not seen"
+    ranks: dict[tuple[int, tuple[int, ...]], set[int]] = {}
+    others = []
+    for name in lacks:
+        rank = None if record is None else _rank_of(name, record)
+        if record is None or rank is None:
+            others.append(name)
+            continue
+        wrote = next(node for node, own in enumerate(record.wrote) if rank in own)
+        have = tuple(node for node, held in enumerate(record.holds) if rank in held)
+        ranks.setdefault((wrote, have), set()).add(rank)
+    seen = {one.record.node: one.place for one in there if one.record is not None}
+    parts = [_away(wrote, have, sorted(own), seen) for (wrote, have), own in ranks.items()]
+    if others:
+        parts.append(f"{listed(others)} {'are' if len(others) > 1 else 'is'} missing")
+    return "; ".join(parts)
+
+
+def _away(wrote: int, have: Sequence[int], ranks: Sequence[int], seen: Mapping[int, str]) -> str:
+    """Which nodes have the files of these ranks. `seen`: by node, the directory that was looked at."""
+    lost = "".join(f", though {seen[node]} of node {node} does not" for node in have if node in seen)
+    many = len(have) > 1
+    return (
+        f"files of rank{'s' * (len(ranks) > 1)} {listed(ranks)} are missing: node {wrote} wrote them, "
+        f"node{'s' * many} {listed(have)} {'have' if many else 'has'} them{lost}"
+    )
+
+
+def _rank_of(name: str, record: NodeRecord) -> int | None:
+    """The rank that wrote a file; None of those that every node has."""
+    if match := RANK_FILE.fullmatch(name):
+        return int(match[1]) if int(match[1]) < len(record.uncut) else None
+    return next((rank for rank, names in enumerate(record.uncut) if name in names), None)
+
+
+def listed(some: Iterable[object]) -> str:
+    """ "1", "1 and 2", "1, 2 and 3", "1, 2, … and 9 more"."""
+    texts = [str(one) for one in some]
+    if len(texts) > _NAMED:
+        return f"{', '.join(texts[: _NAMED - 1])} and {len(texts) - _NAMED + 1} more"
+    return " and ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 
 def _of_newest_training(holdings: Sequence[Holding]) -> tuple[list[Holding], list[Holding]]:

@@ -34,6 +34,7 @@ class Copies:
         copies: on how many nodes each file is, the own one included.
         every: steps from one copy to the next.
         extra: called with the number of steps made, inside `step()`; what it returns is saved, and `load` returns it.
+            What it raises, `step()` raises, on all ranks.
         step: the steps that were made before, such as those that a load has gone on from.
 
     Raises `UsageError` for arguments that are out of range.
@@ -64,7 +65,7 @@ class Copies:
         if optimizer.copies is not None:
             raise UsageError("this optimizer has copies already: use optimizer.copies, or stop() it first")
         self.step = step
-        """Steps made so far."""
+        """Steps made so far. Set it after a load amid the training."""
         self.saved: int | None = None
         """The step of the newest copy that is complete on all nodes."""
         self.seconds: float | None = None
@@ -88,11 +89,11 @@ class Copies:
         if not self._due or optimizer is None:
             return
         together = Together(optimizer.runtime.collectives)
-        if any(together.exchange(is_saving(optimizer))):  # this copy, or a checkpoint elsewhere
+        # The program's own saves, too: none is waited for inside a step.
+        if any(together.exchange(is_saving(optimizer))):
             return
-        first = together.rank == 0
-        self._end(first=first)
-        self._begin(optimizer, first=first)
+        self._end(first=together.rank == 0)
+        self._begin(optimizer, together)
 
     def wait(self) -> Path | None:
         """Wait for the copy that is under way; its directory, or that of the last one.
@@ -110,22 +111,25 @@ class Copies:
         if (optimizer := self._optimizer()) is not None and optimizer.copies is self:
             optimizer.copies = None
 
-    def _begin(self, optimizer: ZeroOptimizer, *, first: bool) -> None:
+    def _begin(self, optimizer: ZeroOptimizer, together: Together) -> None:
         self._due, self._begun = False, self.step
+        # Its errors are the program's, and raised; on all ranks, so that none waits for the others.
+        extra = together.each(lambda: None if self._extra is None else self._extra(self.step))
         try:
             self._saving = save(
                 self._path,
                 optimizer,
                 step=self.step,
-                extra=None if self._extra is None else self._extra(self.step),
+                extra=extra,
                 overwrite=True,
                 blocking=False,
                 shared=False,
                 copies=self._copies,
             )
-            self._saving.tell_no_other()
         except CheckpointError as error:
-            self._warn(f"step {self.step} has no copies: {error}", first=first)
+            self._warn(f"step {self.step} has no copies: {error}", first=together.rank == 0)
+        else:
+            self._saving.is_told_elsewhere()
 
     def _end(self, *, first: bool) -> None:
         """Take notice of how the last copy has ended."""

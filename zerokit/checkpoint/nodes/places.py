@@ -55,6 +55,7 @@ class StepsOnNodes:
         self._places, self._together, self._whole = places, together, whole
         self._notes: list[str] = []
         self._runs: dict[Key, str] = {}
+        self._saved: dict[str, int] = {}
         self._seen = False
 
     def steps(self) -> list[int]:
@@ -85,7 +86,7 @@ class StepsOnNodes:
         """Say what the user should know of the step that was loaded."""
         key = (reading.source.step, reading.source.manifest_crc)
         if run := self._runs.get(key):
-            go_on(optimizer, run)
+            go_on(optimizer, run, self._saved[run])
         notes = self._notes + reading.repaired
         if notes and self._together.rank == 0:
             more = [f"and {len(notes) - _NAMED} more"] if len(notes) > _NAMED else []
@@ -112,7 +113,11 @@ class StepsOnNodes:
             choice = choose(holdings, whole=self._whole)
         self._seen = self._seen or bool(holdings)
         self._notes = list(dict.fromkeys([*self._notes, *faults, *choice.notes]))
-        self._runs |= {one.key: one.record.run for one in holdings if one.record is not None}
+        for one in holdings:
+            if one.record is not None:
+                run, saved = one.record.run, one.record.saved
+                self._runs[one.key] = run
+                self._saved[run] = max(saved, self._saved.get(run, 0))
         return holdings, choice.complete
 
     def _scanned(self, place: Path, above: int) -> tuple[list[Holding], list[str]]:

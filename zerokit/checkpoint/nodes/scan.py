@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from zerokit.checkpoint.bases import check_base
-from zerokit.checkpoint.disk import is_file, status_of
-from zerokit.checkpoint.manifest import Manifest, read_manifest
+from zerokit.checkpoint.disk import is_there
+from zerokit.checkpoint.manifest import NAME, read_manifest
 from zerokit.checkpoint.nodes.complete import Holding
-from zerokit.checkpoint.nodes.record import NODE_NAME, read_record
-from zerokit.checkpoint.run import committed, is_step, number_of, superseded
+from zerokit.checkpoint.nodes.held import holding_of
+from zerokit.checkpoint.nodes.record import NODE_NAME
+from zerokit.checkpoint.run import STEP, committed, is_step, number_of, step_name, superseded
 from zerokit.errors import CheckpointError
 
 
@@ -24,35 +25,15 @@ def scan(directory: Path, *, holder: int = 0, above: int = -1) -> list[Holding]:
 
 
 def _look(path: Path, holder: int) -> Holding:
-    record, note = None, ""
     try:
         manifest, crc = read_manifest(path)
+        if STEP.fullmatch(path.name) and path.name != step_name(manifest.step):
+            raise CheckpointError(f"{path / NAME}: describes step {manifest.step}")
+        return replace(holding_of(path, manifest, crc, holder), superseded=superseded(path))
     except CheckpointError as error:
         return Holding(str(path), holder, -1, damaged=str(error))
-    try:
-        record = read_record(path)
-        if record is not None and (record.step, record.manifest_crc) != (manifest.step, crc):
-            return Holding(
-                str(path),
-                holder,
-                manifest.step,
-                damaged=f"{path / NODE_NAME}: is of another save than the manifest",
-            )
-    except CheckpointError as error:
-        note = str(error)
-    whole = not manifest.weights_only
-    lacks = tuple(_lacking(path, manifest))
-    return Holding(str(path), holder, manifest.step, crc, whole, superseded(path), record, lacks, note=note)
 
 
-def _lacking(path: Path, manifest: Manifest) -> list[str]:
-    lacks = []
-    for file in manifest.all_files:
-        status = status_of(path / file.name)
-        if status is None or status.st_size != file.size or not is_file(path / file.name):
-            lacks.append(file.name)
-    try:
-        check_base(path, manifest)
-    except CheckpointError:
-        lacks.append(manifest.frozen or "")
-    return lacks
+def has_nodes(path: Path) -> bool:
+    """Whether a directory is a node's own: a step with `node.json`, or a run with such a step."""
+    return any(is_there(step / NODE_NAME) and is_there(step / NAME) for step in (path, *committed(path)))

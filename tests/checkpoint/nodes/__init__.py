@@ -1,0 +1,1 @@
+"""Checkpoints that lie in several nodes' own directories."""
