@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -123,8 +124,9 @@ _UNREAD: dict[Saving, str] = {}
 @atexit.register
 def warn_of_failures() -> None:
     """Warn, at the program's end, of failed saves that were not waited for."""
-    for text in _UNREAD.values():
-        warnings.warn(f"a background save failed without a wait(): {text}", ZerokitWarning, stacklevel=1)
+    for saving, text in _UNREAD.items():
+        if saving.unread:
+            warnings.warn(f"a background save failed without a wait(): {text}", ZerokitWarning, stacklevel=1)
 
 
 class Saving:
@@ -132,6 +134,8 @@ class Saving:
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self.result: Future[Path] = Future()
+        self.seconds: float | None = None
+        """How long it took beside the training, once it is done."""
         self._told = False
         # No daemon, and no executor's thread: a program that ends lets it finish.
         threading.Thread(target=self._run, args=(work,), name="zerokit-save").start()
@@ -165,12 +169,14 @@ class Saving:
         return self.exception() if self in _UNREAD and not self._told else None
 
     def _run(self, work: Callable[[], Path]) -> None:
+        began = time.monotonic()
         try:
             path = work()
         except BaseException as error:
             _UNREAD[self] = str(error)
             self.result.set_exception(error)
         else:
+            self.seconds = time.monotonic() - began
             self.result.set_result(path)
 
 

@@ -74,6 +74,8 @@ class Copies:
         """Steps made so far. Set it after a load amid the training."""
         self.saved: int | None = None
         """The step of the newest copy that is complete on all nodes."""
+        self.seconds: float | None = None
+        """How long that copy was under way."""
         self._path, self._copies, self._every, self._extra = path_of(path), copies, every, extra
         self._frozen: Frozen = frozen
         # It holds this object: a cycle would keep the model's memory.
@@ -110,7 +112,7 @@ class Copies:
         if self._saving is None:
             return None
         path = self._saving.wait()
-        self.saved = self._begun
+        self.saved, self.seconds = self._begun, self._saving.seconds
         return path
 
     def stop(self) -> None:
@@ -143,13 +145,14 @@ class Copies:
         """Take notice of how the last copy has ended."""
         if self._saving is None:
             return
-        error, taken, late = self._saving.exception(), self.step - self._begun, self._late
+        error, seconds, late = self._saving.exception(), self._saving.seconds, self._late
         self._saving, self._late = None, False
         if error is not None:
             self._warn(f"step {self._begun} has no copies: {error}", first=first)
             return
-        self.saved = self._begun
+        self.saved, self.seconds = self._begun, seconds
         if late:
+            taken = self.step - self._begun
             self._warn(
                 f"every={self._every} is too small: a copy is under way for up to {taken} steps, so the link allows "
                 f"one in {taken} steps, and a lost node costs as many",
