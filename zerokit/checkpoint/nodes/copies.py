@@ -139,7 +139,7 @@ class Copies:
         except CheckpointError as error:
             self._warn(f"step {self.step} has no copies: {error}", first=together.rank == 0)
         else:
-            self._saving.is_told_elsewhere()
+            self._saving.leave_failure_to_owner()
 
     def _end(self, *, first: bool) -> None:
         """Take notice of how the last copy has ended."""
