@@ -114,7 +114,7 @@ class Training:
         self.optimizer.zero_grad()
         if self.ema is not None:
             self.ema.update()
-        return float(loss)
+        return float(loss.detach())
 
     def train(self, first: int, last: int) -> None:
         for number in range(first, last):

@@ -127,7 +127,7 @@ def test_a_stale_node_and_another_training_are_named(step: Path, tmp_path: Path,
     done = zerokit.gather([nodes[0], stale, *away, nodes[2]], tmp_path / "out")
     assert contents(tmp_path / "out") == contents(step.parent)
     assert f"{stale}: has nothing of this save of step 100, only 90" in done.notes
-    passed = "step 500 is of another training, which saved it before: it is passed over"
+    passed = "step 500 is of another training: it is passed over"
     assert f"{away[3]}/step-00000500: {passed}" in done.notes
 
 
