@@ -124,9 +124,8 @@ _UNREAD: dict[Saving, str] = {}
 @atexit.register
 def warn_of_failures() -> None:
     """Warn, at the program's end, of failed saves that were not waited for."""
-    for saving, text in _UNREAD.items():
-        if saving.unread:
-            warnings.warn(f"a background save failed without a wait(): {text}", ZerokitWarning, stacklevel=1)
+    for text in _UNREAD.values():
+        warnings.warn(f"a background save failed without a wait(): {text}", ZerokitWarning, stacklevel=1)
 
 
 class Saving:
