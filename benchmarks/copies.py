@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 import zerokit
 from benchmarks.measuring import bar_holds, in_rounds, read_options, spread, write_json
 from benchmarks.ranks import run_ranks
-from zerokit.checkpoint.nodes import sending
 from zerokit.checkpoint.together import Together
 
 WORLD, WIDTH, EVERY, COPIES = 2, 1024, 10, 2
@@ -57,7 +56,7 @@ def train(directory: str, disk: str, size_mb: float, steps: int, name: str) -> d
 
     copies = zerokit.Copies(optimizer, run, copies=COPIES, every=EVERY) if name == WITH else None
     times = []
-    with mock.patch.object(sending.Together, "swap", counted):
+    with mock.patch.object(Together, "swap", counted):
         for _ in range(steps):
             started = time.perf_counter()
             optimizer.backward(model(batch).square().mean())
@@ -109,7 +108,9 @@ def main() -> int:
         found = run_ranks(train, str(nodes), str(disk), options.size_mb, options.steps, name, world=WORLD)
         runs.setdefault(name, []).append(found)
         # The mean of whole intervals: a copy holds one step in ten.
-        slowest = [max(step) for step in zip(*(rank["ms"][EVERY:] for rank in found), strict=True)]
+        slowest: list[float] = [
+            max(step) for step in zip(*(rank["ms"][EVERY:] for rank in found), strict=True)
+        ]
         return sum(slowest) / len(slowest)
 
     try:
