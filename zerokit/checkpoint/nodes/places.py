@@ -7,11 +7,12 @@ import stat
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from zerokit.checkpoint.disk import is_there, read_whole
 from zerokit.checkpoint.manifest import NAME, own_checksum
-from zerokit.checkpoint.nodes.complete import Choice, Holding, Key, choose
+from zerokit.checkpoint.nodes.complete import Choice, Holding, Key, choose, lacking
 from zerokit.checkpoint.nodes.fetching import FromNodes, OnNodes
 from zerokit.checkpoint.nodes.locally import go_on
 from zerokit.checkpoint.nodes.members import require_private
@@ -63,20 +64,26 @@ class StepsOnNodes:
         return sorted({step for step, _ in self._look(lazily=True)[1]})
 
     def readings(self) -> Iterator[FromNodes]:
-        """Ways to read the complete steps, the newest first. One more is asked for where the last one has failed."""
-        tried: set[Key] = set()
+        """Ways to read the complete steps, the newest first. One more is asked for where the last one has failed.
+
+        A step that several places have is read from all of them, then from each alone.
+        """
+        tried: set[tuple[Holding, ...]] = set()
         for lazily in (True, False):
-            holdings, complete = self._look(lazily=lazily)
-            for key in complete:
-                if key in tried:
-                    continue
-                tried.add(key)
-                try:
-                    reading = self._opened([one for one in holdings if one.key == key])
-                except CheckpointError as error:
-                    self.note_failure(error)
-                else:
-                    yield reading
+            by_place, complete = self._look(lazily=lazily)
+            # Where the newest step is damaged, later places may have it, or a newer one than earlier places.
+            for key in complete[:1] if lazily else complete:
+                each = [[one for one in found if one.key == key] for found in by_place]
+                for there in (tuple(chain(*each)), *map(tuple, each)):
+                    if there in tried or not there or lacking(there):
+                        continue
+                    tried.add(there)
+                    try:
+                        reading = self._opened(there)
+                    except CheckpointError as error:
+                        self.note_failure(error)
+                    else:
+                        yield reading
 
     def note_failure(self, error: CheckpointError) -> None:
         """Note why a step was not loaded."""
@@ -100,25 +107,28 @@ class StepsOnNodes:
             return MissingPath(f"{where}: no step of zerokit's on any rank's node")
         return CheckpointError(f"{where}: no step that is complete and undamaged: {'; '.join(self._notes)}")
 
-    def _look(self, *, lazily: bool) -> tuple[list[Holding], tuple[Key, ...]]:
-        """What all ranks have, and the complete steps. `lazily` reads of later places only what is newer."""
-        holdings: list[Holding] = []
+    def _look(self, *, lazily: bool) -> tuple[list[list[Holding]], tuple[Key, ...]]:
+        """What all ranks have, by place, and the complete steps.
+
+        `lazily` reads of later places only what is newer.
+        """
+        by_place: list[list[Holding]] = []
         choice = Choice((), ())
         faults: list[str] = []
         for place in self._places:
             above = choice.complete[0][0] if lazily and choice.complete else -1
             found, wrong = self._scanned(place, above)
-            holdings += found
+            by_place.append(found)
             faults += wrong
-            choice = choose(holdings, whole=self._whole)
-        self._seen = self._seen or bool(holdings)
+            choice = choose(chain(*by_place), whole=self._whole)
+        self._seen = self._seen or any(by_place)
         self._notes = list(dict.fromkeys([*self._notes, *faults, *choice.notes]))
-        for one in holdings:
+        for one in chain(*by_place):
             if one.record is not None:
                 run, saved = one.record.run, one.record.saved
                 self._runs[one.key] = run
                 self._saved[run] = max(saved, self._saved.get(run, 0))
-        return holdings, choice.complete
+        return by_place, choice.complete
 
     def _scanned(self, place: Path, above: int) -> tuple[list[Holding], list[str]]:
         """All ranks' holdings at a place, and what is wrong with it on some."""
