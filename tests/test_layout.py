@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from zerokit.layout import (
@@ -114,7 +114,8 @@ def _require_tiles(layout: Layout, unit: Unit) -> None:
             assert (part.start, rank > last) == (end, True)
             end, last = part.stop, rank
         assert end == parameter.numel
-        assert layout.owners(layout.positions[parameter.name]).stop == last + 1
+        owners = layout.owners(layout.positions[parameter.name])
+        assert (owners[-1] if owners else -1) == last
 
 
 @settings(max_examples=300)
@@ -232,6 +233,48 @@ def test_equal_pieces_are_aligned_and_pad_as_little_as_that_takes(numel: int, pi
     assert {cut.piece(index).numel for index in range(pieces)} == {cut.piece_numel}
     assert cut.piece_numel % ALIGNMENT == 0
     assert 0 <= cut.whole.numel - numel < ALIGNMENT * pieces
+
+
+@given(st.integers(0, 100_000), st.lists(st.integers(0, 1000), min_size=1, max_size=50))
+def test_pieces_have_their_shares_to_within_an_alignment(numel: int, shares: list[int]) -> None:
+    assume(any(shares))
+    cut = Cut.weighted(numel, shares)
+    assert len(cut) == len(shares)
+    if len(set(shares)) == 1:
+        assert cut == Cut.equal(numel, len(shares))
+        return
+    assert numel <= cut.whole.numel < numel + ALIGNMENT
+    for index, share in enumerate(shares):
+        piece = cut.piece(index)
+        assert piece.start % ALIGNMENT == 0
+        assert abs(piece.numel - numel * share / sum(shares)) < ALIGNMENT
+        assert share or not piece.numel
+    owners = list(cut.owners(cut.whole))
+    assert owners == [index for index in range(len(cut)) if cut.piece(index).numel]
+
+
+@given(models(), st.lists(st.integers(0, 9), min_size=1, max_size=6), BUCKETS)
+def test_layouts_of_shares_have_every_element_once(
+    segments: list[Segment], shares: list[int], bucket: int
+) -> None:
+    assume(any(shares))
+    layout = build_layout(segments, world=len(shares), bucket_bytes=bucket, shares=shares)
+    assert layout == build_layout(segments, world=1, bucket_bytes=bucket).for_world(len(shares), shares)
+    owned = {rank: dict(layout.owned(rank)) for rank in range(layout.world)}
+    for position, parameter in enumerate(layout.parameters):
+        end = 0
+        for rank, cut, _ in layout.cuts(position):
+            assert cut.start == end < cut.stop
+            assert owned[rank][position] == cut
+            end = cut.stop
+        assert end == parameter.numel
+        assert [rank for rank, _, _ in layout.cuts(position)] == list(layout.owners(position))
+
+
+@pytest.mark.parametrize("shares", [(1,), (0, 0), (-1, 2), (1, 2, 3), (1, 2**21)])
+def test_shares_that_fit_no_world_are_refused(shares: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="shares"):
+        build_layout([], world=2, bucket_bytes=1, shares=shares)
 
 
 @given(st.integers(0, 5000), st.integers(1, 6), st.integers(1, 6))

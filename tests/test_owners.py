@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from zerokit.errors import UsageError
@@ -150,11 +150,26 @@ def test_every_rank_finds_the_same_owners(case: Any) -> None:
 
 
 @settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=40), st.lists(st.integers(0, 9), min_size=1, max_size=9))
+def test_costs_are_dealt_out_by_shares(costs: list[int], shares: list[int]) -> None:
+    """Who has most for its share had least for it when it was given the last."""
+    assume(any(shares))
+    loads = [0] * len(shares)
+    for cost, owner in zip(costs, deal(costs, shares), strict=True):
+        loads[owner] += cost
+    assert all(share or not load for load, share in zip(loads, shares, strict=True))
+    most = max(costs, default=0)
+    by_share = [load / share for load, share in zip(loads, shares, strict=True) if share]
+    last = [most / share for share in shares if share]
+    assert max(by_share) - min(by_share) <= max(last)
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 9))
 def test_costs_are_dealt_out_evenly(costs: list[int], owners: int) -> None:
     """By LPT: at most 4/3 of the best, which is no less than the mean and the dearest (Graham 1969)."""
     loads = [0] * owners
-    for cost, owner in zip(costs, deal(costs, owners), strict=True):
+    for cost, owner in zip(costs, deal(costs, [1] * owners), strict=True):
         loads[owner] += cost
     # Who has most was given the last one when it had least.
     assert max(loads) <= max(sum(costs) / owners + max(costs, default=0), max(costs, default=0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 ALIGNMENT = 64
 """Elements. 64 fp32 elements are four cache lines and no fewer than any CPU's or GPU's vector width."""
@@ -56,9 +56,27 @@ class Cut:
         # A range is as small for thousands of ranks as for two.
         return cls(range(0, size * pieces + 1, size) if size else (0,) * (pieces + 1))
 
+    @classmethod
+    def weighted(cls, numel: int, shares: Sequence[int], alignment: int = ALIGNMENT) -> Cut:
+        """Pieces in proportion to `shares`, for at least `numel` elements from 0 on.
+
+        Bounds are rounded up to multiples of `alignment`, so a piece is as large as its share to within one alignment,
+        and one of share 0 is empty. Equal shares give equal pieces.
+        """
+        if len(set(shares)) == 1:
+            return cls.equal(numel, len(shares), alignment)
+        total = sum(shares)
+        return cls((0, *(align(-(-numel * end // total), alignment) for end in accumulate(shares))))
+
     def __len__(self) -> int:
         """The number of pieces."""
         return len(self.bounds) - 1
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all pieces have the same number of elements."""
+        bounds, size = self.bounds, self.bounds[1] - self.bounds[0]
+        return isinstance(bounds, range) or all(b - a == size for a, b in pairwise(bounds))
 
     @property
     def whole(self) -> Interval:
@@ -68,19 +86,23 @@ class Cut:
     @property
     def piece_numel(self) -> int:
         """Elements of each piece, for what works on equal ones only. Raises `ValueError` for a cut into others."""
-        bounds, size = self.bounds, self.bounds[1] - self.bounds[0]
-        if not isinstance(bounds, range) and any(b - a != size for a, b in pairwise(bounds)):
-            raise ValueError(f"expected a cut into equal pieces, not one at {', '.join(map(str, bounds))}")
-        return size
+        if not self.is_equal:
+            raise ValueError(
+                f"expected a cut into equal pieces, not one at {', '.join(map(str, self.bounds))}"
+            )
+        return self.bounds[1] - self.bounds[0]
 
     def piece(self, index: int) -> Interval:
         return Interval(self.bounds[index], self.bounds[index + 1])
 
-    def owners(self, interval: Interval) -> range:
-        """The pieces that hold some of an interval, which are neighbours; none if it is empty."""
+    def owners(self, interval: Interval) -> Sequence[int]:
+        """The pieces that hold some of an interval, in order; none if it is empty."""
         if not interval.numel:
             return range(0)
-        return range(bisect_right(self.bounds, interval.start) - 1, bisect_left(self.bounds, interval.stop))
+        near = range(bisect_right(self.bounds, interval.start) - 1, bisect_left(self.bounds, interval.stop))
+        if isinstance(self.bounds, range):
+            return near
+        return tuple(piece for piece in near if self.bounds[piece] < self.bounds[piece + 1])
 
     def joined(self, count: int) -> Cut:
         """The coarser cut that joins each `count` neighbours, which divides the number of pieces."""

@@ -1,7 +1,8 @@
 """The owners of elements: the one module that cuts the line of trainable state.
 
 A model's parameters, in order, form a line of elements. Neighbouring parameters form *units*, which are
-communicated together; each unit has a `Cut` into contiguous pieces, one a rank, the *shards*, which are equal so far:
+communicated together; each unit has a `Cut` into contiguous pieces, one a rank, the *shards*, equal or in proportion to
+ranks' shares:
 
     unit    | wq (70)      |pad| wk (64)      | bias (3) |  pad          |     alignment 64
     memory  0              70  128            192        195            256    128 elements a rank, N = 2
@@ -10,8 +11,8 @@ communicated together; each unit has a `Cut` into contiguous pieces, one a rank,
     cut     0                            128                          256
 
 Positions inside a unit are *memory coordinates*: every parameter starts at a multiple of `ALIGNMENT`
-elements, parameters of one optimizer group lie together, and the unit's length is a multiple of
-`world * ALIGNMENT`. Aligned starts and lengths leave fused kernels no vector tail; a tail rounds differently,
+elements, parameters of one optimizer group lie together, and every shard's length is a multiple of
+`ALIGNMENT`. Aligned starts and lengths leave fused kernels no vector tail; a tail rounds differently,
 so that results would depend on the cut. Padding exists in memory only: whatever leaves the process is
 described by `Slice`s, which know nothing of it.
 
@@ -115,8 +116,15 @@ class Unit:
         cls, index: int, scopes: tuple[str, ...], parameters: tuple[Parameter, ...], world: int
     ) -> Unit:
         """A unit in `world` equal shards."""
+        return cls.of_shares(index, scopes, parameters, (1,) * world)
+
+    @classmethod
+    def of_shares(
+        cls, index: int, scopes: tuple[str, ...], parameters: tuple[Parameter, ...], shares: Sequence[int]
+    ) -> Unit:
+        """A unit in shards that are in proportion to `shares`, one for each rank."""
         numel = sum(align(parameter.numel) for parameter in parameters)
-        return cls(index, scopes, parameters, Cut.equal(numel, world))
+        return cls(index, scopes, parameters, Cut.weighted(numel, shares))
 
     @property
     def world(self) -> int:
@@ -156,8 +164,9 @@ class Unit:
 
     @property
     def holders(self) -> int:
-        """The number of ranks that hold some of it; these are the first ranks."""
-        return self.cut.owners(Interval(0, self._aligned_numel)).stop
+        """The number of the rank after the last one that holds some of it."""
+        owners = self.cut.owners(Interval(0, self._aligned_numel))
+        return owners[-1] + 1 if owners else 0
 
     @property
     def numel(self) -> int:
@@ -219,11 +228,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout: all units of a model, in the order of the line, for one world size."""
+    """The layout: all units of a model, in the order of the line, for one world size.
+
+    `shares` are those of ranks, in the order of shards, with no common divisor; empty where all shards are equal.
+    """
 
     world: int
     bucket_bytes: int
     units: tuple[Unit, ...]
+    shares: tuple[int, ...] = ()
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[Unit, Slice]]:
@@ -247,12 +260,12 @@ class Layout:
                 yield self.positions[part.parameter.name], part.interval
 
     def _count_holding(self, rank: int) -> int:
-        """Units of which the rank holds some: the first ones of `_holders`."""
+        """Units of which the rank may hold some: the first ones of `_holders`."""
         return bisect_right(self._holders, -rank - 1, key=lambda unit: -unit[0])
 
     @cached_property
     def _holders(self) -> list[tuple[int, int]]:
-        """How many ranks hold some of each unit, and its index among the units; those that most ranks hold first.
+        """`holders` of each unit, and its index among the units; those that most ranks hold first.
 
         At many ranks most have nothing of small units, and need not look at them.
         """
@@ -267,14 +280,18 @@ class Layout:
         """The unit of the parameter called `name`, and the parameter's slice of it. Raises `KeyError`."""
         return self._by_name[name]
 
-    def for_world(self, world: int) -> Layout:
-        """The same units, cut for `world` ranks. Raises `ValueError` for fewer than 1."""
-        _check_world(world)
-        units = tuple(Unit.equal(unit.index, unit.scopes, unit.parameters, world) for unit in self.units)
-        return Layout(world, self.bucket_bytes, units)
+    def for_world(self, world: int, shares: Sequence[int] = ()) -> Layout:
+        """The same units, cut for `world` ranks, in proportion to `shares` if there are some.
 
-    def owners(self, position: int) -> range:
-        """The ranks that hold some of a parameter, which are neighbours; none if it has no elements."""
+        Raises `ValueError` for fewer than one rank, and for shares that `reduced` refuses.
+        """
+        shares = reduced(world, shares)
+        each = shares or (1,) * world
+        units = tuple(Unit.of_shares(unit.index, unit.scopes, unit.parameters, each) for unit in self.units)
+        return Layout(world, self.bucket_bytes, units, shares)
+
+    def owners(self, position: int) -> Sequence[int]:
+        """The ranks that hold some of a parameter, in order; none if it has no elements."""
         unit, whole = self._by_name[self.parameters[position].name]
         return unit.cut.owners(whole.memory)
 
@@ -293,6 +310,7 @@ class Layout:
         """The layout as plain data: the part on which ranks must agree, and from which a reader rebuilds it."""
         return {
             "world": self.world,
+            **({"shares": self.shares} if self.shares else {}),
             "alignment": ALIGNMENT,
             "bucket_bytes": self.bucket_bytes,
             "units": [
@@ -327,17 +345,19 @@ def build_layout(
     world: int,
     bucket_bytes: int,
     settings: Mapping[str, Hashable] | None = None,
+    shares: Sequence[int] = (),
 ) -> Layout:
-    """Join segments to units and cut each for `world` ranks.
+    """Join segments to units and cut each for `world` ranks, in proportion to `shares` if there are some.
 
     Frozen parameters form units of their own, one dtype a unit, and so do parameters of each of the `settings`, by
     name. Neighbouring segments of the same kind (modules, or the rest) join while their elements, counted at
     `LAYOUT_BYTES`, stay within `bucket_bytes`; a segment is never split otherwise, however large. The result depends on
     neither stage nor precision, where these are the same for all.
 
-    Raises `ValueError` for a world size below 1 or a parameter named twice.
+    Raises `ValueError` for a world size below 1, shares that `reduced` refuses, or a parameter named twice.
     """
-    _check_world(world)
+    shares = reduced(world, shares)
+    each = shares or (1,) * world
     joined: list[list[Segment]] = []
     open_units: dict[Hashable, list[Segment]] = {}
     numel: dict[Hashable, int] = {}
@@ -351,17 +371,35 @@ def build_layout(
                 open_units[kind] = unit
                 joined.append(unit)
             unit.append(Segment(segment.scope, members))
-    units = tuple(_make_unit(index, pieces, world) for index, pieces in enumerate(joined))
+    units = tuple(_make_unit(index, pieces, each) for index, pieces in enumerate(joined))
     names = [parameter.name for unit in units for parameter in unit.parameters]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"parameters named twice: {', '.join(twice)}")
-    return Layout(world, bucket_bytes, units)
+    return Layout(world, bucket_bytes, units, shares)
 
 
-def _check_world(world: int) -> None:
+MAX_SHARE = 1 << 20
+
+
+def reduced(world: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """The same shares without a common divisor; none where all are equal.
+
+    Raises `ValueError` for a world size below 1, and for shares that are not one of 0 to `MAX_SHARE` for each rank, or
+    all 0.
+    """
     if world < 1:
         raise ValueError(f"a layout needs a world size of at least 1, not {world}")
+    if not shares:
+        return ()
+    if len(shares) != world:
+        raise ValueError(f"{len(shares)} shares are given, expected one for each of {world} ranks")
+    if not all(type(share) is int and 0 <= share <= MAX_SHARE for share in shares) or not any(shares):
+        raise ValueError(
+            f"shares {', '.join(map(str, shares))[:60]}: expected integers from 0 to {MAX_SHARE}, not all of them 0"
+        )
+    divisor = math.gcd(*shares)
+    return () if len(set(shares)) == 1 else tuple(share // divisor for share in shares)
 
 
 def _kinds(
@@ -375,11 +413,11 @@ def _kinds(
     return {kind: tuple(members) for kind, members in kinds.items()}
 
 
-def _make_unit(index: int, pieces: Sequence[Segment], world: int) -> Unit:
+def _make_unit(index: int, pieces: Sequence[Segment], shares: Sequence[int]) -> Unit:
     # A stable sort keeps the line's order inside a group; groups must lie together (see `groups_within`).
     parameters = sorted((p for piece in pieces for p in piece.parameters), key=lambda p: p.group)
     scopes = dict.fromkeys(piece.scope for piece in pieces if piece.scope is not None)
-    return Unit.equal(index, tuple(scopes), tuple(parameters), world)
+    return Unit.of_shares(index, tuple(scopes), tuple(parameters), shares)
 
 
 def is_pooled(unit: Unit, bucket_bytes: int) -> bool:

@@ -77,7 +77,7 @@ class Owners:
         cost: Cost = default_cost,
     ) -> None:
         """Those of the parameters in these optimizer `groups`; see `whole_tensors`. Raises `UsageError` for costs."""
-        self._units, self.placement = layout.units, placement
+        self._units, self._shares, self.placement = layout.units, layout.shares, placement
         self.groups = frozenset(groups)
         tensors = list(whole_tensors(layout, groups, row_blocks or {}))
         self.costs = {shape: _checked(cost(shape), shape) for shape in {each.shape for each in tensors}}
@@ -96,13 +96,18 @@ class Owners:
         return self.placement.of_unit(unit.index).owners(unit)
 
     def _place(self, tensors: Sequence[Whole], pieces: int) -> Iterator[Whole]:
-        owners = deal([self.costs[tensor.shape] for tensor in tensors], pieces)
+        each = len(self._shares) // pieces
+        shares = [
+            sum(self._shares[each * piece : each * (piece + 1)]) for piece in range(pieces if each else 0)
+        ]
+        owners = deal([self.costs[tensor.shape] for tensor in tensors], shares or [1] * pieces)
         here = [0] * pieces
         for tensor, owner in zip(tensors, owners, strict=True):
             cut = self.cut(self._units[tensor.unit])
             for piece in cut.owners(tensor.interval):
                 here[(piece - owner) % pieces] += cut.piece(piece).intersection(tensor.interval).numel
-        rotation = max(range(pieces), key=here.__getitem__)
+        # With shares each owner is a certain piece already.
+        rotation = 0 if len(set(shares)) > 1 else max(range(pieces), key=here.__getitem__)
         ends: dict[tuple[int, int], int] = {}
         for tensor, owner in zip(tensors, owners, strict=True):
             owner = (owner + rotation) % pieces
@@ -197,13 +202,13 @@ def _checked(cost: object, shape: Shape) -> float:
     return cost
 
 
-def deal(costs: Sequence[float], owners: int) -> list[int]:
-    """An owner for each of these costs: the dearest first, each to the owner that has least so far."""
-    loads = [(0.0, owner) for owner in range(owners)]
+def deal(costs: Sequence[float], shares: Sequence[int]) -> list[int]:
+    """An owner for each of these costs: the dearest first, each to the owner that has least so far for its share."""
+    loads = [(0.0, owner) for owner, share in enumerate(shares) if share]
     dealt = [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         load, owner = loads[0]
-        heapq.heapreplace(loads, (load + costs[number], owner))
+        heapq.heapreplace(loads, (load + costs[number] / shares[owner], owner))
         dealt[number] = owner
     return dealt
 

@@ -26,7 +26,8 @@ class BlockFormat:
 
     def unit_nbytes(self, unit: Unit) -> int:
         """Bytes of a unit's payload and of the scales of all its shards."""
-        scales = unit.world * -(-unit.cut.piece_numel // self.block)
+        pieces = map(unit.cut.piece, range(unit.world))
+        scales = sum(-(-piece.numel // self.block) for piece in pieces)
         return -(-unit.payload_numel * self.bits // 8) + 2 * scales
 
 

@@ -79,10 +79,15 @@ def slices(manifest: dict[str, Any], rank: int) -> dict[int, tuple[int, int]]:
     for unit in manifest["units"]:
         members = range(position, position + unit["parameters"])
         numels = [math.prod(manifest["parameters"][place]["shape"]) for place in members]
-        size = up(-(-sum(map(up, numels)) // manifest["world"]))
+        total = sum(map(up, numels))
+        size = up(-(-total // manifest["world"]))
+        first, last = rank * size, (rank + 1) * size
+        if shares := manifest.get("shares"):
+            ends = [up(-(-total * sum(shares[:count]) // sum(shares))) for count in range(len(shares) + 1)]
+            first, last = ends[rank], ends[rank + 1]
         offset = 0
         for place, numel in zip(members, numels, strict=True):
-            start, stop = max(offset, rank * size), min(offset + numel, (rank + 1) * size)
+            start, stop = max(offset, first), min(offset + numel, last)
             if start < stop:
                 found[place] = (start - offset, stop - offset)
             offset += up(numel)
@@ -438,8 +443,8 @@ REFUSALS: dict[str, tuple[Callable[[Any], None], str]] = {
     "weights with more": (put("content", value="weights"), "but there is optimizer state: 'exp_avg'"),
     "another format": (put("format", value="torch"), "format is 'torch', expected 'zerokit.checkpoint'"),
     "another major version": (
-        put("version", value=[5, 0]),
-        r"version is 5.0, this zerokit reads 1.x to 4.x: use",
+        put("version", value=[6, 0]),
+        r"version is 6.0, this zerokit reads 1.x to 5.x: use",
     ),
     "frozen nowhere": (put("version", value=[2, 0]), "'frozen' is missing"),
     "frozen elsewhere": (

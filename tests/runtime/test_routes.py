@@ -137,32 +137,42 @@ def test_every_route_adds_terms_in_rank_order(world: int, name: str, dtype: torc
         assert routes == ["memory", "sockets", "nccl"][: len(routes)]
 
 
-def _along_an_unequal_cut() -> list[str]:
-    rank, found = dist.get_rank(), []
-    unit = Unit(0, (), (Parameter("p", (300,)),), Cut((0, 10, 210, 300)))
-    own, buckets = unit.shard(rank), [torch.arange(300.0) * (peer + 1) for peer in range(3)]
-    for collectives in _routes(""):
+def _along_an_unequal_cut(bounds: tuple[int, ...], name: str) -> list[str]:
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    unit = Unit(0, (), (Parameter("p", (300,)),), Cut(bounds))
+    own, buckets = unit.shard(rank), _buckets(100, torch.float32, alike=name in BLOCK_FORMATS)
+    wires = [_wire(name, torch.float32, peer) for peer in range(world)]
+    for collectives in _routes(name):
         found.append(collectives.route)
-        bucket, out = (
-            Shards(unit, buckets[rank].clone()),
-            Shards(unit, torch.zeros(own.numel), own),
-        )
-        collectives.reduction(bucket, out).start().wait()
-        assert torch.equal(out.tensor, sum(buckets, torch.zeros(()))[own.start : own.stop])
+        share, terms = 1.0 / world if collectives.averages else 1.0, []
+        for form, given in zip(wires, buckets, strict=True):
+            terms.append(torch.empty(300))
+            packed, sizes = form.pack_cut(Shards(unit, given), unit.cut, share)
+            for piece, there in zip(
+                packed.split(sizes), Shards(unit, terms[-1]).pieces(unit.cut), strict=True
+            ):
+                form.unpack(piece, there, add=False)
+        expected, wire = _in_order(terms), wires[rank]
+        bucket, out = Shards(unit, buckets[rank].clone()), Shards(unit, torch.zeros(own.numel), own)
+        collectives.reduction(bucket, out, wire=wire if name else None).start().wait()
+        assert torch.equal(out.tensor, expected[own.start : own.stop])
+        received = (world - 1) * wire.packed_numel(own.numel) * wire.dtype.itemsize
+        assert collectives.traffic.received_bytes == received
         whole = Shards(unit, torch.zeros(300))
         collectives.gather(whole, own=out).start().wait()
-        assert torch.equal(whole.tensor, sum(buckets, torch.zeros(())))
-        assert collectives.traffic.received_bytes == 4 * (2 * own.numel + 300 - own.numel)
+        assert torch.equal(whole.tensor, expected)
+        assert collectives.traffic.received_bytes == received + 4 * (300 - own.numel)
         collectives.wait_for_readers()
-        with pytest.raises(ValueError, match="into equal pieces, not one at 0, 10, 210, 300"):
-            collectives.reduction(bucket, out, wire=BF16)
     return found
 
 
-def test_routes_of_hosts_move_elements_from_cut_to_cut() -> None:
-    """Pieces of other sizes too; what packs them in rows says that it does not."""
+@pytest.mark.parametrize("bounds", [(0, 10, 210, 300), (0, 0, 300, 300), (0, 150, 150, 300)])
+@pytest.mark.parametrize("wire", ["", "bf16", "int8"])
+def test_routes_move_elements_from_cut_to_cut(bounds: tuple[int, ...], wire: str) -> None:
+    """Pieces of other sizes too, and empty ones."""
     require_memory_route()
-    assert run_ranks(3, _along_an_unequal_cut) == [["memory", "sockets"]] * 3
+    routes = ["memory", "sockets", *(["nccl"] if wire == "bf16" else [])]
+    assert run_ranks(3, _along_an_unequal_cut, bounds, wire) == [routes] * 3
 
 
 def _runs(turn: int, run: Run) -> list[dict[str, Run]]:

@@ -12,7 +12,7 @@ from typing import Any
 from zerokit.checkpoint.checksum import from_text
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, LENGTH_BYTES
 from zerokit.checkpoint.strict import bounded, member, members, shape_of
-from zerokit.layout import Layout, Parameter, Unit
+from zerokit.layout import Layout, Parameter, Unit, reduced
 
 _MAX_POSITIONS = 1 << 22
 
@@ -102,8 +102,13 @@ def dtype_of(entry: dict[str, Any]) -> str:
     return dtype
 
 
-def layout_of(top: dict[str, Any], world: int) -> Layout:
-    """The line, in its units, cut for `world` ranks."""
+def layout_of(top: dict[str, Any], world: int, *, shares: bool = False) -> Layout:
+    """The line, in its units, cut for `world` ranks: by the member "shares", if `shares`."""
+    own = reduced(world, members(top, "shares", int)) if shares else ()
+    if shares and list(own) != top["shares"]:
+        raise ValueError(
+            "'shares' are equal, or have a common divisor: expected the least integers of other shares"
+        )
     parameters = []
     names: set[str] = set()
     for entry in members(top, "parameters", dict):
@@ -131,11 +136,12 @@ def layout_of(top: dict[str, Any], world: int) -> Layout:
             raise ValueError(
                 f"unit {len(units)} mixes frozen and trainable parameters, or groups out of order"
             )
-        units.append(Unit.equal(len(units), tuple(members(entry, "scopes", str)), held, world))
+        scopes = tuple(members(entry, "scopes", str))
+        units.append(Unit.of_shares(len(units), scopes, held, own or (1,) * world))
         start = stop
     if start != len(parameters):
         raise ValueError(f"units hold {start} parameters, but {len(parameters)} are listed")
-    return Layout(world, bounded(top, "bucket_bytes", 0), tuple(units))
+    return Layout(world, bounded(top, "bucket_bytes", 0), tuple(units), own)
 
 
 class Budget:

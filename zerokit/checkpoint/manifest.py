@@ -31,12 +31,12 @@ BUFFER_PREFIX = "buffers/"
 """Names of buffers in `common` begin so."""
 
 FORMAT = "zerokit.checkpoint"
-MAJORS = (1, 2, 3, 4)
+MAJORS = (1, 2, 3, 4, 5)
 """Major versions that are read; a higher minor one only adds members that a reader may ignore.
 
 Each checkpoint is written as the first version that has what is in it, so that older readers have the bytes they know:
 1.1 added weights alone, 1.2 values of `extra` by rank, 1.3 how many steps were skipped, 2.0 frozen parameters that are
-not in the ranks' files, 3.0 states that are not cut, 4.0 states in codes with scales."""
+not in the ranks' files, 3.0 states that are not cut, 4.0 states in codes with scales, 5.0 ranks' shares."""
 
 BASE = re.compile(r"frozen-[0-9a-f]{16}")
 """Names of directories beside steps that have frozen parameters."""
@@ -128,6 +128,7 @@ class Manifest:
             "step": self.step,
             **skips,
             "world": layout.world,
+            **({"shares": list(layout.shares)} if layout.shares else {}),
             "alignment": ALIGNMENT,
             "bucket_bytes": layout.bucket_bytes,
             "parameters": [{key: getattr(p, key) for key in _PARAMETER} for p in layout.parameters],
@@ -160,6 +161,8 @@ class Manifest:
         }
 
     def _version(self) -> list[int]:
+        if self.layout.shares:
+            return [5, 0]
         if any(stream.block > 1 for stream in self.streams):
             return [4, 0]
         if self.uncut:
@@ -208,7 +211,7 @@ class Manifest:
 
     def checksum(self, stream: int, position: int, rank: int) -> int:
         return self.checksums[stream][
-            self._first[stream][position] + rank - self.layout.owners(position).start
+            self._first[stream][position] + self.layout.owners(position).index(rank)
         ]
 
     def whole(self, stream: int, position: int) -> Piece:
@@ -308,7 +311,7 @@ def _manifest(plain: Any) -> Manifest:
     if alignment != ALIGNMENT:
         raise ValueError(f"alignment is {alignment}, expected {ALIGNMENT}")
     world = bounded(top, "world", 1, MAX_WORLD)
-    layout = layout_of(top, world)
+    layout = layout_of(top, world, shares=version[0] > 4)
     budget = Budget(sum(len(unit.parameters) for unit in layout.units))
     streams, checksums = [], []
     for entry in _few(top, "streams"):

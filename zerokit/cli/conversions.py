@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,6 +45,22 @@ _writing = options(
 )
 
 
+class Integers(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """Integers with commas between them."""
+
+    name = "integers"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        """Parse them."""
+        if isinstance(value, tuple):
+            return value
+        if not re.fullmatch(r"\d{1,7}(,\d{1,7})*", str(value), re.ASCII):
+            self.fail(f"{value!r}: expected integers with commas between them, such as 3,3,1,1.", param, ctx)
+        return tuple(map(int, str(value).split(",")))
+
+
 def _weights(prefix: str) -> Callable[[F], F]:
     """The options of weights for Hugging Face: dtype, max_shard_size and like; `prefix` begins their help."""
     return options(
@@ -70,6 +87,13 @@ def _weights(prefix: str) -> Callable[[F], F]:
 @click.command(epilog=_EPILOG)
 @checkpoint_argument
 @click.option("--to", "world", type=click.IntRange(min=1), required=True, help="Number of ranks.")
+@click.option(
+    "--shares",
+    type=Integers(),
+    default=(),
+    metavar="N,N,…",
+    help="How much each rank gets, such as 3,3,1,1, in the order of the ranks' files.  [default: all the same]",
+)
 @_writing
 def reshard(checkpoint: tuple[Path, ...], world: int, output: Path | None, as_json: bool, **how: Any) -> None:
     """Cut CKPT, a step or a run's newest, for another number of ranks.

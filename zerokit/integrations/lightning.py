@@ -78,8 +78,8 @@ class ZeroStrategy(_DDPStrategy):  # type: ignore[misc]
             `self.manual_backward(loss_sum, count=n)`.
         frozen: "never" leaves frozen parameters, such as the base under adapters, out of checkpoints: `fit` then
             continues with a module that was built with the same ones, and refuses others.
-        units, bucket_mb, prefetch, mesh, init_fn, loss_scale, on_nonfinite, row_blocks, update_cost, states: as for
-            `ZeroOptimizer`.
+        units, bucket_mb, prefetch, mesh, init_fn, loss_scale, on_nonfinite, row_blocks, update_cost, states, shares: as
+            for `ZeroOptimizer`.
         **options: of Lightning's `DDPStrategy`: accelerator, cluster_environment, process_group_backend, start_method,
             timeout.
 

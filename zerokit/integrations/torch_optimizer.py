@@ -20,7 +20,7 @@ from zerokit.training import ZeroOptimizer
 ZERO_OPTIONS = frozenset(
     {
         *("units", "bucket_mb", "prefetch", "mesh", "init_fn", "loss_scale", "on_nonfinite"),
-        *("row_blocks", "update_cost", "states"),
+        *("row_blocks", "update_cost", "states", "shares"),
     }
 )
 """Arguments of `ZeroOptimizer` that are the same in every library."""

@@ -47,6 +47,7 @@ from zerokit.runtime.options import (
 )
 from zerokit.runtime.precision import FLOATING
 from zerokit.runtime.readers import guard_readers
+from zerokit.runtime.shares import cut_by_shares
 from zerokit.runtime.step import StepControl
 from zerokit.runtime.torch_internals import uncompiled_module
 from zerokit.runtime.trials import probe_groups
@@ -110,6 +111,7 @@ class Runtime:
         of_units = [stages[unit.parameters[0].name] for unit in self.layout.units]
         whole = [number for number, states in enumerate(self.states) if states.whole is not None]
         self.collectives, self.placement = _connect(group, device, options, of_units, exchanges=bool(whole))
+        self.layout = cut_by_shares(self.layout, options.shares, self.collectives)
         rows = row_blocks_of(options.row_blocks, self.layout, whole)
         self.owners = Owners(self.layout, self.placement, whole, rows, options.update_cost or default_cost)
         require_shapes(classes, self.layout, self.owners)
@@ -120,6 +122,7 @@ class Runtime:
             "prefetch": str(options.prefetch),
             "on_nonfinite": str(options.on_nonfinite),
             "states": kind_of(options.states),
+            "shares": str(self.layout.shares or "equal"),
             "optimizer": " + ".join(inner.optimizer_class.__name__ for inner in classes),
             "the owners of whole tensors": str(self.owners),
             **_describe(classes),

@@ -80,6 +80,9 @@ class ZeroOptimizer(Reports):
         states: where masters and the optimizer's states are between steps: on the "device"; on the "host"; in a file in
             the directory of this path, on a disk of the node; or on the device with moments in "fp8". From elsewhere
             they visit the device unit by unit, and all bits stay as they are on it; fp8 rounds.
+        shares: how much of what is sharded each rank holds, such as (3, 3, 1, 1), by rank or along the inner axis of
+            the mesh; a rank of share 0 holds nothing. "memory" takes the free memory of each rank's device, agreed over
+            ranks and printed. By default all the same. Losses do not depend on it where sums go in rank order (gloo).
         **optimizer_options: passed to `optimizer_class`. `fused=True` is added where it is accepted.
 
     Raises:
@@ -115,6 +118,7 @@ class ZeroOptimizer(Reports):
         row_blocks: Mapping[str, int | Sequence[int]] | None = None,
         update_cost: Cost | None = None,
         states: str | os.PathLike[str] = "device",
+        shares: Sequence[int] | str | None = None,
         **optimizer_options: Any,
     ) -> None:
         self.precision = Precision.of(precision)
@@ -133,6 +137,7 @@ class ZeroOptimizer(Reports):
             row_blocks,
             update_cost,
             states,
+            shares,
         )
         self.runtime = made = Runtime(model, optimizer_class, self.with_own_ranks(options), optimizer_options)
         """What the optimizer is made of; for zerokit's own checkpoints."""

@@ -47,6 +47,7 @@ class Options:
     row_blocks: Mapping[str, int | Sequence[int]] | None
     update_cost: Cost | None
     states: str | os.PathLike[str]
+    shares: object
 
     def __post_init__(self) -> None:
         require_choice(self.on_nonfinite)

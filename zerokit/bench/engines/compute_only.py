@@ -35,7 +35,7 @@ class ComputeOnlyTrainer(Trainer):
         for share in shares_of(self.model, self.settings):
             stepped = share.parameters
             if self.settings.stage > 0 and share.whole:
-                owners = deal([default_cost(one.shape) for one in stepped], dist.get_world_size())
+                owners = deal([default_cost(one.shape) for one in stepped], [1] * dist.get_world_size())
                 dealt = zip(stepped, owners, strict=True)
                 stepped = [one for one, owner in dealt if owner == dist.get_rank()]
             elif self.settings.stage > 0:

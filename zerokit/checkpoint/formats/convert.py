@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -60,6 +61,7 @@ def convert(
     *,
     format: str | None = None,
     world: int | None = None,
+    shares: Sequence[int] = (),
     dtype: str | None = None,
     stream: str = "master",
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
@@ -81,6 +83,8 @@ def convert(
         format: "zerokit", "deepspeed" (from DeepSpeed only), "dcp" or "huggingface" (weights alone); by default the
             source's own, or zerokit's for a Hugging Face folder or a file.
         world: number of ranks that the output is cut for; by default the source's.
+        shares: of "zerokit": how much each rank gets, one integer a rank, in the order of the ranks' files; by default
+            all the same.
         dtype, stream, max_shard_size, like: of "huggingface"; see `consolidate`.
         jobs: threads that copy; up to four by default.
         force: replace an existing output of zerokit's; a run only if it holds no more than one step.
@@ -95,7 +99,9 @@ def convert(
         )
     beside, options = None if output is None else path_of(output), Options(jobs, force, progress)
     with opened_source(source, beside=beside, progress=progress) as checkpoint:
-        return _convert(checkpoint, beside, format, world, dtype, stream, max_shard_size, like, options)
+        return _convert(
+            checkpoint, beside, format, world, shares, dtype, stream, max_shard_size, like, options
+        )
 
 
 def _convert(
@@ -103,6 +109,7 @@ def _convert(
     output: Path | None,
     format: str | None,
     world: int | None,
+    shares: Sequence[int],
     dtype: str | None,
     stream: str,
     max_shard_size: int | str,
@@ -115,6 +122,8 @@ def _convert(
     ranks = checkpoint.world if world is None else world
     if type(ranks) is not int or not 1 <= ranks <= MAX_WORLD:
         raise UsageError(f"world={ranks!r}: expected an integer from 1 to {MAX_WORLD}")
+    if shares and kind != "zerokit":
+        raise UsageError(f"shares are for the format zerokit, not {kind}, whose ranks all have the same")
     if kind != "huggingface" and (dtype is not None or like is not None or stream != "master"):
         raise UsageError(f"dtype, stream and like are for the format huggingface, not {kind}")
     path = (checkpoint.run or checkpoint.path).resolve()
@@ -129,7 +138,7 @@ def _convert(
         dtypes = write_weights(checkpoint, target, options, dtype, stream, max_shard_size, like)
     elif kind == "zerokit":
         _note_ranks(checkpoint, ranks)
-        written = write_cut(checkpoint, ranks, target, options)
+        written = write_cut(checkpoint, _cut(checkpoint, ranks, shares, kept=world is None), target, options)
     elif kind == "dcp":
         write_dcp(checkpoint, ranks, target, options)
     elif isinstance(checkpoint, ForeignCheckpoint) and checkpoint.format == "deepspeed":
@@ -148,11 +157,12 @@ def reshard(
     world: int,
     output: str | os.PathLike[str] | None = None,
     *,
+    shares: Sequence[int] = (),
     jobs: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the checkpoint `source` as `world` ranks would have saved it, byte for byte.
+    """Write the checkpoint `source` as `world` ranks, of these `shares`, would have saved it, byte for byte.
 
     A checkpoint of DeepSpeed or DCP (FSDP2) keeps its format. A step becomes a step; a run becomes a run of one step,
     with its `latest`. `load` needs none of this: it reads checkpoints of any world size.
@@ -160,11 +170,11 @@ def reshard(
     Args:
         source: the directory of a step, or of a run, whose newest step is taken; or several, see `convert`.
         world: number of ranks, at least 1.
-        output, jobs, force, progress: see `convert`.
+        output, shares, jobs, force, progress: see `convert`.
 
     Returns the step's directory: the output, or in it. Raises as `convert` does.
     """
-    done = convert(source, output, world=world, jobs=jobs, force=force, progress=progress)
+    done = convert(source, output, world=world, shares=shares, jobs=jobs, force=force, progress=progress)
     return done.path
 
 
@@ -226,12 +236,21 @@ def _note_ranks(source: Source, world: int) -> None:
         )
 
 
-def write_cut(source: Source, world: int, target: Path, options: Options) -> Path:
-    """Write any source in zerokit's format, cut for `world` ranks: a step, or a run of one step.
+def _cut(source: Source, world: int, shares: Sequence[int], *, kept: bool) -> Layout:
+    """The source's layout for so many ranks; without `shares` as it is, if that is to be `kept`."""
+    if kept and not shares:
+        return source.layout
+    try:
+        return source.layout.for_world(world, shares)
+    except ValueError as error:
+        raise UsageError(f"shares={shares!r}: {error}") from None
+
+
+def write_cut(source: Source, layout: Layout, target: Path, options: Options) -> Path:
+    """Write any source in zerokit's format, cut as `layout` is: a step, or a run of one step.
 
     Returns the step's directory. Raises as `convert` does.
     """
-    layout = source.layout.for_world(world)
     with converting(source, target, options, foreign_to_checkpoint) as work:
         if source.run is None:
             _write(source, layout, work, options)

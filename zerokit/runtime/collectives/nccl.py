@@ -35,7 +35,7 @@ from zerokit.runtime.collectives.base import Collectives, Sums
 from zerokit.runtime.collectives.groups import clone
 from zerokit.runtime.collectives.route import Hop, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
-from zerokit.runtime.shards import Shards
+from zerokit.runtime.shards import Shards, same_place
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
 # torch 2.13 renamed both and warns about the old names.
@@ -130,28 +130,43 @@ class NcclRoute(Route):
             self._reductions.join()
 
     def gather(self, whole: Shards, cut: Cut, own: Tensor | None) -> Hop:
-        flat, pieces = whole.at(cut.whole), whole.rows(cut)
+        flat, pieces = whole.at(cut.whole), whole.pieces(cut)
         arrives = [flat]
         if own is None:
-            own, arrives = pieces[self.rank], [pieces[: self.rank], pieces[self.rank + 1 :]]
-        run = partial(_all_gather, flat, own, group=self.group)
+            own, arrives = pieces[self.rank], [*pieces[: self.rank], *pieces[self.rank + 1 :]]
+        if cut.is_equal:
+            run = partial(_all_gather, flat, own, group=self.group)
+        else:
+            run = partial(self._gather_unequal, pieces, own)
         name = Kind.ALL_GATHER.of(whole.unit.index)
         return partial(self._gathers.launch, Operation(name, run, [own], arrives))
 
+    def _gather_unequal(self, pieces: Sequence[Tensor], own: Tensor) -> None:
+        """Sends and receives in one group, as NCCL's documentation has them for pieces of different sizes."""
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        send, receive = partial(dist.P2POp, dist.isend), partial(dist.P2POp, dist.irecv)
+        messages = [receive(pieces[p], group=self.group, group_peer=p) for p in peers if pieces[p].numel()]
+        messages += [send(own, group=self.group, group_peer=peer) for peer in peers if own.numel()]
+        if not same_place(own, pieces[self.rank]):
+            pieces[self.rank].copy_(own)
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+
     def reduction(self, bucket: Shards, cut: Cut, out: Tensor, wire: Wire) -> Hop:
-        flat, pieces = bucket.at(cut.whole), bucket.rows(cut)
+        flat = bucket.at(cut.whole)
 
         def reduce() -> None:
-            if wire.dtype == flat.dtype:
+            if wire.dtype == flat.dtype and cut.is_equal:
                 op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
                 _reduce_scatter(out, flat, op=op, group=self._reduce_group)
             else:
                 # Each rank's share of the mean is what is rounded: then it is the same by every route. Allocated and
                 # freed on this stream: the allocator cannot hand it to another one too early.
-                packed = wire.pack(pieces, 1.0 / self.size if self._averages else 1.0)
-                arrived = torch.empty_like(packed)
-                dist.all_to_all_single(arrived, packed, group=self._reduce_group)
-                for rank, term in enumerate(arrived):
+                packed, sizes = wire.pack_cut(bucket, cut, 1.0 / self.size if self._averages else 1.0)
+                own = sizes[self.rank]
+                arrived = packed.new_empty(self.size * own)
+                dist.all_to_all_single(arrived, packed, [own] * self.size, sizes, group=self._reduce_group)
+                for rank, term in enumerate(arrived.split(own) if own else ()):
                     wire.unpack(term, out, add=rank > 0)
 
         name = Kind.REDUCE_SCATTER.of(bucket.unit.index)

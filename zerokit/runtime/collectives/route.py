@@ -83,11 +83,22 @@ class Wire:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def pack(self, pieces: Tensor, share: float = 1.0) -> Tensor:
-        """Pack `pieces` [size, piece], times `share`, for the wire [size, packed piece]."""
-        if share == 1.0:
-            return pieces.to(self.dtype)
-        return torch.mul(pieces, share, out=torch.empty_like(pieces, dtype=self.dtype))
+    def pack(self, pieces: Tensor, share: float = 1.0, out: Tensor | None = None) -> Tensor:
+        """Pack `pieces` [size, piece], times `share`, for the wire [size, packed piece], in `out` if it is given."""
+        if share != 1.0:
+            out = torch.empty_like(pieces, dtype=self.dtype) if out is None else out
+            return torch.mul(pieces, share, out=out)
+        return pieces.to(self.dtype) if out is None else out.copy_(pieces)
+
+    def pack_cut(self, bucket: Shards, cut: Cut, share: float = 1.0) -> tuple[Tensor, list[int]]:
+        """The packed pieces of a cut, one behind the other, and the number of elements of each."""
+        sizes = [self.packed_numel(cut.piece(index).numel) for index in range(len(cut))]
+        if cut.is_equal:
+            return self.pack(bucket.rows(cut), share).flatten(), sizes
+        packed = torch.empty(sum(sizes), dtype=self.dtype, device=bucket.device)
+        for piece, into in zip(bucket.pieces(cut), packed.split(sizes), strict=True):
+            self.pack(piece[None], share, into[None])
+        return packed, sizes
 
     def packed_numel(self, numel: int) -> int:
         """The number of elements on the wire for `numel` elements of a piece."""

@@ -50,9 +50,11 @@ class QuantisedWire(Wire):
     def nbytes(self, unit: Unit) -> int:
         return self.form.unit_nbytes(unit)
 
-    def pack(self, pieces: Tensor, share: float = 1.0) -> Tensor:
+    def pack(self, pieces: Tensor, share: float = 1.0, out: Tensor | None = None) -> Tensor:
         size, numel = pieces.shape
-        packed = torch.empty(size, self.packed_numel(numel), dtype=torch.uint8, device=pieces.device)
+        packed = out
+        if packed is None:
+            packed = torch.empty(size, self.packed_numel(numel), dtype=torch.uint8, device=pieces.device)
         key = None if self._draw is None else self._draw()
         for blocks, records, offset in self._chunks(pieces, packed):
             x = blocks if share == 1.0 else blocks * share

@@ -71,7 +71,8 @@ class MemoryRoute(HostRoute):
     def _reduce(self, pieces: Sequence[Tensor], out: Tensor, unit: int, wire: Wire) -> _Reading:
         own = pieces[self.rank]
         # Where every rank has its part of what this one sums.
-        offset = own.data_ptr() - pieces[0].data_ptr()
+        offset = sum(piece.nbytes for piece in pieces[: self.rank])
+        first = next((piece for piece in pieces if piece.numel()), own)  # an empty one has no address
 
         def read(offers: Mapping[int, int]) -> None:
             addresses = {peer: address + offset for peer, address in offers.items()}
@@ -82,7 +83,7 @@ class MemoryRoute(HostRoute):
                 self._sum(own, total, addresses, wire)
                 out.copy_(total)
 
-        return _Reading(self.neighbours, Kind.REDUCE_SCATTER, unit, pieces[0], read)
+        return _Reading(self.neighbours, Kind.REDUCE_SCATTER, unit, first, read)
 
     def _sum(self, own: Tensor, out: Tensor, addresses: Mapping[int, int], wire: Wire) -> None:
         """Sum `own` and the others' terms at `addresses`, in rank order, into `out`, which may be wider."""

@@ -193,8 +193,12 @@ class HostRoute(Route, ABC):
         if wire.dtype == bucket.dtype and bucket.device.type == "cpu":
             pieces = bucket.pieces(cut)
             return lambda after: self._reduce(pieces, out, unit, wire)
-        rows = bucket.rows(cut)
-        return lambda after: self._reduce(list(wire.pack(rows).cpu()), out, unit, wire)
+
+        def start(after: Work | None) -> HostHop:
+            packed, sizes = wire.pack_cut(bucket, cut)
+            return self._reduce(packed.cpu().split(sizes), out, unit, wire)
+
+        return start
 
     def exchange(self, kind: Kind, unit: int, parcels: Parcels) -> Hop:
         if parcels.memory.device.type == "cpu":

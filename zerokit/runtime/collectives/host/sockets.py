@@ -95,8 +95,8 @@ class SocketRoute(HostRoute):
         tag = (turn * _UNITS + unit % _UNITS) * len(Kind) + kind
 
         def post() -> list[dist.Work]:
-            receives = [self.group.recv([into], peer, tag) for peer, into in arriving]
-            return receives + [self.group.send([out], peer, tag) for peer, out in leaving]
+            receives = [self.group.recv([into], peer, tag) for peer, into in arriving if into.numel()]
+            return receives + [self.group.send([out], peer, tag) for peer, out in leaving if out.numel()]
 
         small = sum(sent.nbytes for _, sent in leaving) <= _INLINE_BYTES
         works = post() if small else None

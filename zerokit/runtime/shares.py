@@ -1,0 +1,69 @@
+"""The shares of ranks: how much of what is sharded each of them holds, as asked for or by the memory that is free."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from zerokit.available import available_bytes, left_to_process
+from zerokit.errors import UsageError
+from zerokit.layout import MAX_SHARE, Layout, reduced
+from zerokit.runtime.collectives import Collectives
+
+BY_MEMORY = "memory"
+_GRAIN = 64 << 20
+"""Bytes of memory for a share of one: finer differences move with every allocation."""
+
+
+def cut_by_shares(layout: Layout, asked: object, collectives: Collectives) -> Layout:
+    """The layout cut by the shares that are asked for. Collective. Raises `UsageError` for shares that do not fit."""
+    if asked is None:
+        return layout
+    by_rank = _by_memory(collectives) if asked == BY_MEMORY else _as_asked(asked, collectives)
+    mesh = collectives.mesh
+    try:
+        return layout.for_world(mesh.world, [by_rank[mesh.rank(position)] for position in range(mesh.world)])
+    except ValueError as error:
+        raise UsageError(f"shares={asked!r}: {error}") from None
+
+
+def _as_asked(asked: object, collectives: Collectives) -> list[int]:
+    """The shares by rank; those of the inner axis are repeated for each group of the outer one."""
+    mesh = collectives.mesh
+    if not isinstance(asked, list | tuple):
+        raise UsageError(
+            f"shares={asked!r}: expected one integer for each of {mesh.world} ranks, such as (3, 3, 1, 1), or "
+            f"{BY_MEMORY!r}"
+        )
+    if len(asked) == mesh.inner:
+        return list(asked) * mesh.outer
+    if len(asked) != mesh.world:
+        inner = f", or of the {mesh.inner} of the inner axis" if mesh.outer > 1 else ""
+        raise UsageError(
+            f"shares={asked!r}: {len(asked)} shares, expected one for each of {mesh.world} ranks{inner}"
+        )
+    return list(asked)
+
+
+def _by_memory(collectives: Collectives) -> list[int]:
+    """Shares in proportion to the free memory of each rank's device, printed on rank 0."""
+    free = collectives.all_gather_objects(free_bytes(collectives.device), "ZeroOptimizer(shares='memory')")
+    shares = [min(size // _GRAIN, MAX_SHARE) for size in free]
+    if not any(shares):
+        shares = [1] * len(free)
+    shares = list(reduced(len(free), shares)) or [1] * len(free)
+    if collectives.rank == 0:
+        said = (f"{share} (rank {rank}, {free[rank] / 1e9:.1f} GB)" for rank, share in enumerate(shares))
+        print(f"zerokit: shares by free memory: {', '.join(said)}", file=sys.stderr)
+    return shares
+
+
+def free_bytes(device: torch.device) -> int:
+    """The memory of a rank's device that it could still take; of a host's its part of what all its ranks could."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free) + reserved
+    return min(left_to_process(), available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
