@@ -291,6 +291,18 @@ def _other_users(folder: str) -> None:
     def above(bits: int) -> Callable[[], Callable[[], object]]:
         return mode(bits, run.parent, 0o755)
 
+    def on_the_way() -> Callable[[], object]:
+        """Another user's directory in one to which all may write, with this user's in it."""
+        os.chown(run.parent, 12345, -1)
+        before = run.parent.parent.stat().st_mode
+        run.parent.parent.chmod(0o1777)
+
+        def undo() -> None:
+            run.parent.parent.chmod(before)
+            os.chown(run.parent, os.geteuid(), -1)
+
+        return undo
+
     cases = [
         (mode(0o777), "can be written to by others (mode 0777)"),
         (mode(0o770), "can be written to by others"),
@@ -298,7 +310,7 @@ def _other_users(folder: str) -> None:
         (above(0o777), "can be replaced by anybody"),
     ]
     if os.geteuid() == 0:
-        cases += [(owned, "is user 12345's")]
+        cases += [(owned, "is user 12345's"), (on_the_way, "which is user 12345's, in")]
     for damage, words in cases:
         step, text = damaged.load(damage)
         assert step == 4

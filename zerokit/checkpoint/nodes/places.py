@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from zerokit.checkpoint.manifest import NAME, own_checksum
 from zerokit.checkpoint.nodes.complete import Choice, Holding, Key, choose, lacking
 from zerokit.checkpoint.nodes.fetching import FromNodes, OnNodes
 from zerokit.checkpoint.nodes.locally import go_on
-from zerokit.checkpoint.nodes.members import require_private
+from zerokit.checkpoint.nodes.members import require_private, require_trusted
 from zerokit.checkpoint.nodes.record import NODE_NAME
 from zerokit.checkpoint.nodes.scan import scan
 from zerokit.checkpoint.run import committed
@@ -183,16 +182,12 @@ def together_from(source: OnNodes, together: Together, holders: Mapping[str, Seq
 
 
 def _distrust(place: Path) -> str:
-    """Why a place is not trusted: where anybody may put files, it must be this user's alone; "" if it is."""
-    if not is_there(place):
-        return ""
+    """Why a place is not trusted: a node's own directory, or any to which all may write; "" if it is."""
     try:
-        if place.absolute().parent.stat().st_mode & stat.S_IWOTH or any(
-            is_there(step / NODE_NAME) for step in committed(place)
-        ):
-            require_private(place)
-    except OSError as error:
-        return f"{place}: cannot be looked at: {error.strerror}"
+        if is_there(place):
+            if any(is_there(step / NODE_NAME) for step in committed(place)):
+                require_private(place)
+            require_trusted(place)
     except CheckpointError as error:
         return str(error)
     return ""
