@@ -327,7 +327,23 @@ def _other_users(folder: str) -> None:
         assert damaged.load(fine) == (4, "")
 
 
+def _manifests_of_neighbours(folder: str) -> None:
+    """Files beside a damaged manifest are read by another node's: both holders of a file may have one."""
+    damaged, rank = Damaged(folder), dist.get_rank()
+    manifests = [damaged.run(node) / NEW / "manifest.json" for node in range(3)]
+    for pair in ((0, 1), (1, 2), (2, 0)):
+        step, text = damaged.load(together(*(flipped(manifests[node], 100, 1) for node in pair)))
+        assert step == 4
+        assert rank or all(str(manifests[node]) in text for node in pair), text
+    records = [damaged.run(node) / NEW / "node.json" for node in range(3)]
+    step, _ = damaged.load(together(flipped(manifests[0], 100, 1), *(flipped(one, 50, 1) for one in records)))
+    assert step == 4
+    step, _ = damaged.load(together(*(flipped(one, 100, 1) for one in manifests)))
+    assert step == 2
+
+
 WORKS: list[Callable[[str], None]] = [
+    _manifests_of_neighbours,
     _flips,
     _damage_of_every_kind_of_file,
     _in_both_steps,

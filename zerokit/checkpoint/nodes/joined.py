@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -16,14 +15,16 @@ from zerokit.checkpoint.disk import (
     is_there,
     opened,
     read_exactly,
+    read_whole,
     size_of,
 )
-from zerokit.checkpoint.manifest import Manifest, read_manifest
+from zerokit.checkpoint.manifest import NAME, Manifest, read_manifest
 from zerokit.checkpoint.nodes.complete import Holding, Key, choose, describe_lack, lacking, listed
 from zerokit.checkpoint.nodes.directories import Directory, Report
-from zerokit.checkpoint.nodes.held import NAME_THEM, holding_of, own_lacks
+from zerokit.checkpoint.nodes.held import NAME_THEM, own_lacks
+from zerokit.checkpoint.nodes.scan import adopted
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
-from zerokit.checkpoint.run import Choice, superseded
+from zerokit.checkpoint.run import Choice
 from zerokit.errors import CheckpointError, StorageError
 
 _GATHER = ": zerokit gather takes each slice from a directory where it is right"
@@ -198,7 +199,10 @@ class Look:
             for one in directory.look(number)
         ]
         self._manifests = {one.key: Path(one.place) for one in reversed(self.holdings) if not one.damaged}
-        self.holdings = sorted(map(self._adopted, self.holdings), key=lambda one: one.adopted)
+        if any(one.damaged for one in self.holdings):
+            manifests = {key: read_whole(path / NAME) for key, path in self._manifests.items()}
+            every = (adopted(one, manifests) for one in self.holdings)
+            self.holdings = sorted(every, key=lambda one: one.adopted)
         choice = choose(self.holdings, whole=whole)
         notes = choice.notes
         for directory in directories:
@@ -243,17 +247,6 @@ class Look:
                     f"{where}: {listed(lost)} should be there, and {'are' if lost[1:] else 'is'} not whole"
                 )
         return Joined(own, self.directories, manifest, tuple(notes))
-
-    def _adopted(self, one: Holding) -> Holding:
-        """A step whose manifest is damaged, by that of another directory, if that is of it: all have the same."""
-        place = Path(one.place)
-        for (_, crc), other in self._manifests.items() if one.damaged else ():
-            if other.name == place.name:
-                manifest, _ = read_manifest(other)
-                found = holding_of(place, manifest, crc, one.holder)
-                if not found.damaged and len(found.lacks) < len(manifest.all_files):
-                    return replace(found, superseded=superseded(place), note=one.damaged, adopted=True)
-        return one
 
 
 def _saved(holding: Holding) -> tuple[int, int]:

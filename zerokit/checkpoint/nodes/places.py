@@ -16,7 +16,7 @@ from zerokit.checkpoint.nodes.fetching import FromNodes, OnNodes
 from zerokit.checkpoint.nodes.locally import go_on
 from zerokit.checkpoint.nodes.members import require_private, require_trusted
 from zerokit.checkpoint.nodes.record import NODE_NAME
-from zerokit.checkpoint.nodes.scan import scan
+from zerokit.checkpoint.nodes.scan import adopted, scan
 from zerokit.checkpoint.run import committed
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, MissingPath, UsageError, ZerokitWarning
@@ -143,15 +143,32 @@ class StepsOnNodes:
             if text:
                 ranks.setdefault(text, []).append(str(rank))
         faults = [f"rank {', '.join(who)}: {text}" for text, who in ranks.items()]
-        return [holding for found, _ in answers for holding in found], faults
+        return self._adopted([holding for found, _ in answers for holding in found]), faults
+
+    def _adopted(self, found: list[Holding]) -> list[Holding]:
+        """Steps whose manifests are damaged, by those that other ranks have of them: all nodes have the same."""
+        together, wanted = self._together, {Path(one.place).name for one in found if one.damaged}
+        sound = {
+            one.key: one for one in reversed(found) if not one.damaged and Path(one.place).name in wanted
+        }
+        if not sound:
+            return found
+        sent: dict[Key, bytes] = {}
+        for key, one in sound.items():
+            if one.holder == together.rank:
+                with suppress(CheckpointError):
+                    sent[key] = read_whole(Path(one.place) / NAME)
+        manifests = {key: content for own in together.exchange(sent) for key, content in own.items()}
+        own = [adopted(one, manifests) for one in found if one.holder == together.rank]
+        return [one for each in together.exchange(own) for one in each]
 
     def _opened(self, holdings: Sequence[Holding]) -> FromNodes:
         together = self._together
         own = [one for one in holdings if one.holder == together.rank]
-        content = None
+        content, sound = None, [one for one in own if not one.adopted]
         with suppress(CheckpointError):
-            content = read_whole(Path(own[0].place) / NAME) if own else None
-            if content is not None and own_checksum(content) != own[0].manifest_crc:
+            content = read_whole(Path(sound[0].place) / NAME) if sound else None
+            if content is not None and own_checksum(content) != sound[0].manifest_crc:
                 content = None  # replaced since
         first = next((rank for rank, has in enumerate(together.exchange(content is not None)) if has), None)
         if first is None:
