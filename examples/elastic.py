@@ -12,6 +12,7 @@ torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --
 """
 
 import os
+import shutil
 import signal
 import sys
 
@@ -21,12 +22,10 @@ from torch import nn
 
 import zerokit
 
-RUN = "runs/elastic"
-SAMPLES, BATCH, EVERY = (
-    144,
-    4,
-    5,
-)  # samples of the whole job, samples a rank and step, steps from save to save
+RUN = "runs/elastic"  # shared by all nodes, and saved seldom
+MEMORY = os.environ.get("MEMORY", f"/dev/shm/elastic-{os.getuid()}")  # of each node, and copied often
+SAMPLES, BATCH = 144, 4  # samples of the whole job, samples a rank and step
+SAVE_EVERY, COPY_EVERY = 5, 2  # steps
 
 device = torch.device("cpu")
 if torch.cuda.is_available():
@@ -40,15 +39,23 @@ model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in ran
 optimizer = zerokit.ZeroOptimizer(model, torch.optim.AdamW, stage=2, precision="fp32", lr=1e-2)
 
 step = sample = 0
-if zerokit.list_steps(RUN):  # of whatever number of ranks
-    extra = zerokit.load(RUN, optimizer)
+if zerokit.list_steps([MEMORY, RUN], optimizer):  # of whatever number of ranks and nodes
+    extra = zerokit.load([MEMORY, RUN], optimizer)  # the run is read only if it has a newer step
     step, sample = extra["step"], extra["sample"]
+# It is called inside step(), which has trained one more batch than `sample` says.
+copies = zerokit.Copies(
+    optimizer,
+    MEMORY,
+    copies=2,
+    every=COPY_EVERY,
+    step=step,
+    extra=lambda done: {"step": done, "sample": sample + world * BATCH},
+)
 
 while sample < SAMPLES:
     for group in optimizer.param_groups:
-        group["lr"] = 1e-2 * (
-            1 - sample / SAMPLES
-        )  # by samples: steps differ in size with the number of ranks
+        # By samples: steps differ in size with the number of ranks.
+        group["lr"] = 1e-2 * (1 - sample / SAMPLES)
     # The place in the data is counted in samples of the whole job, and sample i depends on i alone: whatever the number
     # of ranks, a step takes the next ones, and none is repeated or left out.
     mine = range(sample + rank * BATCH, sample + (rank + 1) * BATCH)
@@ -66,12 +73,19 @@ while sample < SAMPLES:
             f"step {step} on {world} ranks: samples {first} to {sample - 1}, loss {mean.item() / world!r}",
             flush=True,
         )
-    if step % EVERY == 0 or sample >= SAMPLES:
+    if step % SAVE_EVERY == 0 or sample >= SAMPLES:
         # Where the newest step was damaged and an older one taken, its number comes again.
         zerokit.save(RUN, optimizer, step=step, extra={"step": step, "sample": sample}, overwrite=True)
     if "--kill" in sys.argv and rank == 1 and step == 7 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        copies.wait()  # so that always the same steps are repeated
         os.kill(os.getpid(), signal.SIGKILL)  # as the kernel or a scheduler does
 
+copies.wait()
+dist.barrier()
+if os.environ["LOCAL_RANK"] == "0":
+    shutil.rmtree(
+        MEMORY, ignore_errors=True
+    )  # all is trained and saved: a killed job leaves it for the next one
 if rank == 0:
     print(f"{sample} samples are trained in {step} steps")
 dist.destroy_process_group()

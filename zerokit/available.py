@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from pathlib import Path
 
@@ -27,18 +26,3 @@ def available_bytes() -> int:
     except (OSError, ValueError, KeyError):  # no group, or one without a limit ("max")
         return available
     return min(available, limit - used + cached)
-
-
-_LIMITS = {resource.RLIMIT_AS: "VmSize:", resource.RLIMIT_DATA: "VmData:"}
-"""A process's limits (ulimit -v and -d), and what counts towards them in /proc/self/status."""
-
-
-def left_to_process() -> int:
-    """Bytes that this process may still take by its own limits; a huge number without any."""
-    left = sys.maxsize
-    for limit, line in _LIMITS.items():
-        most = resource.getrlimit(limit)[0]
-        if most != resource.RLIM_INFINITY:
-            taken = Path("/proc/self/status").read_text().split(line)[1]
-            left = min(left, most - int(taken.split()[0]) * 1024)
-    return left

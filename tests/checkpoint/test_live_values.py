@@ -153,11 +153,11 @@ def _pruned_meanwhile(directory: str) -> None:
     os.rename(f"{directory}/gone", f"{directory}/step-00000003")
     sound = run_module.read_sound
 
-    def prune_and_look(path: Path) -> Any:
+    def prune_and_look(path: Path, **how: bool) -> Any:
         if path.name == "step-00000003" and not os.path.exists(f"{directory}/step-00000004"):
             os.rename(path, f"{directory}/step-00000004.tmp")
             os.rename(f"{directory}/step-00000001", f"{directory}/step-00000004")
-        return sound(path)
+        return sound(path, **how)
 
     with patch.object(run_module, "read_sound", prune_and_look):
         # Step 4's manifest is step 1's: so it is passed over, but it was looked at.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,14 +77,36 @@ def bench(tmp_path: Path, mlflow_uri: str) -> Bench:
     return Bench(tmp_path, mlflow_uri)
 
 
-def resumed(folder: Path, step: int, steps: int, *world: str) -> Record:
+def resumed(folder: Path, step: int, steps: int, *world: str, run: str = "run") -> Record:
     """What a plain bench makes of the checkpoint of `step`, which is no elastic one."""
-    copy_run(folder / "run", folder / "copy", step)
+    copy_run(folder / run, folder / "copy", step)
     output = ("--output", "copy.json", "--no-mlflow", "--save", "copy", "--resume")
     plain = ("bench", *MODEL, "--warmup", "0", "--steps", str(steps), *output)
     done = zerokit_forked(folder, *plain, *world, **ONE_THREAD)
     assert done.returncode == 0, done.stderr
     return read_record(folder / "copy.json")
+
+
+def memory(folder: Path, to: str = "/dev/shm") -> Path:
+    """The directory of the job's copies."""
+    return Path(to, f"zerokit-{json.loads((folder / 'run/elastic/job.json').read_text())['id']}")
+
+
+def copied(folder: Path, step: int, to: str = "/dev/shm") -> Callable[[], bool]:
+    """Whether the copy of a step is complete on a node: its directory is in place, and named."""
+
+    def look() -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return (memory(folder, to) / "latest").read_text().startswith(f"step-{step:08d} ")
+        return False
+
+    return look
+
+
+def spoil(run: Path, step: int) -> None:
+    """Whoever reads the step from now on finds it damaged."""
+    for file in (run / f"step-{step:08d}").iterdir():
+        file.write_bytes(b"spoilt")
 
 
 def kill_when(condition: Callable[[], bool], seen: Path, rank: int) -> Strike:
@@ -119,6 +144,58 @@ def test_a_killed_rank_leaves_the_other_nodes_ranks_with_the_bits_of_a_run_of_th
     assert record.gradient_norm[3:] == plain.gradient_norm
     (run,) = bench.runs()
     assert (run.info.status, run.data.params["world"]) == ("FINISHED", "2")
+
+
+def test_a_restart_resumes_from_memory_and_reads_nothing_of_the_run(tmp_path: Path, bench: Bench) -> None:
+    """The run's step is spoilt, and the ranks begin after the copy, which is newer."""
+    seen = prepare(tmp_path, hold=5)
+    reached, complete = trained(tmp_path, 0, 5), copied(tmp_path, 4)
+
+    def strike(_: int) -> None:
+        kept = memory(tmp_path)
+        assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+        shutil.copytree(kept, tmp_path / "kept")
+        (tmp_path / "kept" / "step-00000004" / "node.json").unlink()
+        spoil(tmp_path / "run", 3)
+        let_go(seen)
+        kill_rank(seen, 2)
+
+    options = ("--nproc-per-node", "3", "--steps", "9", "--copies", "2", "--copy-every", "4")
+    said = bench(*options, strike=Strike(lambda: reached() and complete(), strike)).stdout
+    record = read_record(tmp_path / "record.json")
+    assert [(part.world, part.first_step, part.last_step, part.where) for part in record.parts] == [
+        (3, 1, 5, ""),
+        (2, 5, 9, "copies"),
+    ]
+    require_plain_order(tmp_path, record.parts)
+    done = record.checkpoints
+    assert (done.resumed_from, done.resumed_where, done.notes) == (4, "copies", [])
+    assert "from copies in memory" in said
+    assert done.copies is not None
+    assert (done.copies.step, done.copies.count) == (8, 1)
+    assert not memory(tmp_path).exists(), "a finished job leaves nothing in memory"
+    plain = resumed(tmp_path, 4, 5, "--nproc-per-node", "2", run="kept")
+    assert record.loss[4:] == plain.loss
+    assert done.copies.node_bytes[0] > sum(
+        file.stat().st_size for file in (tmp_path / "run" / "step-00000009").glob("*.safetensors")
+    )
+    (run,) = bench.runs()
+    assert run.data.params["copies"] == "2"
+    assert run.data.tags["zerokit.resumed"] == "step 4 from copies"
+
+
+def test_without_room_in_memory_the_run_is_resumed_and_says_why(tmp_path: Path, bench: Bench) -> None:
+    """As the copies' directory is another user's, or no directory: the training goes on without them."""
+    seen = prepare(tmp_path, hold=5)
+    (tmp_path / "file").touch()
+    strike = kill_when(trained(tmp_path, 0, 5), seen, rank=1)
+    options = ("--nproc-per-node", "2", "--steps", "7", "--copies", "2", "--copy-every", "2")
+    bench(*options, "--copy-to", "file", strike=strike, mlflow=False)
+    record = read_record(tmp_path / "record.json")
+    assert [(part.world, part.first_step, part.where) for part in record.parts] == [(2, 1, ""), (1, 4, "run")]
+    assert record.checkpoints.copies is None
+    assert any("has no copies" in note and "file" in note for note in record.checkpoints.notes)
+    require_plain_order(tmp_path, record.parts)
 
 
 @pytest.mark.parametrize("islands", [3, 2])
@@ -217,9 +294,20 @@ def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(
 
 
 @contextlib.contextmanager
-def torchrun(folder: Path, tag: str, *options: str) -> Iterator[Torchrun]:
-    """An agent; its processes are known by `tag`, and end with this context."""
-    words = (*FORKS, *options, CLI, *ELASTIC, "--output", "record.json", "--steps", "12", "--no-mlflow")
+def torchrun(folder: Path, tag: str, *options: str, more: tuple[str, ...] = ()) -> Iterator[Torchrun]:
+    """An agent; its processes are known by `tag`, and end with this context. `more` are options of the bench."""
+    words = (
+        *FORKS,
+        *options,
+        CLI,
+        *ELASTIC,
+        "--output",
+        "record.json",
+        "--steps",
+        "12",
+        "--no-mlflow",
+        *more,
+    )
     variables = {
         "TAG": tag,
         "OMP_NUM_THREADS": "1",
@@ -309,6 +397,59 @@ def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path
     assert alone >= 7
     require_plain_order(tmp_path, record.parts)
     assert (record.settings.world, record.restarts, len(record.loss)) == (2, 2, 12)
+
+
+def test_nodes_resume_from_each_others_memory_where_one_is_lost_with_its_own(tmp_path: Path) -> None:
+    """Each node has a folder, in which its copies are; one is killed, and its folder is gone. An empty one joins."""
+    shared = tmp_path / "shared"
+    seen = prepare(shared, hold=5)
+    folders = {name: tmp_path / name for name in ("first", "second", "third")}
+    for folder in folders.values():
+        folder.mkdir()
+        (folder / "mine.py").write_text((shared / "mine.py").read_text())
+        (folder / "seen").symlink_to(seen)
+    more = (
+        *("--save", str(shared / "run"), "--save-every", "100", "--output", str(shared / "record.json")),
+        *("--copies", "2", "--copy-every", "4", "--copy-to", "memory", "--steps", "14"),
+    )
+    nodes = (
+        *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", "127.0.0.1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "test"),
+        "--rdzv-conf",
+    )
+    host, guest = "is_host=true,last_call_timeout=8", "is_host=false,last_call_timeout=8"
+    with (
+        torchrun(folders["second"], "second", *nodes, guest, more=more) as second,
+        torchrun(folders["first"], "first", *nodes, host, more=more) as first,
+    ):
+        wait_for(trained(shared, 0, 5), first)
+        for name in ("first", "second"):
+            wait_for(copied(shared, 4, str(folders[name] / "memory")), first)
+        kill_all(folders["second"], "second", second)
+        shutil.rmtree(folders["second"])
+        hold_at(seen, 1000)
+        wait_for(lambda: b"ended" in part(shared, 0) or bool(part(shared, 1)), first)
+        hold_at(seen, 5)
+        wait_for(trained(shared, 1, 9), first)
+        wait_for(copied(shared, 8, str(folders["first"] / "memory")), first)
+        let_go(seen)
+        with torchrun(folders["third"], "third", *nodes, guest, more=more) as third:
+            ended(first)
+            ended(third)
+    record = read_record(shared / "record.json")
+    assert [(one.world, one.first_step, one.last_step, one.where) for one in record.parts] == [
+        (2, 1, 5, ""),
+        (1, 5, 9, "copies"),
+        (2, 9, 14, "copies"),
+    ]
+    require_plain_order(shared, record.parts)
+    assert len(record.loss) == 14
+    assert zerokit.list_steps(shared / "run") == [14]
+    for name in ("first", "third"):
+        assert list((folders[name] / "memory").iterdir()) == []
+    done = record.checkpoints.copies
+    assert done is not None
+    assert (done.step, done.count, len(done.node_bytes)) == (12, 1, 2)
 
 
 def part(folder: Path, number: int) -> bytes:

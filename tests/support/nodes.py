@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zerokit
-from tests.support.crashes import Tree, read_tree
+from tests.support.crashes import Tree, Unsynced, read_tree
+from zerokit import files
 from zerokit.checkpoint.nodes.record import NODE_NAME
 
 WIDTH, BATCH = 24, 12
@@ -37,7 +41,7 @@ class Kind:
     """A model and an optimizer."""
 
     classes: str = "adamw"
-    precision: str = "fp32"
+    precision: Any = "fp32"
     states: str = "device"
     frozen: str = "always"
     ema: bool = False
@@ -81,6 +85,8 @@ class Training:
 
     def __init__(self, kind: Kind = Kind(), stage: Any = 2, mesh: Any = None, **options: Any) -> None:
         torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         self.model = Small(kind)
         states = kind.states.format(rank=dist.get_rank())
         self.optimizer = zerokit.ZeroOptimizer(
@@ -101,18 +107,26 @@ class Training:
         rank, world = dist.get_rank(), dist.get_world_size()
         own = data[rank * BATCH // world : (rank + 1) * BATCH // world]
         with torch.no_grad():
-            self.model.seen += 1
-        loss = (self.model(own) - own.roll(1, 1)).square().sum()
+            self.model.get_buffer("seen").add_(1)
+        loss: torch.Tensor = (self.model(own) - own.roll(1, 1)).square().sum()
         self.optimizer.backward(loss, count=len(own))
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.ema is not None:
             self.ema.update()
-        return loss.item()
+        return float(loss.detach())
 
     def train(self, first: int, last: int) -> None:
         for number in range(first, last):
             self.step(number)
+
+    def bits(self, scratch: Path, step: int) -> str:
+        """A hash of the whole state, as an ordinary save of that step in `scratch` has it; the same on all ranks."""
+        with files.replaced(Unsynced()):
+            saved = zerokit.save(scratch, self.optimizer, step=step, overwrite=True)
+        total = hashlib.sha256(repr(sorted(read_tree(saved).items())).encode())
+        dist.barrier()
+        return total.hexdigest()
 
     def save(self, run: Path, step: int, **options: Any) -> Path:
         done: Any = zerokit.save(

@@ -13,7 +13,7 @@ from zerokit.checkpoint.disk import explained, is_there
 from zerokit.checkpoint.formats import of_newest
 from zerokit.checkpoint.nodes.complete import Holding
 from zerokit.checkpoint.nodes.given import Paths, alone, given_directories
-from zerokit.checkpoint.nodes.held import missing_here
+from zerokit.checkpoint.nodes.held import missing_here, own_lacks
 from zerokit.checkpoint.nodes.joined import Joined, Look, join
 from zerokit.checkpoint.nodes.scan import has_nodes
 from zerokit.checkpoint.run import committed, read_sound, superseded
@@ -165,15 +165,14 @@ def inspect(path: Paths, progress: Progress | None = None) -> Summary:
         look = Look(directories)
         newest = look.newest
         joined = join(directories) if newest is None else look.joined(newest)
-        joined.settle((joined.manifest.common.name, joined.manifest.extra.name), progress)
-        summary = _summary(joined)
-        return replace(
-            summary,
-            path=Path(joined.shown),
-            run=summary.run if one is not None else None,
-            nodes=tuple(_node(holding, joined) for holding in joined.holdings),
-            missing=joined.missing,
-        )
+        with joined.reading():
+            joined.settle((joined.manifest.common.name, joined.manifest.extra.name), progress)
+            return replace(
+                _summary(joined, lists_run=one is not None),
+                path=Path(joined.shown),
+                nodes=tuple(_node(holding, joined) for holding in joined.holdings),
+                missing=joined.missing,
+            )
 
 
 def _node(holding: Holding, joined: Joined) -> NodeSummary:
@@ -182,11 +181,10 @@ def _node(holding: Holding, joined: Joined) -> NodeSummary:
         return NodeSummary(path, None, 0, (), (), holding.lacks)
     own = record.wrote[record.node]
     copies = tuple(rank for rank in record.holds[record.node] if rank not in own)
-    lacks = {file.name for file in record.files(joined.manifest)}.intersection(holding.lacks)
-    return NodeSummary(path, record.node, len(record.wrote), own, copies, tuple(sorted(lacks)))
+    return NodeSummary(path, record.node, len(record.wrote), own, copies, own_lacks(holding, joined.manifest))
 
 
-def _summary(checkpoint: Source) -> Summary:
+def _summary(checkpoint: Source, *, lists_run: bool = True) -> Summary:
     manifest, layout = checkpoint.manifest, checkpoint.layout
     line = list(layout.parameters)
     kinds: list[list[str]] = [[] for _ in line]
@@ -219,7 +217,7 @@ def _summary(checkpoint: Source) -> Summary:
         ),
         tuple(TensorSummary(name, *form) for name, form in checkpoint.common_forms.items()),
         tuple(held),
-        None if checkpoint.run is None or checkpoint.format != "zerokit" else _run(checkpoint.run),
+        _run(checkpoint.run) if checkpoint.run and lists_run and checkpoint.format == "zerokit" else None,
         checkpoint.notes,
         checkpoint.format,
         manifest.extra_ranks,

@@ -27,5 +27,6 @@ def opened_source(
         return
     with given_directories(paths, beside=beside, report=progress) as directories:
         joined = join(directories)
-        joined.settle((name for name, _ in joined.held_files()), progress)
-        yield joined
+        with joined.reading():
+            joined.settle((name for name, _ in joined.held_files()), progress)
+            yield joined

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -132,7 +133,9 @@ class Saving:
 
     def __init__(self, work: Callable[[], Path]) -> None:
         self.result: Future[Path] = Future()
-        self._told = False
+        self.seconds: float | None = None
+        """How long it took beside the training, once it is done."""
+        self._reported = False
         # No daemon, and no executor's thread: a program that ends lets it finish.
         threading.Thread(target=self._run, args=(work,), name="zerokit-save").start()
 
@@ -156,21 +159,23 @@ class Saving:
         """Whether the save has ended, successfully or not."""
         return self.result.done()
 
-    def is_told_elsewhere(self) -> None:
-        """Who has begun it reports its failure: the next save or load does not raise it."""
-        self._told = True
+    def leave_failure_to_owner(self) -> None:
+        """Let whoever has begun it report its failure: the next save or load does not raise it."""
+        self._reported = True
 
-    def unread(self) -> BaseException | None:
-        """The error that nobody has read yet, once the save has ended, unless it is told elsewhere."""
-        return self.exception() if self in _UNREAD and not self._told else None
+    def take_failure(self) -> BaseException | None:
+        """The error that nobody has read yet, once the save has ended, unless its owner reports it."""
+        return self.exception() if self in _UNREAD and not self._reported else None
 
     def _run(self, work: Callable[[], Path]) -> None:
+        began = time.monotonic()
         try:
             path = work()
         except BaseException as error:
             _UNREAD[self] = str(error)
             self.result.set_exception(error)
         else:
+            self.seconds = time.monotonic() - began
             self.result.set_result(path)
 
 
@@ -196,7 +201,7 @@ def finish_saving(optimizer: ZeroOptimizer, together: Together) -> None:
         if (saving := _SAVINGS.get(optimizer)) is not None:
             wait([saving.result])
             del _SAVINGS[optimizer]  # not before: the wait may be interrupted, and a save made all the same
-            if (error := saving.unread()) is not None:
+            if (error := saving.take_failure()) is not None:
                 raise CheckpointError(f"the background save before this one failed: {error}") from error
 
     together.each(finish)

@@ -98,7 +98,11 @@ def _chosen(path: Paths, progress: Progress | None, *, every: bool) -> tuple[Rep
         if newest is None:
             return (Report(Path(look.where), None, None, 0, 0, bad),)
         keys = look.keys() if every else [newest]
-        reports = [_verify_joined(look.joined(key), progress) for key in keys]
+        reports = []
+        for key in keys:
+            joined = look.joined(key)
+            with joined.reading():
+                reports.append(_verify_joined(joined, progress))
         last = reports[-1]
         reports[-1] = replace(last, findings=(*bad, *last.findings), unread=len(look.keys()) - len(keys))
         return tuple(reports)
@@ -118,10 +122,12 @@ def _verify_joined(joined: Joined, progress: Progress | None) -> Report:
     read = _Reading(sum(file.size for *_, there in parts for file in there), progress)
     for part, names, there in parts:
         fetched = [part.path / file.name for file in there]
-        joined.directories[part.holdings[0].holder].fetch(fetched, progress)
+        directory = joined.directories[part.holdings[0].holder]
+        directory.fetch(fetched, progress)
         for found in _findings(part, read, names):
             problem = joined.named(found.problem)
             findings.append(replace(found, file=str(Path(part.shown, found.file)), problem=problem))
+        directory.drop(fetched)
     slices = sum(map(len, manifest.checksums))
     return Report(
         Path(joined.shown),

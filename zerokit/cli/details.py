@@ -114,14 +114,23 @@ def record_rows(record: Record) -> Iterator[tuple[str, str, str]]:
         for part in record.parts:
             trained = part.last_step >= part.first_step
             steps = f"steps {part.first_step}–{part.last_step}" if trained else "no step"
-            yield "", steps, f"{counted(part.world, 'rank')}; {part.ended.partition(chr(10))[0]}"
+            begun = {"copies": "from copies; ", "run": "from the run; "}.get(part.where, "")
+            yield "", steps, f"{counted(part.world, 'rank')}; {begun}{part.ended.partition(chr(10))[0]}"
     done, run = record.checkpoints, record.settings.save
     if done.resumed_from is not None:
-        yield "resumed", f"step {done.resumed_from}", f"from {run}, {ms(done.load_ms or 0.0)}"
+        where = "copies in memory" if done.resumed_where == "copies" else run
+        yield "resumed", f"step {done.resumed_from}", f"from {where}, {ms(done.load_ms or 0.0)}"
     if done.saves:
         last = done.saves[-1]
         yield (
             "saved",
             f"step {last.step}",
             f"{counted(len(done.saves), 'checkpoint')} in {run}; the last {mib(last.size_bytes)}, {ms(last.ms)}",
+        )
+    if (copied := done.copies) is not None:
+        most = max(copied.node_bytes, default=0)
+        yield (
+            "copied",
+            f"{copied.count}×",
+            f"each after {ms(copied.ms)}, training waited {ms(copied.held_ms)}; {mib(most)} of one on a node",
         )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zerokit.available import available_bytes, left_to_process
+from zerokit.available import available_bytes
 from zerokit.errors import UsageError
 from zerokit.layout import MAX_SHARE, Layout, reduced
 from zerokit.runtime.collectives import Collectives
@@ -71,4 +71,4 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         reserved: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free) + reserved
-    return min(left_to_process(), available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+    return available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -73,6 +73,10 @@ class ZeroOptimizer(runtime.ZeroOptimizer):  # noqa: D101
         local = [isinstance(one, tuple | list) and len(one) == 2 and one[0] == LOCAL for one in stages]
         if not any(local):
             return options
+        if options.shares is not None:
+            raise UsageError(
+                "shares= does not go with islands, whose pieces are averaged one with another: leave it out"
+            )
         if not all(local):
             raise UsageError(
                 f"stage={stage!r}: the outer axis is {LOCAL!r} for all modules or for none, because an island is a "

@@ -70,8 +70,8 @@ def test_a_latest_that_was_set_back_is_passed_over(run: Path) -> None:
     crc = zerokit.Checkpoint(run / "step-00000003").manifest_crc
     (run / "latest").write_text(f"step-00000003 {crc:08x}\n")
     notes = [
-        "latest names step-00000003, whose successor was committed all the same",
-        f"step-00000005 is taken as the newest of {run}",
+        "latest names step-00000003, whose successor was committed all the same; "
+        f"step-00000005 is taken as the newest of {run}"
     ]
     try:
         assert run_ranks(1, _resumed, [(str(run), True)]) == [[(5, notes)]]

@@ -80,6 +80,19 @@ def test_who_has_what_is_missing_is_said() -> None:
     assert note.endswith("rank-00006-of-00099.safetensors and 2 more are missing")
 
 
+def test_a_large_record_is_described_in_one_pass() -> None:
+    """A node of many ranks lacks all of them: no rank is looked for among all others."""
+    world = 1 << 17
+    ranks = tuple(range(world))
+    record = NodeRecord("a" * 32, 5, 120, 7, 0, (ranks, ()), ((), ranks), ((),) * world)
+    lacks = tuple(file_name(rank, world) for rank in ranks)
+    (note,) = notes_of(Holding("/node-0/step-00000120", 0, 120, 7, True, record=record, lacks=lacks))
+    assert note.endswith("6 and 131065 more are missing: node 0 wrote them, node 1 has them")
+    nobody = replace(record, holds=((), ()))
+    (note,) = notes_of(Holding("/node-0/step-00000120", 0, 120, 7, True, record=nobody, lacks=lacks[:1]))
+    assert note.endswith("files of rank 0 are missing: node 0 wrote them, no node has them")
+
+
 def test_the_training_that_saved_last_counts() -> None:
     other = [holding_of(record_of(node, step=500, saved=4, run="b" * 32), crc=8) for node in range(3)]
     own = [holding_of(record_of(node)) for node in range(3)]

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import zerokit
 from tests.support.checkpoints import Content, example_content, example_layout, flip, write_run
 from tests.support.dealt import contents, deal
+from tests.support.distributed import run_ranks
+from tests.support.nodes import Kind, Training, place
 from zerokit.checkpoint.manifest import NAME, read_manifest
+from zerokit.checkpoint.nodes.joined import Joined
 from zerokit.checkpoint.nodes.record import NODE_NAME, read_record
-from zerokit.errors import CheckpointError, MissingPath, UsageError
+from zerokit.checkpoint.safetensors import RankFile
+from zerokit.errors import CheckpointError, MissingPath, StorageError, UsageError
 
 
 def other(step: int, seed: int = 1) -> Content:
@@ -43,6 +51,36 @@ def test_steps_are_directories_too_and_a_copy_of_all_in_one_place_is_enough(
     zerokit.gather(str(nodes[0]), tmp_path / "again")
     assert contents(tmp_path / "again") == contents(step.parent)
     assert zerokit.diff(nodes[0], tmp_path / "out").same
+
+
+def _saved(root: str) -> None:
+    """States that are not cut, in files of their own, on three nodes and in a shared run."""
+    training = Training(Kind(classes="adafactor", base=True))
+    training.train(0, 2)
+    training.save(Path(root, "shared"), 2)
+    training.save(place(root, dist.get_rank()), 2, shared=False, copies=2)
+
+
+def test_a_training_s_nodes_make_the_run_that_a_shared_disk_would_have(tmp_path: Path) -> None:
+    run_ranks(3, _saved, str(tmp_path))
+    runs = [place(tmp_path, node) for node in range(3)]
+    assert "states-" in "".join(contents(tmp_path / "shared"))
+    for lost in range(3):
+        left = [run for node, run in enumerate(runs) if node != lost]
+        zerokit.gather(left, tmp_path / f"out-{lost}")
+        assert contents(tmp_path / f"out-{lost}") == contents(tmp_path / "shared")
+        assert zerokit.verify(left).intact
+    zerokit.reshard(runs[1:], 2, tmp_path / "two")
+    assert zerokit.diff(tmp_path / "shared", tmp_path / "two").same
+    uncut = next(path for path in (runs[0] / "step-00000002").glob("states-*"))
+    flip(uncut, -3)
+    (other,) = {path for run in runs[1:] for path in run.rglob(uncut.name)}
+    done = zerokit.gather(runs, tmp_path / "mended")
+    assert contents(tmp_path / "mended") == contents(tmp_path / "shared")
+    flip(other, -5)
+    with pytest.raises(CheckpointError, match=f"{uncut.name}: damaged .* in every directory that has it"):
+        zerokit.gather(runs, tmp_path / "lost")
+    assert done.step == 2
 
 
 def test_what_is_missing_is_said_with_the_nodes_that_have_it(nodes: list[Path], tmp_path: Path) -> None:
@@ -89,7 +127,7 @@ def test_a_stale_node_and_another_training_are_named(step: Path, tmp_path: Path,
     done = zerokit.gather([nodes[0], stale, *away, nodes[2]], tmp_path / "out")
     assert contents(tmp_path / "out") == contents(step.parent)
     assert f"{stale}: has nothing of this save of step 100, only 90" in done.notes
-    passed = "step 500 is of another training, which saved it before: it is passed over"
+    passed = "step 500 is of another training: it is passed over"
     assert f"{away[3]}/step-00000500: {passed}" in done.notes
 
 
@@ -107,7 +145,9 @@ def test_a_file_that_is_written_in_half_is_taken_from_another(
     half(nodes[0] / step.name / name)
     done = zerokit.gather(nodes, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(step.parent)
-    if name in (NAME, NODE_NAME):
+    if name not in (NAME, NODE_NAME):
+        assert done.notes == (f"{nodes[0] / step.name}: {name} should be there, and is not whole",)
+    else:
         assert f"{nodes[0] / step.name / name}: damaged" in done.notes[0] or "not a zerokit" in done.notes[0]
 
 
@@ -171,6 +211,8 @@ def test_damage_in_both_copies_at_different_slices_is_mended(
     flip(nodes[1] / step.name / "common.safetensors", 5000 % (step / "common.safetensors").stat().st_size)
     done = zerokit.gather(nodes, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(step.parent)
+    taken = "damaged: taken from another directory"
+    assert f"{nodes[0] / step.name / name}: {taken}" in done.notes
     assert len(done.mended) == len(slices) // 2
     assert all(text.startswith(f"{nodes[1] / step.name}: {name}: ") for text in done.mended)
     assert all(text.endswith(f"taken from {nodes[0]}") for text in done.mended)
@@ -179,8 +221,8 @@ def test_damage_in_both_copies_at_different_slices_is_mended(
 def test_a_slice_that_is_damaged_everywhere_is_named(step: Path, nodes: list[Path], tmp_path: Path) -> None:
     name = "rank-00000-of-00008.safetensors"
     what, offset, size = slices_of(step, 0)[1]
-    for node, place in ((0, 0), (1, size - 1)):
-        flip(nodes[node] / step.name / name, offset + place)
+    for node, at in ((0, 0), (1, size - 1)):
+        flip(nodes[node] / step.name / name, offset + at)
     with pytest.raises(CheckpointError) as caught:
         zerokit.gather(nodes, tmp_path / "out", force=True)
     assert f"{name}: {what}, elements 0 to " in str(caught.value)
@@ -197,6 +239,54 @@ def test_a_slice_that_is_damaged_everywhere_is_named(step: Path, nodes: list[Pat
     done = zerokit.gather(nodes, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(step.parent)
     assert done.mended[0].endswith(f"taken from {nodes[0]}")
+
+
+def test_a_file_that_cannot_be_read_is_taken_from_another(
+    step: Path, nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk fails in the middle of a file."""
+    bad = {
+        nodes[0] / step.name / "rank-00000-of-00008.safetensors",
+        nodes[1] / step.name / "common.safetensors",
+    }
+    real = os.preadv
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        end = offset + sum(memoryview(buffer).nbytes for buffer in buffers)
+        if end > 4096 and Path(f"/proc/self/fd/{fd}").resolve() in bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    done = zerokit.gather(nodes, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(step.parent)
+    (told,) = done.mended
+    assert (
+        f"{nodes[0] / step.name}/rank-00000-of-00008.safetensors: cannot be read: Input/output error" in told
+    )
+    bad.add(nodes[1] / step.name / "rank-00000-of-00008.safetensors")
+    with pytest.raises(StorageError, match="cannot be read: Input/output error"):
+        zerokit.gather(nodes, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_step_that_goes_meanwhile_is_named(
+    step: Path, nodes: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a training that goes on saving."""
+    place, real = nodes[0] / step.name, Joined.rank_file
+
+    def rank_file(joined: Joined, rank: int) -> RankFile:
+        shutil.rmtree(place, ignore_errors=True)
+        (nodes[1] / step.name / "rank-00000-of-00008.safetensors").unlink(missing_ok=True)
+        return real(joined, rank)
+
+    monkeypatch.setattr(Joined, "rank_file", rank_file)
+    with pytest.raises(
+        CheckpointError, match="step-00000100: was removed while it was read: a training goes on"
+    ):
+        zerokit.gather(nodes, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_output_is_never_one_of_the_directories(step: Path, nodes: list[Path], tmp_path: Path) -> None:

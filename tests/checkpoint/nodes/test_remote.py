@@ -114,6 +114,15 @@ def test_every_tool_takes_other_machines(step: Path, machines: Path, tmp_path: P
         assert option in asked
 
 
+def test_what_is_here_does_not_come(machines: Path, tmp_path: Path, step: Path) -> None:
+    here = [machines / f"node-{number}" / "local" / "run" for number in (0, 2)]
+    zerokit.gather([*NODES, *here], "out")
+    assert contents(tmp_path / "out") == contents(step.parent)
+    assert (machines / "calls").read_text().split() == [
+        name for node in NODES for name in [node.split(":")[0]] * 2
+    ]
+
+
 def test_an_ordinary_run_comes_too(step: Path, machines: Path, tmp_path: Path) -> None:
     for number in range(101, 107):
         content = example_content(example_layout(1), step=number)

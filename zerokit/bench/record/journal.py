@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from zerokit.bench.record.schema import Count, Number
 from zerokit.documents import parse_json, read_text
@@ -40,13 +40,18 @@ _IDENTITY, _NAME = re.compile(r"[0-9a-f]{32}"), re.compile(r"[^/.][^/]{0,250}\.j
 _PART = re.compile(r"part-(\d{4,9})\.jsonl")
 
 
+Where = Literal["", "run", "copies"]
+"""What a part goes on from; nothing at the beginning of the training."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One part of an elastic job: the training between two restarts.
 
     Steps count from 1 and samples from 0 through the whole run. `last_step` is the last that it is known to have
     trained, smaller than `first_step` if it came to none; the next part repeats those after the checkpoint it began
-    from. `ended` says why; "finished" for the last.
+    from. `where` says where that was: in the "run", or in "copies" in the nodes' memory. `ended` says why; "finished"
+    for the last.
     """
 
     world: Count
@@ -56,6 +61,7 @@ class Part:
     first_sample: Count
     samples_per_step: Count
     ended: str
+    where: Where = ""
 
 
 @dataclass(slots=True)
@@ -156,7 +162,7 @@ class Journal:
         files = self._files()
         for number, file in enumerate(files):
             lines = list(_lines(file))
-            if not lines or lines[0].keys() != _BEGINNING:
+            if not lines or lines[0].keys() | {"where"} != _BEGINNING:
                 continue  # killed before its first line was whole
             begun, rest = lines[0], lines[1:]
             step = begun["first_step"] - 1
@@ -207,6 +213,8 @@ def _is_noted(name: str, value: object) -> bool:
     """Whether a line may have this member."""
     if name == "ended":
         return isinstance(value, str)
+    if name == "where":
+        return value in get_args(Where)
     if name in ("loss", "gradient_norm"):
         return isinstance(value, list) and all(one is None or isinstance(one, int | float) for one in value)
     return type(value) is int and 0 <= value < 1 << 63

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from zerokit.bench.record.journal import Where
 from zerokit.bench.record.schema import Count, Number, to_plain
 from zerokit.bench.record.statistics import Summary
 
@@ -117,17 +118,35 @@ class Save:
     size_bytes: Count
 
 
+@dataclass(frozen=True, slots=True)
+class NodeCopies:
+    """Copies of the training state in the nodes' own memory, in the last part of an elastic bench.
+
+    `count` were complete on all nodes, the newest of them that of `step`. Medians: training waited `held_ms` for one,
+    which was complete after `ms`. `node_bytes`: what each node held of the newest, of up to two that it keeps.
+    """
+
+    count: Count
+    step: Count
+    held_ms: Number
+    ms: Number
+    node_bytes: list[Count]
+
+
 @dataclass(slots=True)
 class Checkpoints:
     """A bench's checkpoints; `resumed_from` is the step from which it resumed, null for a fresh start.
 
-    `notes`: why that is not the step which the run's `latest` names.
+    `resumed_where`: "copies" in the nodes' memory, or the "run". `notes`: what loading it has told, such as why it is
+    not the step which the run's `latest` names, and copies that could not be made.
     """
 
     resumed_from: Count | None = None
     load_ms: Number | None = None
     saves: list[Save] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    resumed_where: Where = ""
+    copies: NodeCopies | None = None
 
     @property
     def median_save_ms(self) -> float | None:

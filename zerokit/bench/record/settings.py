@@ -258,6 +258,23 @@ class Settings:
         "zerokit restarts ranks on this machine; elsewhere torchrun does. The run ends at step --steps, and "
         "--save-every defaults to a tenth of that. One record covers all parts. Implies --no-twin.",
     )
+    copies: Integer | None = _saved(
+        None,
+        "Also copy the training state into the memory of K nodes, its own included, beside the steps of an elastic "
+        "bench. A restart then resumes from memory. --save-every can be seldom.",
+        minimum=1,
+        metavar="K",
+        same_cell=False,
+    )
+    copy_every: Integer = _saved(
+        10, "Copy every N steps; a restart repeats at most these (--copies).", minimum=1, same_cell=False
+    )
+    copy_to: str = _saved(
+        "/dev/shm",
+        "A directory of each node's own, in which the job makes one for its copies, and removes it at its end.",
+        metavar="DIR",
+        same_cell=False,
+    )
     repeat: Integer = 0
 
     def __post_init__(self) -> None:
@@ -316,6 +333,12 @@ class Settings:
             yield "save_every, background and resume need a run directory: give --save as well"
         if self.elastic and self.save is None:
             yield "an elastic bench resumes from its checkpoints: give a run directory with --save"
+        if self.copies is not None and not self.elastic:
+            yield "--copies are for an elastic bench, which resumes from them: give --elastic as well"
+        if self.copies is not None and self.every is not None:
+            yield "--copies and --every: islands have no copies, each of them is one of the whole model already"
+        if self.copies is None and (self.copy_every, self.copy_to) != (10, "/dev/shm"):
+            yield "--copy-every and --copy-to belong to copies: give --copies K, such as 2, too"
         if self.save is not None and self.engine != "zerokit":
             yield f"--save writes zerokit's checkpoints, which engine {self.engine!r} cannot"
 

@@ -38,7 +38,7 @@ from zerokit.launch.failures import Failure, WorkerFailed
 
 _NOT_THE_JOBS = {
     *("nodes", "nproc_per_node", "mesh", "every", "fragments", "delay"),  # as `remaining` changes them
-    *("bucket_mb", "warmup", "save", "save_every", "repeat"),
+    *("bucket_mb", "warmup", "save", "save_every", "copies", "copy_every", "copy_to", "repeat"),
 }
 
 
@@ -239,7 +239,7 @@ def _train(
         folder = work / f"restart-{restarts}" if restarts else work
         kills, part = oom_kills(), journal.count() if journal else 0
         try:
-            record, cut_short = _launch(settings, folder, host, asked.sweep)
+            record, cut_short = _launch(settings, folder, host, asked)
             return replace(record, id=asked.id), cut_short
         except BaseException as error:
             outcome, failed = what_happened(error, folder / JOB, kills), error
@@ -260,15 +260,16 @@ def _train(
     return replace(asked, status=outcome.status, reason=reason, created=_now(), parts=parts), failed
 
 
-def _launch(
-    settings: Settings, work: Path, host: Host, sweep: str | None
-) -> tuple[Record, BaseException | None]:
+def _launch(settings: Settings, work: Path, host: Host, asked: Record) -> tuple[Record, BaseException | None]:
     """Launch the ranks and read what rank 0 has written; also returns what interrupted them after that."""
     host.interrupted()
     work.mkdir(exist_ok=True)
     written, job, progress = work / "record.json", work / JOB, work / "progress"
     files = {"record": written.name, "progress": progress.name}
-    job.write_text(json.dumps({"settings": to_plain(settings), **files, "sweep": sweep}))
+    content = {"settings": to_plain(settings), **files, "sweep": asked.sweep}
+    if settings.copies is not None:  # found again by whoever goes on with this job, and by no other one
+        content["memory"] = str(path_of(settings.copy_to) / f"zerokit-{asked.id}")
+    job.write_text(json.dumps(content))
 
     def poll() -> None:
         if (latest := read_progress(progress)) is not None:

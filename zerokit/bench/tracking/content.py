@@ -97,6 +97,7 @@ def run_params(record: Record) -> dict[str, str]:
 
 def run_tags(record: Record) -> dict[str, str]:
     """The tags by which the run is found, and its environment."""
+    done = record.checkpoints
     tags: dict[str, str | None] = {
         Tag.RECORD: record.id,
         Tag.SWEEP: record.sweep,
@@ -105,6 +106,9 @@ def run_tags(record: Record) -> dict[str, str]:
         # Empty, too: a cell that is run again keeps its run, and with it the tags of its earlier end.
         Tag.REASON: (record.reason or "")[:TAG_LENGTH],
         "zerokit.restarts": str(record.restarts) if record.parts else None,
+        "zerokit.resumed": None
+        if done.resumed_from is None
+        else f"step {done.resumed_from} from {done.resumed_where}",
         "zerokit.record": record.format,
         **SOURCE_TAGS,
         "device": record.ranks[0].device if record.ranks else None,

@@ -8,9 +8,7 @@ Only a bench that saves imports `zerokit.checkpoint`, which needs zlib-ng.
 
 from __future__ import annotations
 
-import re
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from zerokit.bench.machine.accelerator import gather
-from zerokit.bench.record.journal import Journal, Part, note
+from zerokit.bench.record.journal import Journal, Part, Where, note
 from zerokit.bench.record.measured import Checkpoints, Save
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.measured import Measured
+from zerokit.bench.worker.memory import MARK, Memory, noted
 from zerokit.errors import UsageError
 from zerokit.files import path_of
 
@@ -40,20 +39,29 @@ class Position:
 
     step: int = 0
     samples: int = 0
+    where: Where = ""
 
 
 class Keeper:
     """Saves and resumes one bench's run on this rank; all ranks make the same calls.
 
-    Without an optimizer of zerokit's there is nothing to save: `Settings` refuses `save` for other engines.
+    Without an optimizer of zerokit's there is nothing to save: `Settings` refuses `save` for other engines. `memory` is
+    the directory of the job's copies in the node's memory; None for none.
     """
 
-    def __init__(self, settings: Settings, optimizer: ZeroOptimizer | None) -> None:
+    def __init__(
+        self, settings: Settings, optimizer: ZeroOptimizer | None, memory: Path | None = None
+    ) -> None:
         self._settings = settings
         self._target = (
             (path_of(settings.save), optimizer) if settings.save and optimizer is not None else None
         )
         self.done = Checkpoints()
+        self._memory = (
+            None
+            if memory is None or optimizer is None
+            else Memory(memory, settings, optimizer, self.done.notes)
+        )
         self._last: int | None = None
         self._journal: Path | None = None
         self._writing: tuple[Saving, int, float] | None = None
@@ -70,7 +78,8 @@ class Keeper:
         run, optimizer = self._target
         try:
             from zerokit.checkpoint.check import check_directory
-            from zerokit.checkpoint.run import later_steps, list_steps
+            from zerokit.checkpoint.listing import list_steps
+            from zerokit.checkpoint.run import later_steps
         except ModuleNotFoundError as error:
             if error.name != "zlib_ng":
                 raise
@@ -80,7 +89,11 @@ class Keeper:
 
         check_directory(run, overwrite=True)  # of later steps it says below what can be done here
         resumes = self._settings.resume or self._settings.elastic
-        begin = self._load_newest(run, optimizer) if resumes and list_steps(run) else Position()
+        places = run if self._memory is None else [self._memory.directory, run]
+        there = resumes and list_steps(places, None if self._memory is None else optimizer)
+        begin = self._load_newest(places, run, optimizer) if there else Position()
+        if self._memory is not None:
+            self._memory.begin(begin.step)
         if self._settings.elastic:
             self._begin_part(run, begin)
         elif later := later_steps(run, begin.step):
@@ -105,20 +118,15 @@ class Keeper:
         if dist.get_rank() == 0:
             steps, samples = (begin.step + 1, begin.step), (begin.samples, settings.samples_per_step)
             self._journal = journal.begin_part(
-                Part(settings.world, settings.nodes, *steps, *samples, ended="")
+                Part(settings.world, settings.nodes, *steps, *samples, ended="", where=begin.where)
             )
 
-    def _load_newest(self, run: Path, optimizer: ZeroOptimizer) -> Position:
+    def _load_newest(self, places: Path | list[Path], run: Path, optimizer: ZeroOptimizer) -> Position:
         from zerokit.checkpoint.load import load
-        from zerokit.checkpoint.run import find_step
 
-        notes = find_step(run, whole=True).notes
-        self.done.notes = list(notes)
         started = time.perf_counter()
-        with warnings.catch_warnings():
-            # It warns of them, in a log of the ranks that nobody reads where all goes well.
-            warnings.filterwarnings("ignore", re.escape("; ".join(notes)) if notes else "$^")
-            extra = load(run, optimizer)
+        with noted(self.done.notes):
+            extra = load(places, optimizer)
         known = isinstance(extra, dict) and all(
             isinstance(extra.get(one), int) for one in ("step", "samples")
         )
@@ -131,11 +139,19 @@ class Keeper:
                     "resume with the same, or save to another directory"
                 )
         self.done.load_ms = (time.perf_counter() - started) * 1000.0
-        self.done.resumed_from = self._last = extra["step"]
-        return Position(extra["step"], extra["samples"])
+        where: Where = "copies" if MARK in extra else "run"
+        self.done.resumed_from, self.done.resumed_where = extra["step"], where
+        self._last = extra["step"] if where == "run" else None
+        return Position(extra["step"], extra["samples"], where)
 
     def due(self, trained: int, *, last: bool) -> bool:
-        """Whether a checkpoint is due: after this number of steps, or at the end of the bench."""
+        """Whether a checkpoint or a copy is due: after this number of steps, or at the end of the bench."""
+        return self._saves(trained, last=last) or self._copies(trained, last=last)
+
+    def _copies(self, trained: int, *, last: bool) -> bool:
+        return self._memory is not None and not last and self._memory.due(trained)
+
+    def _saves(self, trained: int, *, last: bool) -> bool:
         if self._target is None or self._last == trained:
             return False
         every = self._settings.saves_every
@@ -151,11 +167,24 @@ class Keeper:
             return
         if self._settings.elastic:
             self._write_journal(done)
-        from zerokit.checkpoint.save import save
-
-        run, optimizer = self._target
         extra = {name: getattr(self._settings, name) for name in _IDENTITY}
         extra |= {"step": done.trained, "samples": done.samples}
+        if self._saves(done.trained, last=last):
+            self._save(*self._target, done, extra, last=last)
+        if self._memory is not None and self._copies(done.trained, last=last):
+            self._memory.after_step(done.trained, extra)
+
+    def finish(self, done: Measured) -> None:
+        """All steps are trained: save the last one if that was not done, and remove what is in the nodes' memory."""
+        self.after_step(done, last=True)
+        if self._memory is not None:
+            self.done.copies = self._memory.finish()
+
+    def _save(
+        self, run: Path, optimizer: ZeroOptimizer, done: Measured, extra: dict[str, Any], *, last: bool
+    ) -> None:
+        from zerokit.checkpoint.save import save
+
         started = time.perf_counter()
         # A later step that is there was not gone on from: it is damaged, or nothing led to it yet.
         what: dict[str, Any] = {"step": done.trained, "extra": extra, "overwrite": self._settings.elastic}

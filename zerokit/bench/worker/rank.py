@@ -3,7 +3,8 @@
     torchrun ... -m zerokit.bench.worker JOB.json
 
 The job is `{"settings": {…}, "record": PATH, "progress": PATH or null, "sweep": ID or null}`, with paths relative to
-its own folder, which may be a copy of the launcher's. The rank knows the torchrun environment and nothing of who
+its own folder, which may be a copy of the launcher's. With copies in the nodes' memory it has their directory as
+"memory". The rank knows the torchrun environment and nothing of who
 started it. A rank that runs out of memory writes so beside the job (`status`).
 """
 
@@ -84,8 +85,14 @@ _groups: list[object] = []
 lock, and waits for a thread of the group that waits for that lock (torch 2.11 and 2.13)."""
 
 
-def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: str | None) -> None:
-    """Run the bench on this rank, inside the process group of all ranks."""
+def run(
+    asked: Settings,
+    record_path: Path,
+    progress_path: Path | None,
+    sweep: str | None,
+    memory: Path | None = None,
+) -> None:
+    """Run the bench on this rank, inside the process group of all ranks; `memory` is for copies of its state."""
     require_ranks(asked, os.environ)
     accelerator = choose_accelerator(asked.device)
     settings = choose(asked, accelerator)
@@ -104,7 +111,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
     accelerator.synchronize()
     build_ms = (time.perf_counter() - started) * 1000.0
     loop = Loop(trainer, loaded, settings, accelerator)
-    keeper = Keeper(settings, trainer.zero)
+    keeper = Keeper(settings, trainer.zero, memory)
     setup: tuple[int, int] | None = None
 
     def begin() -> None:
@@ -116,6 +123,7 @@ def run(asked: Settings, record_path: Path, progress_path: Path | None, sweep: s
             sampler.start()
 
     measured = loop.run(progress_path if first else None, keeper, begin)
+    keeper.finish(measured)
     ended = datetime.now(UTC)
     samples = None if sampler is None else sampler.stop()
     settings = replace(settings, warmup=measured.warmup)
@@ -277,7 +285,8 @@ def main(job: Path) -> None:
     settings = from_plain(Settings, content["settings"])
     progress = job.parent / content["progress"] if content.get("progress") else None
     try:
-        run(settings, job.parent / content["record"], progress, content.get("sweep"))
+        memory = Path(content["memory"]) if content.get("memory") else None
+        run(settings, job.parent / content["record"], progress, content.get("sweep"), memory)
     except (MemoryError, RuntimeError) as error:
         # Python, torch's CUDA allocator (a RuntimeError of its own) or its CPU allocator had no more to give.
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)

@@ -38,7 +38,7 @@ Parts = tuple[float, float]
 """Milliseconds of forward with backward, and of the update."""
 _NOT_ITS = (
     *("wire", "mesh", "outer_stage", "every", "fragments", "delay", "bucket_mb", "states"),
-    *("save", "save_every", "background", "resume"),
+    *("save", "save_every", "background", "resume", "copies", "copy_every", "copy_to"),
 )
 # A share of the free memory: activations take some as well.
 _MOST = 0.8

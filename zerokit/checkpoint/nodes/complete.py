@@ -54,20 +54,16 @@ class Choice:
 def choose(holdings: Iterable[Holding], *, whole: bool) -> Choice:
     """The steps of which these directories have all files together; with `whole` those with an optimizer's state.
 
-    Where nodes' directories have steps of several trainings, those of the one that saved last count. Superseded steps
-    are left out, also those that nobody could mark: the training has gone back since and saved an earlier one.
+    Where nodes' directories have steps of several trainings, those of the one that saved a complete one last count.
+    Superseded steps are left out, also those that nobody could mark: the training has gone back since and saved an
+    earlier one.
     """
     every = list(holdings)
     notes = [text for one in every for text in (one.damaged, one.note) if text]
     sound = [one for one in every if not one.damaged and not one.superseded and (one.whole or not whole)]
     own, others = _of_newest_training(sound)
-    notes += [
-        f"{one.place}: step {one.step} is of another training, which saved it before: it is passed over"
-        for one in others
-    ]
-    steps: dict[Key, list[Holding]] = {}
-    for one in own:
-        steps.setdefault(one.key, []).append(one)
+    notes += [f"{one.place}: step {one.step} is of another training: it is passed over" for one in others]
+    steps = _by_save(own)
     complete = sorted((key for key, there in steps.items() if not lacking(there)), reverse=True)
     for key in _before_going_back(complete, steps):
         complete.remove(key)
@@ -104,16 +100,16 @@ def describe_lack(there: Sequence[Holding]) -> str:
     """Which files of a step no directory has, and which nodes have them, as a sentence; "" if nothing is missing."""
     lacks = sorted(lacking(there))
     record = next((one.record for one in there if one.record is not None), None)
+    files = {} if record is None else _files(record)
     ranks: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     others = []
     for name in lacks:
-        rank = None if record is None else _rank_of(name, record)
-        if record is None or rank is None:
+        match = RANK_FILE.fullmatch(name)
+        if (found := files.get(int(match[1]) if match else name)) is None:
             others.append(name)
-            continue
-        wrote = next(node for node, own in enumerate(record.wrote) if rank in own)
-        have = tuple(node for node, held in enumerate(record.holds) if rank in held)
-        ranks.setdefault((wrote, have), set()).add(rank)
+        else:
+            rank, wrote, have = found
+            ranks.setdefault((wrote, have), set()).add(rank)
     seen = {one.record.node: one.place for one in there if one.record is not None}
     parts = [_away(wrote, have, sorted(own), seen) for (wrote, have), own in ranks.items()]
     if others:
@@ -125,17 +121,32 @@ def _away(wrote: int, have: Sequence[int], ranks: Sequence[int], seen: Mapping[i
     """Which nodes have the files of these ranks. `seen`: by node, the directory that was looked at."""
     lost = "".join(f", though {seen[node]} of node {node} does not" for node in have if node in seen)
     many = len(have) > 1
-    return (
-        f"files of rank{'s' * (len(ranks) > 1)} {listed(ranks)} are missing: node {wrote} wrote them, "
+    who = (
         f"node{'s' * many} {listed(have)} {'have' if many else 'has'} them{lost}"
+        if have
+        else "no node has them"
+    )
+    return (
+        f"files of rank{'s' * (len(ranks) > 1)} {listed(ranks)} are missing: node {wrote} wrote them, {who}"
     )
 
 
-def _rank_of(name: str, record: NodeRecord) -> int | None:
-    """The rank that wrote a file; None of those that every node has."""
-    if match := RANK_FILE.fullmatch(name):
-        return int(match[1]) if int(match[1]) < len(record.uncut) else None
-    return next((rank for rank, names in enumerate(record.uncut) if name in names), None)
+def _files(record: NodeRecord) -> dict[int | str, tuple[int, int, tuple[int, ...]]]:
+    """By rank, and by name of a file of states, the rank, the node that wrote its files, and those that have them.
+
+    What every node has is not in it.
+    """
+    have: dict[int, list[int]] = {}
+    for node, ranks in enumerate(record.holds):
+        for rank in dict.fromkeys(ranks):
+            have.setdefault(rank, []).append(node)
+    found: dict[int | str, tuple[int, int, tuple[int, ...]]] = {}
+    for node, ranks in enumerate(record.wrote):
+        for rank in ranks:
+            of_rank = rank, node, tuple(have.get(rank, ()))
+            found[rank] = of_rank
+            found |= dict.fromkeys(record.uncut[rank], of_rank)
+    return found
 
 
 def listed(some: Iterable[object]) -> str:
@@ -147,14 +158,35 @@ def listed(some: Iterable[object]) -> str:
 
 
 def _of_newest_training(holdings: Sequence[Holding]) -> tuple[list[Holding], list[Holding]]:
-    """Holdings of the training that has saved last, with ordinary ones, and of others."""
-    last: dict[str, int] = {}
+    """Holdings of the training that has saved last, with ordinary ones, and of others.
+
+    Of two trainings the one with a complete step counts: the other was killed in its first save, or its nodes are gone.
+    """
+    ordinary = [one for one in holdings if one.record is None]
+    by_run: dict[str, list[Holding]] = {}
     for one in holdings:
         if one.record is not None:
-            last[one.record.run] = max(last.get(one.record.run, 0), one.record.saved)
-    newest = max(last, key=lambda run: (last[run], run), default="")
+            by_run.setdefault(one.record.run, []).append(one)
+
+    def order(run: str) -> tuple[bool, int, str]:
+        own = {one.key for one in by_run[run]}
+        saves = _by_save(one for one in (*by_run[run], *ordinary) if one.key in own)
+        return (
+            any(not lacking(there) for there in saves.values()),
+            max(one.record.saved for one in by_run[run] if one.record is not None),
+            run,
+        )
+
+    newest = max(by_run, key=order, default="")
     own = [one for one in holdings if one.record is None or one.record.run == newest]
-    return own, [one for one in holdings if one.record is not None and one.record.run != newest]
+    return own, [one for run, found in by_run.items() if run != newest for one in found]
+
+
+def _by_save(holdings: Iterable[Holding]) -> dict[Key, list[Holding]]:
+    steps: dict[Key, list[Holding]] = {}
+    for one in holdings:
+        steps.setdefault(one.key, []).append(one)
+    return steps
 
 
 def _other_save(key: Key, steps: Iterable[Key]) -> str:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zerokit.checkpoint.frozen import Frozen
 from zerokit.checkpoint.save import save
 from zerokit.checkpoint.together import Saving, Together, is_saving
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
+from zerokit.files import path_of
 from zerokit.runtime import ZeroOptimizer
 
 
@@ -36,6 +38,7 @@ class Copies:
         extra: called with the number of steps made, inside `step()`; what it returns is saved, and `load` returns it.
             What it raises, `step()` raises, on all ranks.
         step: the steps that were made before, such as those that a load has gone on from.
+        frozen: "never" leaves frozen parameters out, as in `save`: `load` takes them from the model as it was built.
 
     Raises `UsageError` for arguments that are out of range.
     """
@@ -49,6 +52,7 @@ class Copies:
         every: int = 10,
         extra: Callable[[int], Any] | None = None,
         step: int = 0,
+        frozen: Frozen = "always",
     ) -> None:
         if not isinstance(optimizer, ZeroOptimizer):
             raise UsageError(
@@ -60,6 +64,8 @@ class Copies:
         for name, value, least in (("copies", copies, 1), ("every", every, 1), ("step", step, 0)):
             if type(value) is not int or value < least:
                 raise UsageError(f"{name}={value!r}: expected an integer, at least {least}")
+        if frozen not in ("always", "never"):
+            raise UsageError(f'frozen={frozen!r}: expected "always" or "never"')
         if extra is not None and not callable(extra):
             raise UsageError(f"extra={extra!r}: expected a function of the number of steps made")
         if optimizer.copies is not None:
@@ -68,12 +74,15 @@ class Copies:
         """Steps made so far. Set it after a load amid the training."""
         self.saved: int | None = None
         """The step of the newest copy that is complete on all nodes."""
-        self._path, self._copies, self._every, self._extra = path, copies, every, extra
+        self.seconds: float | None = None
+        """How long that copy was under way."""
+        self._path, self._copies, self._every, self._extra = path_of(path), copies, every, extra
+        self._frozen: Frozen = frozen
         # It holds this object: a cycle would keep the model's memory.
         self._optimizer = weakref.ref(optimizer)
         self._saving: Saving | None = None
         self._begun = step
-        self._due = False
+        self._due = self._late = False
         self._said = ""
         optimizer.copies = self
 
@@ -86,7 +95,11 @@ class Copies:
             return
         together = Together(optimizer.runtime.collectives)
         # The program's own saves, too: none is waited for inside a step.
-        if any(together.exchange(is_saving(optimizer))):
+        under_way = together.exchange(
+            (is_saving(optimizer), self._saving is not None and not self._saving.done())
+        )
+        self._late = self._late or any(late for _, late in under_way)
+        if any(map(any, under_way)):
             return
         self._end(first=together.rank == 0)
         self._begin(optimizer, together)
@@ -99,7 +112,7 @@ class Copies:
         if self._saving is None:
             return None
         path = self._saving.wait()
-        self.saved = self._begun
+        self.saved, self.seconds = self._begun, self._saving.seconds
         return path
 
     def stop(self) -> None:
@@ -121,23 +134,25 @@ class Copies:
                 blocking=False,
                 shared=False,
                 copies=self._copies,
+                frozen=self._frozen,
             )
         except CheckpointError as error:
             self._warn(f"step {self.step} has no copies: {error}", first=together.rank == 0)
         else:
-            self._saving.is_told_elsewhere()
+            self._saving.leave_failure_to_owner()
 
     def _end(self, *, first: bool) -> None:
         """Take notice of how the last copy has ended."""
         if self._saving is None:
             return
-        error, taken = self._saving.exception(), self.step - self._begun
-        self._saving = None
+        error, seconds, late = self._saving.exception(), self._saving.seconds, self._late
+        self._saving, self._late = None, False
         if error is not None:
             self._warn(f"step {self._begun} has no copies: {error}", first=first)
             return
-        self.saved = self._begun
-        if taken > self._every:
+        self.saved, self.seconds = self._begun, seconds
+        if late:
+            taken = self.step - self._begun
             self._warn(
                 f"every={self._every} is too small: a copy is under way for up to {taken} steps, so the link allows "
                 f"one in {taken} steps, and a lost node costs as many",

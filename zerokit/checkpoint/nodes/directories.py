@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from zerokit.checkpoint.nodes.complete import Holding
 from zerokit.checkpoint.nodes.scan import scan
@@ -21,6 +22,8 @@ class Directory:
 
     shown: str
     path: Path
+    distant: ClassVar[bool] = False
+    """Whether files are brought here only when they are wanted."""
 
     def look(self, holder: int) -> list[Holding]:
         """What it has of steps. Raises `CheckpointError` where there is no directory, or one with islands' runs."""
@@ -31,6 +34,9 @@ class Directory:
 
     def fetch(self, files: Sequence[Path], report: Report | None) -> None:
         """Bring these files of the directory to their paths here."""
+
+    def drop(self, files: Sequence[Path]) -> None:
+        """Make room for others: these files of another machine are no longer wanted here."""
 
     def named(self, text: str) -> str:
         """A message, with the directory's name for its path here."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zerokit import files
 from zerokit.checkpoint.checksum import Part, Pieces, crc32, damaged
 from zerokit.checkpoint.copying import Copier, Options, Progress, converting
 from zerokit.checkpoint.disk import (
@@ -84,14 +85,22 @@ def gather(
                 f"{joined.shown}: its frozen parameters are in the directory {joined.manifest.frozen} beside it, so it "
                 "is a step of an ordinary run: copy that run"
             )
-        joined.settle((file.name for file in joined.manifest.all_files), progress)
-        name = step_name(joined.step)
-        with converting(joined, target, options, foreign_to_checkpoint) as work:
-            make_directory(work / name)
-            mended = _write(joined, work / name, options)
+        name, passed = step_name(joined.step), list[str]()
+        with joined.reading(), converting(joined, target, options, foreign_to_checkpoint) as work:
+            while True:
+                make_directory(work / name)
+                try:
+                    joined.settle((file.name for file in joined.manifest.all_files), progress)
+                    mended = _write(joined, work / name, options)
+                    break
+                except CheckpointError:
+                    if not (unreadable := joined.pass_over_unreadable()):
+                        raise
+                    passed += unreadable
+                    files.remove_tree(work / name)
             sync_directory(work / name)
             write_file(work / LATEST_NAME, Latest(name, (joined.manifest_crc,)).text().encode())
-        return Gathered(target, target / name, joined.step, joined.world, joined.notes, tuple(mended))
+        return Gathered(target, target / name, joined.step, joined.world, joined.notes, (*passed, *mended))
 
 
 def _write(joined: Joined, step: Path, options: Options) -> list[str]:

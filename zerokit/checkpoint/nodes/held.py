@@ -75,13 +75,17 @@ def require_files(step: Path, manifest: Manifest, crc: int, *, part: bool = Fals
     if not is_there(step / NODE_NAME):
         return False
     holding = holding_of(step, manifest, crc)
-    lacks = set(holding.lacks)
-    if part and holding.record is not None:
-        lacks &= {file.name for file in holding.record.files(manifest)}
+    lacks = own_lacks(holding, manifest) if part and holding.record is not None else holding.lacks
     if lacks:
-        told = holding.damaged or holding.note or describe_lack([replace(holding, lacks=tuple(lacks))])
+        told = holding.damaged or holding.note or describe_lack([replace(holding, lacks=lacks)])
         raise CheckpointError(f"{step}: {told}: {NAME_THEM}")
     return True
+
+
+def own_lacks(holding: Holding, manifest: Manifest) -> tuple[str, ...]:
+    """The names of files that a directory should have by its record, and does not; none without a record."""
+    own = () if holding.record is None else holding.record.files(manifest)
+    return tuple(sorted({file.name for file in own}.intersection(holding.lacks)))
 
 
 def missing_here(step: Path, manifest: Manifest, crc: int) -> str:

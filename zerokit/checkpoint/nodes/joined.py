@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
 from zerokit.checkpoint.bases import base_of
 from zerokit.checkpoint.checksum import Pieces, crc32
-from zerokit.checkpoint.disk import check_size, despite_damage, is_file, opened, read_exactly
-from zerokit.checkpoint.manifest import Manifest, read_manifest
+from zerokit.checkpoint.disk import (
+    check_size,
+    is_file,
+    is_there,
+    opened,
+    read_exactly,
+    read_whole,
+    size_of,
+)
+from zerokit.checkpoint.manifest import NAME, Manifest, read_manifest
 from zerokit.checkpoint.nodes.complete import Holding, Key, choose, describe_lack, lacking, listed
 from zerokit.checkpoint.nodes.directories import Directory, Report
-from zerokit.checkpoint.nodes.held import NAME_THEM, holding_of
+from zerokit.checkpoint.nodes.held import NAME_THEM, own_lacks
+from zerokit.checkpoint.nodes.scan import adopted
 from zerokit.checkpoint.reader import Checkpoint, file_checksum
-from zerokit.checkpoint.run import Choice, superseded
+from zerokit.checkpoint.run import Choice
 from zerokit.errors import CheckpointError, StorageError
 
 _GATHER = ": zerokit gather takes each slice from a directory where it is right"
@@ -42,6 +51,7 @@ class Joined(Checkpoint):
         self._wholes = {file.name: file for file in manifest.whole_files}
         self._ranks = {file.name: file for file in manifest.files}
         self._found: dict[str, Path] = {}
+        self._bad: set[Path] = set()
 
     @property
     def shown(self) -> str:
@@ -64,17 +74,47 @@ class Joined(Checkpoint):
         return text
 
     def copies(self, name: str) -> list[tuple[Directory, Path]]:
-        """A file's paths, with the directory of each: those of the right size first."""
-        every = [
-            (self.directories[one.holder], Path(one.place, name), name in one.lacks) for one in self.holdings
+        """A file's paths, with the directory of each: those of the right size first, and this machine's."""
+        found = [
+            (name in one.lacks, self.directories[one.holder], Path(one.place, name)) for one in self.holdings
         ]
-        there = [(where, path) for where, path, lacks in every if not lacks]
-        return there + [(where, path) for where, path, lacks in every if lacks and is_file(path)]
+        found.sort(key=lambda one: (one[0], one[1].distant))
+        return [
+            (where, path)
+            for lacks, where, path in found
+            if path not in self._bad and not (lacks and not is_file(path))
+        ]
+
+    def pass_over_unreadable(self) -> list[str]:
+        """Try to read all files that are in use here, and use copies of those that cannot be; what they are."""
+        told = []
+        for name, path in list(self._found.items()):
+            try:
+                with opened(path) as fd:
+                    file_checksum(fd, size_of(fd, path), path)
+            except CheckpointError as error:
+                if path not in self._bad:
+                    self._bad.add(path)
+                    del self._found[name]
+                    told.append(self.named(str(error)))
+        return told
 
     def place(self, name: str) -> Path:
         if name not in self._found:
             self.settle([name])
         return self._found[name]
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Say it where an error of the body comes from a step that a training has removed meanwhile."""
+        try:
+            yield
+        except CheckpointError as error:
+            if gone := [one.place for one in self.holdings if not is_there(one.place)]:
+                raise CheckpointError(
+                    f"{gone[0]}: was removed while it was read: a training goes on saving there: try again, or stop it"
+                ) from error
+            raise
 
     def parts(self) -> Iterator[Joined]:
         """Each directory's part alone."""
@@ -83,7 +123,8 @@ class Joined(Checkpoint):
 
     def settle(self, names: Iterable[str], report: Report | None = None) -> None:
         """Find for each of these files a directory where it is right; files of other machines are brought here."""
-        pending, turn = {name: self.copies(name) for name in names}, 0
+        copies_of = {name: self.copies(name) for name in names}
+        pending, turn = dict(copies_of), 0
         while pending:
             wanted: dict[int, list[Path]] = {}
             for name, copies in list(pending.items()):
@@ -98,10 +139,14 @@ class Joined(Checkpoint):
                     if self._seems_right(path):
                         self._found[path.name] = path
                         del pending[path.name]
+                        for _, other in copies_of[path.name][:turn]:
+                            self.notes += (
+                                f"{self.named(str(other))}: damaged: taken from another directory",
+                            )
             turn += 1
 
     def _seems_right(self, path: Path) -> bool:
-        with despite_damage(), opened(path) as fd:
+        with suppress(CheckpointError), opened(path) as fd:
             if path.name in self._wholes:
                 file = self._wholes[path.name]
                 check_size(fd, file.size, path)
@@ -154,7 +199,10 @@ class Look:
             for one in directory.look(number)
         ]
         self._manifests = {one.key: Path(one.place) for one in reversed(self.holdings) if not one.damaged}
-        self.holdings = sorted(map(self._adopted, self.holdings), key=lambda one: one.adopted)
+        if any(one.damaged for one in self.holdings):
+            manifests = {key: read_whole(path / NAME) for key, path in self._manifests.items()}
+            every = (adopted(one, manifests) for one in self.holdings)
+            self.holdings = sorted(every, key=lambda one: one.adopted)
         choice = choose(self.holdings, whole=whole)
         notes = choice.notes
         for directory in directories:
@@ -192,18 +240,13 @@ class Look:
         manifest, crc = read_manifest(self._manifests[key])
         if (manifest.step, crc) != key:
             raise CheckpointError(f"{self._manifests[key]}: was replaced while it was looked at: try again")
+        for one in own:
+            if lost := own_lacks(one, manifest):
+                where = self.directories[one.holder].named(one.place)
+                notes.append(
+                    f"{where}: {listed(lost)} should be there, and {'are' if lost[1:] else 'is'} not whole"
+                )
         return Joined(own, self.directories, manifest, tuple(notes))
-
-    def _adopted(self, one: Holding) -> Holding:
-        """A step whose manifest is damaged, by that of another directory, if that is of it: all have the same."""
-        place = Path(one.place)
-        for (_, crc), other in self._manifests.items() if one.damaged else ():
-            if other.name == place.name:
-                manifest, _ = read_manifest(other)
-                found = holding_of(place, manifest, crc, one.holder)
-                if not found.damaged and len(found.lacks) < len(manifest.all_files):
-                    return replace(found, superseded=superseded(place), note=one.damaged, adopted=True)
-        return one
 
 
 def _saved(holding: Holding) -> tuple[int, int]:

@@ -125,7 +125,7 @@ def make_private(run: Path) -> None:
 def require_private(run: Path) -> None:
     """Raise `CheckpointError` where another user could have put files into the directory `run`, or put it there."""
     with explained(run, "looked at"):
-        status, above = run.lstat(), run.parent.stat()
+        status = run.lstat()
     wrong = ""
     if not stat.S_ISDIR(status.st_mode):
         wrong = "is a link or no directory"
@@ -133,9 +133,35 @@ def require_private(run: Path) -> None:
         wrong = f"is user {status.st_uid}'s, and this is user {os.geteuid()}"
     elif status.st_mode & _OTHERS_WRITE:
         wrong = f"can be written to by others (mode {stat.S_IMODE(status.st_mode):04o}): chmod 700 {run}"
-    elif above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
-        wrong = f"can be replaced by anybody, who may write to {run.parent}"
+    _refuse(run, wrong)
+    require_trusted(run)
+
+
+def require_trusted(place: Path) -> None:
+    """Raise `CheckpointError` where any user could have put the directory there: on its way, also behind links.
+
+    In a directory that all may write to, such as /dev/shm, only what is this user's or root's is trusted, and only
+    where others cannot rename it (its sticky bit).
+    """
+    with explained(place, "looked at"):
+        if place.stat().st_mode & stat.S_IWOTH:
+            _refuse(place, "can be written to by others")
+    for way in dict.fromkeys((place.absolute(), place.resolve())):
+        for child, above in zip((way, *way.parents), way.parents, strict=False):
+            with explained(place, "looked at"):
+                mode, owner = above.stat().st_mode, child.lstat().st_uid
+            if not mode & stat.S_IWOTH:
+                continue
+            if not mode & stat.S_ISVTX:
+                _refuse(place, f"can be replaced by anybody, who may write to {above}")
+            if owner not in (os.geteuid(), 0):
+                _refuse(
+                    place, f"lies in {child}, which is user {owner}'s, in {above}, to which all may write"
+                )
+
+
+def _refuse(place: Path, wrong: str) -> None:
     if wrong:
         raise CheckpointError(
-            f"{run}: {wrong}: what others can change is not trusted: choose a directory of your own"
+            f"{place}: {wrong}: what others can change is not trusted: choose a directory of your own"
         )

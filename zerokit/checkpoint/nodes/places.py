@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import stat
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from zerokit.checkpoint.disk import is_there, read_whole
 from zerokit.checkpoint.manifest import NAME, own_checksum
-from zerokit.checkpoint.nodes.complete import Choice, Holding, Key, choose
+from zerokit.checkpoint.nodes.complete import Choice, Holding, Key, choose, lacking
 from zerokit.checkpoint.nodes.fetching import FromNodes, OnNodes
 from zerokit.checkpoint.nodes.locally import go_on
-from zerokit.checkpoint.nodes.members import require_private
+from zerokit.checkpoint.nodes.members import require_private, require_trusted
 from zerokit.checkpoint.nodes.record import NODE_NAME
-from zerokit.checkpoint.nodes.scan import scan
+from zerokit.checkpoint.nodes.scan import adopted, scan
 from zerokit.checkpoint.run import committed
 from zerokit.checkpoint.together import Together
 from zerokit.errors import CheckpointError, MissingPath, UsageError, ZerokitWarning
@@ -63,20 +63,26 @@ class StepsOnNodes:
         return sorted({step for step, _ in self._look(lazily=True)[1]})
 
     def readings(self) -> Iterator[FromNodes]:
-        """Ways to read the complete steps, the newest first. One more is asked for where the last one has failed."""
-        tried: set[Key] = set()
+        """Ways to read the complete steps, the newest first. One more is asked for where the last one has failed.
+
+        A step that several places have is read from all of them, then from each alone.
+        """
+        tried: set[tuple[Holding, ...]] = set()
         for lazily in (True, False):
-            holdings, complete = self._look(lazily=lazily)
-            for key in complete:
-                if key in tried:
-                    continue
-                tried.add(key)
-                try:
-                    reading = self._opened([one for one in holdings if one.key == key])
-                except CheckpointError as error:
-                    self.note_failure(error)
-                else:
-                    yield reading
+            by_place, complete = self._look(lazily=lazily)
+            # Where the newest step is damaged, later places may have it, or a newer one than earlier places.
+            for key in complete[:1] if lazily else complete:
+                each = [[one for one in found if one.key == key] for found in by_place]
+                for there in (tuple(chain(*each)), *map(tuple, each)):
+                    if there in tried or not there or lacking(there):
+                        continue
+                    tried.add(there)
+                    try:
+                        reading = self._opened(there)
+                    except CheckpointError as error:
+                        self.note_failure(error)
+                    else:
+                        yield reading
 
     def note_failure(self, error: CheckpointError) -> None:
         """Note why a step was not loaded."""
@@ -100,25 +106,28 @@ class StepsOnNodes:
             return MissingPath(f"{where}: no step of zerokit's on any rank's node")
         return CheckpointError(f"{where}: no step that is complete and undamaged: {'; '.join(self._notes)}")
 
-    def _look(self, *, lazily: bool) -> tuple[list[Holding], tuple[Key, ...]]:
-        """What all ranks have, and the complete steps. `lazily` reads of later places only what is newer."""
-        holdings: list[Holding] = []
+    def _look(self, *, lazily: bool) -> tuple[list[list[Holding]], tuple[Key, ...]]:
+        """What all ranks have, by place, and the complete steps.
+
+        `lazily` reads of later places only what is newer.
+        """
+        by_place: list[list[Holding]] = []
         choice = Choice((), ())
         faults: list[str] = []
         for place in self._places:
             above = choice.complete[0][0] if lazily and choice.complete else -1
             found, wrong = self._scanned(place, above)
-            holdings += found
+            by_place.append(found)
             faults += wrong
-            choice = choose(holdings, whole=self._whole)
-        self._seen = self._seen or bool(holdings)
+            choice = choose(chain(*by_place), whole=self._whole)
+        self._seen = self._seen or any(by_place)
         self._notes = list(dict.fromkeys([*self._notes, *faults, *choice.notes]))
-        for one in holdings:
+        for one in chain(*by_place):
             if one.record is not None:
                 run, saved = one.record.run, one.record.saved
                 self._runs[one.key] = run
                 self._saved[run] = max(saved, self._saved.get(run, 0))
-        return holdings, choice.complete
+        return by_place, choice.complete
 
     def _scanned(self, place: Path, above: int) -> tuple[list[Holding], list[str]]:
         """All ranks' holdings at a place, and what is wrong with it on some."""
@@ -134,15 +143,32 @@ class StepsOnNodes:
             if text:
                 ranks.setdefault(text, []).append(str(rank))
         faults = [f"rank {', '.join(who)}: {text}" for text, who in ranks.items()]
-        return [holding for found, _ in answers for holding in found], faults
+        return self._adopted([holding for found, _ in answers for holding in found]), faults
+
+    def _adopted(self, found: list[Holding]) -> list[Holding]:
+        """Steps whose manifests are damaged, by those that other ranks have of them: all nodes have the same."""
+        together, wanted = self._together, {Path(one.place).name for one in found if one.damaged}
+        sound = {
+            one.key: one for one in reversed(found) if not one.damaged and Path(one.place).name in wanted
+        }
+        if not sound:
+            return found
+        sent: dict[Key, bytes] = {}
+        for key, one in sound.items():
+            if one.holder == together.rank:
+                with suppress(CheckpointError):
+                    sent[key] = read_whole(Path(one.place) / NAME)
+        manifests = {key: content for own in together.exchange(sent) for key, content in own.items()}
+        own = [adopted(one, manifests) for one in found if one.holder == together.rank]
+        return [one for each in together.exchange(own) for one in each]
 
     def _opened(self, holdings: Sequence[Holding]) -> FromNodes:
         together = self._together
         own = [one for one in holdings if one.holder == together.rank]
-        content = None
+        content, sound = None, [one for one in own if not one.adopted]
         with suppress(CheckpointError):
-            content = read_whole(Path(own[0].place) / NAME) if own else None
-            if content is not None and own_checksum(content) != own[0].manifest_crc:
+            content = read_whole(Path(sound[0].place) / NAME) if sound else None
+            if content is not None and own_checksum(content) != sound[0].manifest_crc:
                 content = None  # replaced since
         first = next((rank for rank, has in enumerate(together.exchange(content is not None)) if has), None)
         if first is None:
@@ -173,16 +199,12 @@ def together_from(source: OnNodes, together: Together, holders: Mapping[str, Seq
 
 
 def _distrust(place: Path) -> str:
-    """Why a place is not trusted: where anybody may put files, it must be this user's alone; "" if it is."""
-    if not is_there(place):
-        return ""
+    """Why a place is not trusted: a node's own directory, or any to which all may write; "" if it is."""
     try:
-        if place.absolute().parent.stat().st_mode & stat.S_IWOTH or any(
-            is_there(step / NODE_NAME) for step in committed(place)
-        ):
-            require_private(place)
-    except OSError as error:
-        return f"{place}: cannot be looked at: {error.strerror}"
+        if is_there(place):
+            if any(is_there(step / NODE_NAME) for step in committed(place)):
+                require_private(place)
+            require_trusted(place)
     except CheckpointError as error:
         return str(error)
     return ""

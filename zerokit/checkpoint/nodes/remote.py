@@ -74,6 +74,8 @@ def host_and_path(given: str | os.PathLike[str]) -> tuple[str, str] | None:
 class RemoteDirectory(Directory):
     """A directory on `host`. `path` is an empty one here, for what comes."""
 
+    distant = True
+
     def __init__(self, shown: str, path: Path, host: str, folder: str) -> None:
         super().__init__(shown, path)
         # ssh wants addresses without the brackets that tell their colons from the one before the path.
@@ -136,6 +138,13 @@ class RemoteDirectory(Directory):
             )
         for path in wanted:
             del self._sizes[path]
+
+    def drop(self, files: Sequence[Path]) -> None:
+        for path in files:
+            size = path.stat().st_size
+            os.truncate(path, 0)
+            os.truncate(path, size)
+            self._sizes[path] = size
 
     def _run(
         self, script: str, stdin: bytes, take: Callable[[memoryview], None], check: Callable[[], object]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zerokit.checkpoint.disk import is_there
-from zerokit.checkpoint.manifest import NAME, read_manifest
-from zerokit.checkpoint.nodes.complete import Holding
+from zerokit.checkpoint.disk import despite_damage, is_there
+from zerokit.checkpoint.manifest import NAME, parse_manifest, read_manifest
+from zerokit.checkpoint.nodes.complete import Holding, Key
 from zerokit.checkpoint.nodes.held import holding_of
 from zerokit.checkpoint.nodes.record import NODE_NAME
 from zerokit.checkpoint.run import STEP, committed, is_step, number_of, step_name, superseded
@@ -32,6 +33,19 @@ def _look(path: Path, holder: int) -> Holding:
         return replace(holding_of(path, manifest, crc, holder), superseded=superseded(path))
     except CheckpointError as error:
         return Holding(str(path), holder, -1, damaged=str(error))
+
+
+def adopted(one: Holding, manifests: Mapping[Key, bytes]) -> Holding:
+    """A step whose manifest is damaged, by another directory's of this save, if there is one; any other as it is."""
+    place = Path(one.place)
+    for (step, crc), content in manifests.items() if one.damaged else ():
+        with despite_damage():
+            if place.name == step_name(step):
+                manifest = parse_manifest(content, one.place)
+                found = holding_of(place, manifest, crc, one.holder)
+                if not found.damaged and len(found.lacks) < len(manifest.all_files):
+                    return replace(found, superseded=superseded(place), note=one.damaged, adopted=True)
+    return one
 
 
 def has_nodes(path: Path) -> bool:
