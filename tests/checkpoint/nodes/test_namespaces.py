@@ -1,0 +1,106 @@
+"""Nodes as mount namespaces: the same path is a file system in memory of each node's own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import zerokit
+from tests.support.distributed import AT_ONCE, run_ranks
+from tests.support.nodes import Training, warned
+from zerokit.checkpoint.run import step_name
+
+pytestmark = pytest.mark.netns
+
+CLONE_NEWNS = 0x20000
+
+
+def _enter_node(place: Path, size: str = "64m") -> None:
+    """Give this rank mounts of its own, with an empty file system at `place`."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    _run("mount", "--make-rprivate", "/")
+    _mount(place, size)
+
+
+def _run(*words: str | Path) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def _mount(place: Path, size: str = "64m") -> None:
+    _run("mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "tmpfs", place)
+
+
+def _saved_and_replaced(folder: str) -> None:
+    own, rank = Path(folder, "own"), dist.get_rank()
+    _enter_node(own)
+    run = own / "run"
+    training = Training()
+    training.train(0, 2)
+    training.save(run, 2, shared=False, copies=2)
+    before = training.bits(Path(folder, "before"), 2)
+    assert len(list((run / step_name(2)).glob("rank-*"))) == 2
+    dist.barrier()
+    for empty, step in ((1, 2), (0, 4)):
+        if rank == empty:  # a node in its stead, which has not even the run's directory
+            _run("umount", own)
+            _mount(own)
+            assert not list(own.iterdir())
+        training = Training()
+        extra, said = training.load([run])
+        assert (extra, said) == ({"step": step}, [])
+        assert training.bits(Path(folder, f"after-{step}"), step) == before
+        # The next save brings both nodes all files again.
+        training.train(step, step + 2)
+        training.save(run, step + 2, shared=False, copies=2)
+        assert len(list((run / step_name(step + 2)).glob("rank-*"))) == 2
+        before = training.bits(Path(folder, f"next-{step}"), step + 2)
+        assert zerokit.list_steps([run], training.optimizer) == [step, step + 2]
+        dist.barrier()
+
+
+def _too_little_room(folder: str) -> None:
+    own, rank = Path(folder, "own"), dist.get_rank()
+    _enter_node(own, "16k" if rank == 1 else "64m")
+    run = own / "run"
+    training = Training()
+    training.train(0, 2)
+    with pytest.raises(zerokit.CheckpointError, match=r"rank 1: .*are free on its file system: keep fewer"):
+        training.save(run, 2, shared=False)
+    assert not [path for path in run.iterdir() if path.name != "latest"]
+    copies = zerokit.Copies(training.optimizer, run, every=2, step=2, extra=lambda n: {"step": n})
+
+    def train() -> None:
+        for number in range(2, 6):
+            training.step(number)
+            with contextlib.suppress(zerokit.CheckpointError):
+                copies.wait()
+
+    _, said = warned(train)
+    assert copies.step == 6
+    assert copies.saved is None
+    if rank == 0:
+        assert any("step 4 has no copies: rank 1: " in text for text in said), said
+    assert not [path for path in run.iterdir() if path.name != "latest"]
+    dist.barrier()
+    if rank == 1:
+        _run("mount", "-o", "remount,size=64m", own)
+    dist.barrier()
+    warned(lambda: training.train(6, 8))
+    copies.wait()
+    assert copies.saved == 8
+    assert Training().load([run])[0] == {"step": 8}
+
+
+@pytest.mark.parametrize("work", [_saved_and_replaced, _too_little_room])
+def test_namespaces(tmp_path: Path, work: Any) -> None:
+    (tmp_path / "own").mkdir()
+    run_ranks(2, work, str(tmp_path), **AT_ONCE)
+    assert not os.listdir(tmp_path / "own")
