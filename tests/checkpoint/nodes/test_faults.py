@@ -78,7 +78,7 @@ def _ranks_that_disagree(folder: str) -> None:
     ]
     for options, text in differing:
         with pytest.raises(zerokit.ZerokitError, match=text):
-            zerokit.save(_own(folder), training.optimizer, **{"step": 4, "shared": False, **options})  # type: ignore[call-overload]
+            zerokit.save(_own(folder), training.optimizer, **{"step": 4, "shared": False, **options})
         dist.barrier()
     assert Training().load([_own(folder)])[0] == {"step": 2}
 
