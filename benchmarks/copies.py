@@ -32,7 +32,7 @@ from zerokit.checkpoint.together import Together
 
 WORLD, WIDTH, EVERY, COPIES = 2, 1024, 10, 2
 STATE_BYTES = 12
-"""Of a parameter: master and two moments of AdamW, in fp32."""
+"""Each parameter's: master and two moments of AdamW, in fp32."""
 BAR = 1.03
 WITH, WITHOUT = "with copies", "without"
 
