@@ -124,7 +124,7 @@ def reduced(world: int, shares: Sequence[int]) -> tuple[int, ...]:
     all 0.
     """
     if world < 1:
-        raise ValueError(f"a cut needs at least 1 rank, not {world}")
+        raise ValueError(f"a layout needs a world size of at least 1, not {world}")
     if not shares:
         return ()
     if len(shares) != world:
