@@ -16,7 +16,7 @@ from zerokit.checkpoint.manifest import MAX_STEP
 from zerokit.checkpoint.nodes.locally import Locally
 from zerokit.checkpoint.owned import owned_by_all
 from zerokit.checkpoint.prune import Retention
-from zerokit.checkpoint.snapshot import Arguments, Part, receive, require_agreement, require_equal, take
+from zerokit.checkpoint.snapshot import Arguments, Part, receive, require_equal, take
 from zerokit.checkpoint.together import Saving, Together, finish_saving, start_saving
 from zerokit.errors import ScheduleError, UsageError
 from zerokit.runtime import ZeroOptimizer
@@ -186,15 +186,13 @@ def save(
 
     def work() -> Path:
         others = Others(None if local is None else partial(local.at_save, step))
-        locally = None
-        if not shared:
-            card = together.each(lambda: or_raise(part)).card
-            require_agreement(together.exchange(card))  # a rank that has shared=True does as much in `commit`
-            own = Path(card.arguments.run)
+
+        def find_nodes(run: Path) -> Locally:
             kept = max(keep_last or 0, 2)  # a kill amid a save leaves the one before
-            locally = Locally.begin(optimizer, together, own, copies, kept, paced=not blocking)
+            return Locally.begin(optimizer, together, run, copies, kept, paced=not blocking)
+
         try:
-            target = commit(together, part, retention, others, locally)
+            target = commit(together, part, retention, others, None if shared else find_nodes)
         except Exception:
             if together.rank == 0:
                 others.give_up()
