@@ -31,8 +31,10 @@ from benchmarks.ranks import run_ranks
 from zerokit.checkpoint.together import Together
 
 WORLD, WIDTH, EVERY, COPIES = 2, 1024, 10, 2
+ROWS = 1024
+"""Rows of a rank's batch. Copies take time of the processor, so their cost depends on what a step computes."""
 STATE_BYTES = 12
-"""Of a parameter: master and two moments of AdamW, in fp32."""
+"""Each parameter's: master and two moments of AdamW, in fp32."""
 BAR = 1.03
 WITH, WITHOUT = "with copies", "without"
 
@@ -47,7 +49,7 @@ def _optimizer(size_mb: float) -> tuple[nn.Module, zerokit.ZeroOptimizer]:
 def train(directory: str, disk: str, size_mb: float, steps: int, name: str) -> dict[str, Any]:
     """This rank's step times in ms; with copies also the bytes that it sent of each, and those of its file."""
     model, optimizer = _optimizer(size_mb)
-    run, batch, sent = Path(directory, f"node-{dist.get_rank()}", "run"), torch.randn(64, WIDTH), [0]
+    run, batch, sent = Path(directory, f"node-{dist.get_rank()}", "run"), torch.randn(ROWS, WIDTH), [0]
     swap = Together.swap
 
     def counted(self: Together, outgoing: Any, *rest: Any) -> None:
@@ -79,7 +81,7 @@ def restart(directory: str, disk: str, size_mb: float, name: str) -> float:
     model, optimizer = _optimizer(size_mb)
     place = str(Path(directory, f"node-{dist.get_rank()}", "run")) if name == "memory" else disk
     zerokit.load([place], optimizer)
-    optimizer.backward(model(torch.randn(64, WIDTH)).square().mean())
+    optimizer.backward(model(torch.randn(ROWS, WIDTH)).square().mean())
     optimizer.step()
     return time.perf_counter() - started
 

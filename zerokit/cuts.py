@@ -9,6 +9,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,3 +112,26 @@ class Cut:
     def part(self, first: int, count: int) -> Cut:
         """The cut of `count` neighbouring pieces alone, from piece `first` on."""
         return Cut(self.bounds[first : first + count + 1])
+
+
+MAX_SHARE = 1 << 20
+
+
+def reduced(world: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """The same shares without a common divisor; none where all are equal.
+
+    Raises `ValueError` for a world size below 1, and for shares that are not one of 0 to `MAX_SHARE` for each rank, or
+    all 0.
+    """
+    if world < 1:
+        raise ValueError(f"a layout needs a world size of at least 1, not {world}")
+    if not shares:
+        return ()
+    if len(shares) != world:
+        raise ValueError(f"{len(shares)} shares are given, expected one for each of {world} ranks")
+    if not all(type(share) is int and 0 <= share <= MAX_SHARE for share in shares) or not any(shares):
+        raise ValueError(
+            f"shares {', '.join(map(str, shares))[:60]}: expected integers from 0 to {MAX_SHARE}, not all of them 0"
+        )
+    divisor = math.gcd(*shares)
+    return () if len(set(shares)) == 1 else tuple(share // divisor for share in shares)

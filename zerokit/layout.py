@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, islice
 
-from zerokit.cuts import ALIGNMENT, Cut, Interval, align
+from zerokit.cuts import ALIGNMENT, Cut, Interval, align, reduced
 
 __all__ = [
     "ALIGNMENT",
@@ -377,29 +377,6 @@ def build_layout(
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"parameters named twice: {', '.join(twice)}")
     return Layout(world, bucket_bytes, units, shares)
-
-
-MAX_SHARE = 1 << 20
-
-
-def reduced(world: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """The same shares without a common divisor; none where all are equal.
-
-    Raises `ValueError` for a world size below 1, and for shares that are not one of 0 to `MAX_SHARE` for each rank, or
-    all 0.
-    """
-    if world < 1:
-        raise ValueError(f"a layout needs a world size of at least 1, not {world}")
-    if not shares:
-        return ()
-    if len(shares) != world:
-        raise ValueError(f"{len(shares)} shares are given, expected one for each of {world} ranks")
-    if not all(type(share) is int and 0 <= share <= MAX_SHARE for share in shares) or not any(shares):
-        raise ValueError(
-            f"shares {', '.join(map(str, shares))[:60]}: expected integers from 0 to {MAX_SHARE}, not all of them 0"
-        )
-    divisor = math.gcd(*shares)
-    return () if len(set(shares)) == 1 else tuple(share // divisor for share in shares)
 
 
 def _kinds(

@@ -82,12 +82,15 @@ def _run(
     nodes: tuple[int, ...],
     *,
     steps: int = LAST,
-    ordinary: bool = False,
+    waits: bool = False,
     load: str = "",
     then: int = 0,
     shots: Any = None,
 ) -> None:
-    """Train; `ordinary` saves into a shared run as well, at each copy. `load`: go on from there."""
+    """Train, and save at the end. `load`: go on from there, for `then` steps.
+
+    `waits`: each step is so slow that a copy ends before the next one. `shots` may change what a rank does.
+    """
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
@@ -116,11 +119,9 @@ def _run(
     with open(folder / f"progress-{rank}", "w", buffering=1) as progress:
         for number in range(first, steps):
             training.step(number)
+            if waits:
+                copies.wait()
             progress.write(f"{copies.step} {copies.saved or 0}\n")
-            if ordinary:
-                zerokit.save(
-                    root / "ordinary", training.optimizer, step=copies.step, extra={"n": copies.step}
-                )
     copies.wait()
-    zerokit.save(folder / "end", training.optimizer, step=copies.step, extra=None)
+    zerokit.save(folder / "end", training.optimizer, step=copies.step, extra={"n": copies.step})
     dist.barrier()

@@ -45,9 +45,9 @@ def commit(
     taken: Part | Exception,
     retention: Retention,
     others: Others,
-    locally: Locally | None = None,
+    find_nodes: Callable[[Path], Locally] | None = None,
 ) -> Path:
-    """Write what all ranks have taken, as the directory returned; each node as one of its own, if `locally`."""
+    """Write what all ranks have taken, as the directory returned; on each node as one of its own with `find_nodes`."""
     part = together.each(lambda: or_raise(taken))
     cards = together.exchange(part.card)
     require_agreement(cards)
@@ -57,6 +57,7 @@ def commit(
     extras = _extras(together, part, cards)
     in_files = streams_in_files(streams, apart=part.apart is not None)
     file = rank_file(layout, in_files, step, rank)
+    locally = None if find_nodes is None else find_nodes(target.parent)
     first, replaces = 0, arguments.overwrite
     if locally is not None:
         size = file.size + sum(one.size for one in part.uncut)

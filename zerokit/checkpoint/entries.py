@@ -12,7 +12,8 @@ from typing import Any
 from zerokit.checkpoint.checksum import from_text
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, LENGTH_BYTES
 from zerokit.checkpoint.strict import bounded, member, members, shape_of
-from zerokit.layout import Layout, Parameter, Unit, reduced
+from zerokit.cuts import reduced
+from zerokit.layout import Layout, Parameter, Unit
 
 _MAX_POSITIONS = 1 << 22
 

@@ -186,13 +186,13 @@ def save(
 
     def work() -> Path:
         others = Others(None if local is None else partial(local.at_save, step))
-        locally = None
-        if not shared:
-            own = Path(together.each(lambda: or_raise(arguments)).run)
+
+        def find_nodes(run: Path) -> Locally:
             kept = max(keep_last or 0, 2)  # a kill amid a save leaves the one before
-            locally = Locally.begin(optimizer, together, own, copies, kept, paced=not blocking)
+            return Locally.begin(optimizer, together, run, copies, kept, paced=not blocking)
+
         try:
-            target = commit(together, part, retention, others, locally)
+            target = commit(together, part, retention, others, None if shared else find_nodes)
         except Exception:
             if together.rank == 0:
                 others.give_up()

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from zerokit.available import available_bytes
+from zerokit.cuts import MAX_SHARE, reduced
 from zerokit.errors import UsageError
-from zerokit.layout import MAX_SHARE, Layout, reduced
+from zerokit.layout import Layout
 from zerokit.runtime.collectives import Collectives
 
 BY_MEMORY = "memory"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def test_the_pace_of_the_machine_cancels() -> None:
     assert "is 10.0% worse than" in message
     # The step itself is what the clock showed, and so is the throughput.
     (message,) = judged("step/p50_ms:6%", base, same)
-    assert "is 33." in message
+    assert re.search(r"is 3[23]\.\d% worse", message)
 
 
 def test_a_noisy_step_is_answered_with_the_paced_one() -> None:

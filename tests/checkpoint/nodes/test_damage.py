@@ -109,7 +109,7 @@ def flips(folder: str, count: int, seed: int = 0) -> None:
 
 
 def _flips(folder: str) -> None:
-    flips(folder, 60)
+    flips(folder, 30)
 
 
 def _damage_of_every_kind_of_file(folder: str) -> None:
@@ -160,7 +160,8 @@ def _damage_of_every_kind_of_file(folder: str) -> None:
             lambda path: replaced(path, os.mkfifo),
             lambda path: replaced(path, lambda p: p.symlink_to("/nowhere")),
         ]
-        for way in ways:
+        # What takes a file's place is looked at before what is in it: the same for all ranks' files.
+        for way in ways if name in wholes or name.startswith("rank-00000") else ways[:3]:
             found, text = damaged.load(way(paths[0]))
             assert found == 4, (name, text)
             if name not in wholes:

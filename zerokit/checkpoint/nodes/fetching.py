@@ -94,8 +94,6 @@ class FromNodes(Reading):
         self._tries: dict[_Slice, int] = {}
         """For a slice that was wrong, which of its holders all ranks take it from."""
         self._used: dict[_Slice, set[int]] = {}
-        self.fetched_bytes = 0
-        """Sent to this rank by others."""
         self.repaired: list[str] = []
         """What was wrong, and came from another holder."""
         self.bring(file.name for file in (source.manifest.common, source.manifest.extra))
@@ -127,7 +125,6 @@ class FromNodes(Reading):
         assert sent is not None
         if wanted:
             self.source.take(file.name, sent)
-            self.fetched_bytes += 0 if content is sent else len(sent)
 
     # ---- slices
 
@@ -191,7 +188,6 @@ class FromNodes(Reading):
             to, source = (together.rank + shift) % together.world, (together.rank - shift) % together.world
             served, filled = of_all[to].get(together.rank, ()), asked.get(source, ())
             left, due = sum(size for _, _, size in served), sum(one.size for one in filled)
-            self.fetched_bytes += due
             supply, sink = _Supply(self.source, served), _Sink(filled, pieces)
             with supply:
                 while left or due:

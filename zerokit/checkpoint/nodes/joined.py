@@ -159,7 +159,7 @@ class Joined(Checkpoint):
         return False
 
     def held_files(self) -> list[tuple[str, int]]:
-        """Of an incomplete step those that are there."""
+        """The files that are there."""
         missing = lacking(self.holdings)
         return [(name, size) for name, size in super().held_files() if name not in missing]
 

@@ -22,7 +22,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 class Nodes:
     """The ranks by node, and which nodes hold copies of whose files.
 
-    Ranks are those of files: their positions among the owners of shards. A directory that all ranks share is one node.
+    Ranks are those of files: their positions among the owners of shards.
     """
 
     rank: int
@@ -30,11 +30,6 @@ class Nodes:
     """By node, its ranks; nodes in the order of their first ones."""
     holders: tuple[tuple[int, ...], ...]
     """By node, the nodes that hold its files, itself first."""
-
-    @classmethod
-    def shared(cls, together: Together) -> Nodes:
-        """One node, with all ranks."""
-        return cls(together.rank, (tuple(range(together.world)),), ((0,),))
 
     @property
     def node(self) -> int:

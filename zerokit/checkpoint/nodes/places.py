@@ -179,10 +179,10 @@ class StepsOnNodes:
         source = OnNodes(step, manifest, own)
         names = [file.name for file in source.manifest.all_files]
         holders = {name: [one for one in holdings if name not in one.lacks] for name in names}
-        return together_from(source, together, holders)
+        return _reading_of(source, together, holders)
 
 
-def together_from(source: OnNodes, together: Together, holders: Mapping[str, Sequence[Holding]]) -> FromNodes:
+def _reading_of(source: OnNodes, together: Together, holders: Mapping[str, Sequence[Holding]]) -> FromNodes:
     """The way to read a step. `holders`: by file's name, the directories that have it."""
     ranks = {name: sorted({one.holder for one in there}) for name, there in holders.items()}
     # Ranks of a node see the same directory: one of them is enough to try it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +66,6 @@ class NodeRecord:
         uncut = {one.name for one in manifest.uncut}
         whole = [file for file in manifest.whole_files if file.name not in uncut or file.name in names]
         return [*(manifest.files[rank] for rank in ranks), *whole]
-
-    def nodes_with(self, name: str, manifest: Manifest) -> Iterator[int]:
-        """The nodes that have the file of this name."""
-        for node in range(len(self.holds)):
-            if any(file.name == name for file in self.files(manifest, node)):
-                yield node
 
 
 def parse_record(content: bytes, where: str) -> NodeRecord:
