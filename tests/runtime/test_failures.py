@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +91,29 @@ def test_a_rank_that_ends_is_named_by_others_which_end_too(
     for outcome in (first, *others):
         assert outcome.raised("ScheduleError"), outcome.describe()
     assert any("rank 1" in outcome.error for outcome in (first, *others))
+
+
+def _one_rank_is_gone(run: Run) -> None:
+    os.environ[SWITCH] = "0"
+    case, model, optimizer = trained("gpt", run, 2)
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pids[1]).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+    time.sleep(0.3)  # gloo's thread learns that the connection is closed
+    one_step(model, optimizer, case, run, 2, Trajectory())
+
+
+@pytest.mark.parametrize("run", [Run(stage=0), Run(stage=2), Run(stage=2, precision=INT8), Run(stage=3)])
+def test_messages_to_a_rank_that_is_gone_are_explained(run: Run) -> None:
+    """gloo refuses to post them, where otherwise it lets the rank wait."""
+    first, second = run_ranks_expecting_errors(2, _one_rank_is_gone, run, **AT_ONCE)
+    assert second.exitcode == -signal.SIGKILL
+    assert first.raised("ScheduleError"), first.describe()
+    assert "rank 1 failed, stopped, or is busy elsewhere" in first.error
 
 
 DELETED = [

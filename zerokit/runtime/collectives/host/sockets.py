@@ -99,8 +99,7 @@ class SocketRoute(HostRoute):
             return receives + [self.group.send([out], peer, tag) for peer, out in leaving if out.numel()]
 
         small = sum(sent.nbytes for _, sent in leaving) <= _INLINE_BYTES
-        works = post() if small else None
-        posted = self._poster.begin(post).result if works is None else lambda: works
+        posted = _carry_out(post) if small else self._poster.begin(post)
         return _Messages(kind.of(unit), posted, self._waiters[kind], finish)
 
 
@@ -110,11 +109,11 @@ class _Messages(HostHop):
     def __init__(
         self,
         name: str,
-        posted: Callable[[], Sequence[dist.Work]],
+        posted: Future[list[dist.Work]],
         waiter: _Thread,
         finish: Callable[[], None],
     ) -> None:
-        """`posted` returns the messages once they are posted."""
+        """`posted` has the messages once they are posted."""
         self.name, self._posted, self._waiter = name, posted, waiter
         self._finish: Callable[[], None] | None = finish
         self._arrival: Future[None] | None = None
@@ -140,7 +139,7 @@ class _Messages(HostHop):
             self._end()
 
     def _wait_for_messages(self) -> None:
-        for work in self._posted():
+        for work in self._posted.result():
             work.wait()
 
     def _end(self) -> None:
@@ -167,15 +166,18 @@ class _Thread:
         ):  # asked of the thread: an interrupt may have come just before its start
             self._thread.start()
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:  # raised again by the rank that waits
-                future.set_exception(error)
-
-        self._tasks.put(run)
+        self._tasks.put(lambda: _carry_out(function, future))
         return future
+
+
+def _carry_out(function: Callable[[], T], future: Future[T] | None = None) -> Future[T]:
+    """Call a function whose error is raised again where its result is waited for, and explained there."""
+    future = future or Future()
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _work_off(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
