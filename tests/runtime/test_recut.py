@@ -424,7 +424,7 @@ def _follow_memory() -> tuple[list[tuple[int, ...]], str]:
     free, said = {0: size, 1: size}, io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         for module in (memory_watch, shares_of_ranks):
-            patch.setattr(module, "free_bytes", lambda device: free[rank])
+            patch.setattr(module, "free_bytes", lambda device, sharing: free[rank])
         patch.setattr(memory_watch, "EVERY", 2)
         patch.setattr(shares_of_ranks, "_GRAIN", 1 << 10)
         case, model, optimizer = trained("gpt", run, 2, shares="memory")
