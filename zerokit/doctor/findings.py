@@ -57,6 +57,11 @@ CHECKS = {
         Check("ZD501", "clocks", "Logs, traces and signed requests compare times of different nodes."),
         Check("ZD502", "cores", "A rank needs a core of its own."),
         Check("ZD503", "load", "Other processes take cores from the ranks."),
+        Check(
+            "ZD504",
+            "equal hosts",
+            "With equal shards and batches the smallest memory decides what fits, and the slowest rank the pace.",
+        ),
         Check("ZD601", "run directory", "Ranks write checkpoints there."),
         Check("ZD602", "free space", "A checkpoint that does not fit fails the save."),
         Check("ZD603", "writing", "A save waits until its files are on disk."),
