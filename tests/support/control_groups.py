@@ -30,8 +30,9 @@ def _home() -> Path | None:
 
 @contextlib.contextmanager
 def memory_group(limit: int, within: Path | None = None) -> Iterator[Path | None]:
-    """The folder of a new group of this limit in bytes, gone afterwards with its processes; None if it is not allowed.
+    """The folder of a new group of this limit in bytes, without swap; None where that is not allowed.
 
+    It is gone afterwards, with its processes.
     A process enters by its number in `cgroup.procs`.
     """
     home = within or _home()
@@ -48,6 +49,9 @@ def memory_group(limit: int, within: Path | None = None) -> Iterator[Path | None
         limits = [group / name for name in _LIMITS if (group / name).exists()]
         try:
             limits[0].write_text(str(limit))
+            for name, swap in (("memory.memsw.limit_in_bytes", limit), ("memory.swap.max", 0)):
+                if (group / name).exists():
+                    (group / name).write_text(str(swap))
         except (OSError, IndexError):
             yield None
         else:
