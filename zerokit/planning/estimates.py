@@ -37,19 +37,11 @@ class Estimates:
     Args:
         subject: the model.
         question: devices, links and settings.
-        exactly: whether each size of a micro-batch is traced by itself.
+        traces: of the model, as the question has it.
     """
 
-    def __init__(self, subject: Subject, question: Question, *, exactly: bool) -> None:
-        self._subject, self._question = subject, question
-        self._traces = Traces(
-            subject,
-            on_cuda=question.on_cuda,
-            bucket_mb=question.bucket_mb,
-            exactly=exactly,
-            module_stages=question.module_stages,
-            optimizer=question.optimizer,
-        )
+    def __init__(self, subject: Subject, question: Question, traces: Traces) -> None:
+        self._subject, self._question, self._traces = subject, question, traces
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._setups: dict[tuple[object, ...], Setup] = {}
         self._steps: dict[tuple[object, ...], StepMemory] = {}
@@ -95,7 +87,8 @@ class Estimates:
         if key not in self._setups:
             trace = self.trace(cell.micro_batch, cell.precision, cell.recompute)
             rest = cell.stages if cell.mesh.outer > 1 else cell.stages[1]
-            layout = self._layout(trace, [shares[cell.mesh.rank(at)] for at in range(cell.mesh.world)] if shares else ())
+            by_position = [shares[cell.mesh.rank(position)] for position in range(len(shares))]
+            layout = self._layout(trace, by_position)
             stages = [trace.own_stages.get(unit.index, rest) for unit in layout.units]
             placement = placed(stages, cell.mesh)
             precision = Precision.of(cell.precision)

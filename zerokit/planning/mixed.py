@@ -101,6 +101,18 @@ class Mixed:
         return f"zerokit.Batches(lengths, samples={sum(self.batches) * accumulate}{several}{pace})"
 
     @property
+    def shares_in_words(self) -> str:
+        """The shares of kinds, such as 32:15."""
+        return ":".join(str(part.share) for part in self.parts)
+
+    @property
+    def batches_in_words(self) -> str:
+        """The samples of kinds, such as 5:3, or 5:2-3 where ranks of a kind have several numbers of them."""
+        return ":".join(
+            "-".join(map(str, sorted({self.batches[rank] for rank in part.kind.ranks}))) for part in self.parts
+        )
+
+    @property
     def beside_equal(self) -> str:
         """What equal shares and batches do to this cell, in a few words."""
         if self.equal.tight is not None:
@@ -117,12 +129,17 @@ class Mixed:
             text = f"With equal shares and batches it does not fit: {_lack(equal.tight)}."
         else:
             what = "a step takes" if self.parts[0].time is not None else "the slowest rank computes"
-            text = f"With equal shares and batches it fits, and {what} {equal.longer:.2f} times as long."
+            long = "" if equal.longer is None else f", and {what} {_times(equal.longer)}"
+            text = f"With equal shares and batches it fits{long}."
         if not self.shares:
             return text
         if equal.tight_shares is not None:
             return f"{text} With equal shares and these batches it does not fit: {_lack(equal.tight_shares)}."
         return f"{text} Equal shares fit with these batches too, and use NCCL's own collectives."
+
+
+def _times(longer: float) -> str:
+    return "as long" if f"{longer:.2f}" == "1.00" else f"{longer:.2f} times as long"
 
 
 def _lack(part: Part) -> str:
@@ -138,11 +155,12 @@ def listed(values: Sequence[float], opening: str, closing: str) -> str:
     return " + ".join(f"{opening}{value:g}{comma}{closing} * {count}" for value, count in runs)
 
 
-def in_words(parts: Sequence[Part], values: Sequence[float]) -> str:
-    """The values of ranks, by kind: 32:15, or 5:2-3 where ranks of a kind have several."""
-    found = []
-    for part in parts:
-        own = [values[rank % len(values)] for rank in part.kind.ranks]
-        low, high = min(own), max(own)
-        found.append(f"{low:g}" if low == high else f"{low:g}-{high:g}")
-    return ":".join(found)
+def in_runs(ranks: Sequence[int]) -> str:
+    """Ascending numbers in short: 0-3, 8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

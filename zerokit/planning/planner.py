@@ -13,6 +13,7 @@ from zerokit.planning.hardware import USUAL_DISK
 from zerokit.planning.kinds import lies_alike
 from zerokit.planning.mixture import Mixture
 from zerokit.planning.subject import Subject
+from zerokit.planning.trace import Traces
 from zerokit.sizes import ELSEWHERE
 
 
@@ -59,7 +60,15 @@ class _Planner:
     def __init__(self, subject: Subject, question: Question) -> None:
         self._subject, self._question = subject, question
         self._micro_batches = question.micro_batches or [1, 2, 4, 8, 16, 32, 64]
-        estimates = Estimates(subject, question, exactly=len(self._micro_batches) == 1 and not question.kinds)
+        traces = Traces(
+            subject,
+            on_cuda=question.on_cuda,
+            bucket_mb=question.bucket_mb,
+            exactly=len(self._micro_batches) == 1 and not question.kinds,
+            module_stages=question.module_stages,
+            optimizer=question.optimizer,
+        )
+        estimates = Estimates(subject, question, traces)
         first = estimates.trace(self._micro_batches[0], question.precisions[0], question.recompute[0])
         self._recompute = question.recompute if first.has_blocks else question.recompute[:1]
         self.parameters = first.layout.trainable_numel
@@ -128,7 +137,13 @@ class _Planner:
                 "CUDA itself takes 0.5 GB of a device (pytorch/torchcomms#777); NCCL's buffers and fragments of "
                 "torch's allocator are not counted."
             )
-        if question.efficiencies and device.flops:
+        if question.kinds:
+            lines.append(
+                "Shares follow what stays of each device beside its own samples, batches how fast it computes. The "
+                "slowest link counts for all, and a step takes as long as on its slowest rank. NCCL's messages of "
+                "unequal pieces are taken to be as fast as its collectives, which has not been measured."
+            )
+        elif question.efficiencies and device.flops:
             lines.append(
                 f"Links and the device's speed are those of {device.name}'s table; measure one with zerokit bench."
             )

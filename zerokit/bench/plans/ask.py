@@ -120,7 +120,8 @@ def plan(
     precisions: tuple[str, ...] = _several(precision) or usual
     if kinds:
         kinds, reasons = kinds_with_speeds(kinds, where, gpus, precisions, measured)
-        efficiencies = dict(kinds[0].efficiencies)
+        known = [set(kind.efficiencies) for kind in kinds]
+        efficiencies = {name: one for name, one in kinds[0].efficiencies.items() if all(name in each for each in known)}
     else:
         efficiencies, reasons = efficiencies_of(where, gpus, precisions, measured)
     room = where.device.memory_bytes

@@ -70,8 +70,8 @@ def cluster_of(
     else:
         if nodes is None:
             nodes = _usual_nodes(gpus)
-            if nodes > 1:
-                notes.append(f"{nodes} nodes of {gpus // nodes} devices. Use --nodes to change this.")
+            if nodes > 1 or names:
+                notes.append(f"{nodes} node{'s' * (nodes > 1)} of {gpus // nodes} devices. Use --nodes to change this.")
         found = Cluster(device, gpus // nodes, device.inner)
     if network_gbit is not None:
         return replace(found, outer=network(network_gbit)), notes
