@@ -238,7 +238,7 @@ class Placement:
     # ---- whole tensors
 
     def cut_of(self, kind: str, unit: Unit) -> Cut:
-        """The cut of a kind of state, a column of the table; as many neighbours hold each piece as there are more ranks."""
+        """The cut of a kind of state, a column of the table. Neighbours hold the same piece where there are fewer."""
         return unit.cut.joined(self._joined(kind))
 
     def owners(self, unit: Unit) -> Cut:

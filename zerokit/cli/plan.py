@@ -36,9 +36,7 @@ def _by_module(given: tuple[str, ...]) -> dict[str, int]:
 
 @click.command(epilog=_EPILOG)
 @click.argument("model", type=Name(lambda: list(WORKLOADS)))
-@click.option(
-    "--gpus", type=click.IntRange(min=1), metavar="N", help="Number of ranks, one per device."
-)
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Number of ranks, one per device.")
 @click.option(
     "--device",
     type=Name(lambda: ["cpu", *DEVICES]),

@@ -238,7 +238,9 @@ class Plan:
         if self.question.optimizer == "muon":
             classes = "{torch.optim.Muon: matrices, torch.optim.AdamW: rest}"
         shares = "" if self.best.mixed is None else self.best.mixed.shares_argument
-        return f'ZeroOptimizer(model, {classes}, {stage}, precision="{cell.precision}"{shares}{bucket}{states})'
+        return (
+            f'ZeroOptimizer(model, {classes}, {stage}, precision="{cell.precision}"{shares}{bucket}{states})'
+        )
 
     @property
     def batches_call(self) -> str | None:

@@ -110,9 +110,7 @@ class Estimates:
         key = id(setup), min(cell.accumulate, 3), id(trace.events), ranks
         if key not in self._steps:
             question = self._question
-            step = Step(
-                setup.layout, setup.placement, setup.sizes, question.on_cuda, question.nodes, ranks
-            )
+            step = Step(setup.layout, setup.placement, setup.sizes, question.on_cuda, question.nodes, ranks)
             self._steps[key] = StepMemory(trace, step, accumulate=cell.accumulate)
         return self._steps[key].of(trace)
 

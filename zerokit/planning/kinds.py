@@ -1,12 +1,12 @@
 """Kinds of devices in one job: which ranks have which, and the shares and paces that suit them.
 
-    --devices h100-80x4,l40s-48x4
+--devices h100-80x4,l40s-48x4
 
-    rank    0  1  2  3 | 4  5  6  7
-    kind    h100-80    | l40s
-    spare   60 GiB     | 28 GiB          what stays for sharded state
-    shares  32         | 15              in proportion to it
-    pace    2.7        | 1               in proportion to speed
+rank    0  1  2  3 | 4  5  6  7
+kind    h100-80    | l40s
+spare   60 GiB     | 28 GiB          what stays for sharded state
+shares  32         | 15              in proportion to it
+pace    2.7        | 1               in proportion to speed
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def by_rank(kinds: Sequence[Kind]) -> tuple[int, ...]:
 def stand_in(kinds: Sequence[Kind]) -> Device:
     """What stands for all devices where one is asked for: the slowest link, the smallest memory, and mean peaks."""
     world, devices = world_of(kinds), [kind.device for kind in kinds]
-    name = ",".join(
-        f"{kinds[number]}x{len(list(run))}" for number, run in groupby(by_rank(kinds))
-    )
+    name = ",".join(f"{kinds[number]}x{len(list(run))}" for number, run in groupby(by_rank(kinds)))
     dtypes = [dtype for dtype in devices[0].flops if all(dtype in device.flops for device in devices)]
     links = [device.inner for device in devices if device.inner is not None]
     inner = None
@@ -98,7 +96,10 @@ def stand_in(kinds: Sequence[Kind]) -> Device:
         inner = Link(max(link.latency_s for link in links), min(link.bytes_per_s for link in links))
     return Device(
         name,
-        {dtype: sum(len(kind.ranks) * kind.device.flops[dtype] for kind in kinds) / world for dtype in dtypes},
+        {
+            dtype: sum(len(kind.ranks) * kind.device.flops[dtype] for kind in kinds) / world
+            for dtype in dtypes
+        },
         min(device.memory_bytes for device in devices),
         min(device.memory_bytes_per_s for device in devices),
         inner,

@@ -104,7 +104,9 @@ def fullest_rank(step: Step) -> int:
     mesh, wholes = step.placement.mesh, step.sizes.wholes
     if wholes is None and not step.ranks:
         return 0
-    owned = wholes.owners.sums(lambda tensor: tensor.interval.numel) if wholes is not None else [0] * mesh.world
+    owned = (
+        wholes.owners.sums(lambda tensor: tensor.interval.numel) if wholes is not None else [0] * mesh.world
+    )
     if not step.ranks:
         return mesh.rank(max(range(mesh.world), key=owned.__getitem__))
     held = np.array(owned) * (step.sizes.master + step.sizes.states) + _cut_bytes(step)
@@ -123,9 +125,9 @@ def _cut_bytes(step: Step) -> NDArray[np.int64]:
         columns = {"parameters": sizes.of_unit(unit.index).compute}
         if unit.trainable:
             columns |= {"gradients": sizes.reduce, "optimizer": masters}
-        for column, element_bytes in columns.items():
+        for column, size in columns.items():
             pieces = np.diff(step.placement.of_unit(unit.index).cut_of(column, unit).bounds)
-            held += np.repeat(pieces * element_bytes, world // len(pieces))
+            held += np.repeat(pieces * size, world // len(pieces))
     return held
 
 

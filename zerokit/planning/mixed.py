@@ -1,4 +1,4 @@
-"""What is planned for ranks with different devices: shares, batches and memory by kind, and what equal ones would do."""
+"""A cell on different devices: shares, batches and memory by kind, and what equal shares and batches would do."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ class Mixed:
     def batches_in_words(self) -> str:
         """The samples of kinds, such as 5:3, or 5:2-3 where ranks of a kind have several numbers of them."""
         return ":".join(
-            "-".join(map(str, sorted({self.batches[rank] for rank in part.kind.ranks}))) for part in self.parts
+            "-".join(map(str, sorted({self.batches[rank] for rank in part.kind.ranks})))
+            for part in self.parts
         )
 
     @property

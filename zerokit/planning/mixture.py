@@ -1,9 +1,10 @@
-"""Plans cells for ranks with different devices: batches in proportion to speed, shares to the memory that then stays."""
+"""Plans cells on different devices: batches in proportion to speed, and shares to the memory that then stays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from zerokit.cuts import reduced
 from zerokit.planning.cells import Cell, PlannedCell, Question
@@ -12,6 +13,8 @@ from zerokit.planning.hardware import Cluster
 from zerokit.planning.kinds import Kind, by_rank, deal, paces_of, shares_of
 from zerokit.planning.memory import PlannedMemory
 from zerokit.planning.mixed import Equal, Mixed, Part, tightest
+
+_T = TypeVar("_T")
 
 
 class Mixture:
@@ -50,7 +53,8 @@ class Mixture:
         slowest = max((part.time for part in parts if part.time), key=lambda time: time.total_s, default=None)
         return planned if slowest is None else self._estimates.timed(planned, slowest)
 
-    def _of_ranks(self, values: Sequence[float]) -> tuple[float, ...]:
+    def _of_ranks(self, values: Sequence[_T]) -> tuple[_T, ...]:
+        """The values of kinds, by rank."""
         return tuple(values[number] for number in self._numbers)
 
     def _cluster(self, kind: Kind) -> Cluster:
@@ -114,7 +118,9 @@ class Mixture:
         for number, (kind, count) in enumerate(zip(self._kinds, samples, strict=True)):
             without = self._of_ranks([int(other != number) for other in range(len(self._kinds))])
             setup = self._estimates.setup(cell, without)
-            spare.append(kind.device.memory_bytes - self._estimates.memory(cell, setup, kind.ranks, count).needed)
+            spare.append(
+                kind.device.memory_bytes - self._estimates.memory(cell, setup, kind.ranks, count).needed
+            )
         return shares_of(spare)
 
     def _away_rooms(self, cell: Cell, memories: Sequence[PlannedMemory]) -> list[int | None]:

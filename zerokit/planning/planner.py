@@ -84,7 +84,9 @@ class _Planner:
                 for home, precision, recompute in product(homes, question.precisions, self._recompute):
                     for micro_batch in self._micro_batches:
                         found = [
-                            self._plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision, home))
+                            self._plan(
+                                Cell(mesh, stages, micro_batch, accumulate, recompute, precision, home)
+                            )
                             for accumulate in self._accumulations(micro_batch)
                         ]
                         yield from found

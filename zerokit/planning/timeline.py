@@ -254,7 +254,9 @@ class _Step:
         return {
             unit.index: sum(
                 stretch.numel
-                for group, stretch in unit.groups_within(placement.of_unit(unit.index).updated(unit, position))
+                for group, stretch in unit.groups_within(
+                    placement.of_unit(unit.index).updated(unit, position)
+                )
                 if group not in whole
             )
             for unit in self._units

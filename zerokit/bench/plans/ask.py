@@ -17,13 +17,14 @@ from zerokit.errors import UsageError
 from zerokit.placement import Mesh, stage_of
 from zerokit.planning.cells import Plan, PlannedCell, Question
 from zerokit.planning.kinds import parse_devices, world_of
-from zerokit.planning.mixed import Mixed
 from zerokit.planning.memory import PlannedMemory
+from zerokit.planning.mixed import Mixed
 from zerokit.planning.planner import plan_cells
 from zerokit.planning.subject import Subject
 from zerokit.sizes import HOMES
 
 _T = TypeVar("_T")
+
 
 def plan(
     model: str | Subject,
@@ -90,7 +91,9 @@ def plan(
         gpus, device, kinds = len(kinds[0].ranks), str(kinds[0]), ()
     gpus = world_of(kinds) if kinds else gpus
     if gpus is None:
-        raise UsageError("no ranks: give --gpus, or --devices with kinds and numbers, such as h100-80x4,l40s-48x4")
+        raise UsageError(
+            "no ranks: give --gpus, or --devices with kinds and numbers, such as h100-80x4,l40s-48x4"
+        )
     counts: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "seq_len": seq_len, "batch_size": batch_size}
     counts |= {"accumulate": accumulate, "samples_per_step": samples_per_step}
     for name, given in counts.items():
@@ -121,7 +124,9 @@ def plan(
     if kinds:
         kinds, reasons = kinds_with_speeds(kinds, where, gpus, precisions, measured)
         known = [set(kind.efficiencies) for kind in kinds]
-        efficiencies = {name: one for name, one in kinds[0].efficiencies.items() if all(name in each for each in known)}
+        efficiencies = {
+            name: one for name, one in kinds[0].efficiencies.items() if all(name in each for each in known)
+        }
     else:
         efficiencies, reasons = efficiencies_of(where, gpus, precisions, measured)
     room = where.device.memory_bytes

@@ -24,7 +24,7 @@ guide) or 400 (DGX H100 and H200 user guides). The nodes of other devices have n
 
 def cluster_of(
     gpus: int,
-    named: str | None | tuple[Kind, ...],
+    named: str | tuple[Kind, ...] | None,
     nodes: int | None,
     file: str | Path | None,
     network_gbit: float | None,
@@ -71,7 +71,9 @@ def cluster_of(
         if nodes is None:
             nodes = _usual_nodes(gpus)
             if nodes > 1 or names:
-                notes.append(f"{nodes} node{'s' * (nodes > 1)} of {gpus // nodes} devices. Use --nodes to change this.")
+                notes.append(
+                    f"{nodes} node{'s' * (nodes > 1)} of {gpus // nodes} devices. Use --nodes to change this."
+                )
         found = Cluster(device, gpus // nodes, device.inner)
     if network_gbit is not None:
         return replace(found, outer=network(network_gbit)), notes
@@ -131,10 +133,12 @@ def kinds_with_speeds(
         reasons += [text.replace("The device's speed", f"The speed of {kind}") for text in why]
     for precision in precisions:
         if any(precision not in kind.efficiencies for kind in found):
-            peaks = ", ".join(f"{kind.device.flops.get(precision, 0) / TERA:,.0f} of {kind}" for kind in kinds)
+            peaks = ", ".join(
+                f"{kind.device.flops.get(precision, 0) / TERA:,.0f} of {kind}" for kind in kinds
+            )
             reasons.append(
-                f"Batches in {precision} follow the peaks of data sheets, in TFLOP/s {peaks}. zerokit.Pace measures what "
-                "ranks reach."
+                f"Batches in {precision} follow the peaks of data sheets, in TFLOP/s {peaks}. zerokit.Pace "
+                "measures what ranks reach."
             )
     return tuple(found), reasons
 
@@ -165,5 +169,3 @@ def efficiencies_of(
         except UsageError as error:
             reasons.append(f"No times in {precision}: {error}.")
     return found, reasons
-
-
