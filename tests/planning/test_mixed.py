@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.bench.records import make_record
 from tests.planning.test_memory import Peaks, require_close
 from tests.support.distributed import run_ranks
 from zerokit.bench.measure.memory import MemoryTracker, held_by
 from zerokit.bench.plans.ask import plain, plan
 from zerokit.bench.plans.subjects import subject_named
+from zerokit.bench.record.measured import Phases
+from zerokit.bench.record.record import write_record
 from zerokit.bench.workloads.build import build
 from zerokit.errors import UsageError
 from zerokit.formulas import MEMORY_KINDS, predict_memory
@@ -379,6 +383,34 @@ def test_devices_without_measured_speeds_have_shares_and_paces_but_no_times() ->
     assert any(
         text.startswith("Batches in bf16 follow the peaks of data sheets") for text in found.assumptions
     )
+
+
+def test_a_record_gives_the_speed_of_its_own_kind(tmp_path: Path) -> None:
+    """l40s has none in the table, so that times come from the record; a record of another device is refused."""
+    made = make_record()
+    settings = replace(made.settings, nodes=1, precision="bf16", stage=2, device="cuda")
+    environment = replace(made.environment, accelerator="NVIDIA L40S") if made.environment else None
+    ranks = [replace(made.ranks[0], device="NVIDIA L40S", device_id="GPU-0")]
+    phases = Phases(3, 30.0, 60.0, 10.0, None, "clock")
+    file = tmp_path / "l40s.json"
+    write_record(
+        replace(
+            made, settings=settings, cell=settings.key, environment=environment, ranks=ranks, phases=phases
+        ),
+        file,
+    )
+    options: dict[str, Any] = {"seq_len": 64, "batch_size": 4, "stage": 2, "recompute": False, "record": file}
+    found = plan("gpt-tiny", devices="h100-80x2,l40sx2", **options)
+    assert found.best is not None
+    mixed = found.best.mixed
+    assert mixed is not None
+    assert all(part.time is not None for part in mixed.parts)
+    # The record's tiny model took 200 ms a step there: some thousand times as long as an H100's table says.
+    assert mixed.pace[0] > 100
+    assert mixed.batches == (7, 7, 1, 1)
+    assert "The speed of l40s is that of record 00000000, gpt-tiny." in found.assumptions
+    with pytest.raises(UsageError, match="measured on l40s, and h100-80, a100-40 are planned"):
+        plan("gpt-tiny", devices="h100-80x2,a100-40x2", **options)
 
 
 def test_many_ranks_are_listed_in_short() -> None:
