@@ -31,7 +31,7 @@ from zerokit.placement import Mesh, require_stage, stage_of
 from zerokit.planning.cells import Cell, Question
 from zerokit.planning.efficiency import of_device
 from zerokit.planning.estimates import Estimates
-from zerokit.planning.hardware import DEVICES, Cluster
+from zerokit.planning.hardware import DEVICES, USUAL_DISK, Cluster
 from zerokit.planning.kinds import Kind, by_rank, stand_in, world_of
 from zerokit.planning.memory import CONTEXT_BYTES, fullest_rank
 from zerokit.planning.mixed import Part, listed
@@ -209,6 +209,23 @@ def test_a_slow_device_gets_fewer_samples_and_the_step_is_shorter() -> None:
     assert 1.1 < mixed.equal.longer < 1.5
     # Bytes of the device are moved and its products computed: the rate is that of all ranks over the slowest.
     assert planned.units_per_s == pytest.approx(48 * 64 / max(p.time.total_s for p in mixed.parts if p.time))
+
+
+def test_states_elsewhere_fit_where_those_of_a_whole_node_do() -> None:
+    """Unequal shares fill a node's disk as equal ones do: what counts is the sum over its ranks."""
+    kinds = kinds_of("abab", [40_000_000, 5_000_000], [1, 1])
+    question = question_of(kinds, nodes=2)
+    cell = cell_of(Mesh(2, 2), (0, 3), 1, "disk")
+    free = Mixture(Estimates(SUBJECT, question, traces("adamw")), question).plan(cell).mixed
+    assert free is not None
+    assert free.shares[0] > free.shares[1]
+    away = [part.memory.away for part in free.parts]
+    assert away[0] > away[1]
+    for room, fits in ((sum(away), True), (sum(away) - 4, False)):
+        cluster = replace(question.cluster, disk=replace(USUAL_DISK, room_bytes=room))
+        tight = replace(question, cluster=cluster)
+        planned = Mixture(Estimates(SUBJECT, tight, traces("adamw")), tight).plan(cell)
+        assert (planned.missing_bytes == 0) == fits
 
 
 # ---- the runtime's own accounts
