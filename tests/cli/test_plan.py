@@ -151,7 +151,7 @@ def test_mixed_devices_get_shares_and_batches(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d\.\d\dx", row[-1])
     assert any(line.startswith("With equal shares and batches it fits, and a step takes ") for line in lines)
     kinds = [line.split() for line in lines if line.startswith(("h100-80 ", "a100-40 "))]
-    assert [one[:2] for one in kinds] == [["h100-80", "0-3"], ["a100-40", "4-7"]]
+    assert [one[:2] for one in kinds] == [["h100-80", "0–3"], ["a100-40", "4–7"]]
     train = next(line for line in lines if line.startswith("train"))
     assert re.search(r'stage=3, precision="bf16", shares=\((\d+), \1, \1, \1, (\d+), \2, \2, \2\)\)$', train)
     batches = next(line for line in lines if line.startswith("batches"))

@@ -16,8 +16,8 @@ from zerokit.bench.record.words import count
 from zerokit.cli.work import counted, rate
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each, hopeless
-from zerokit.planning.mixed import Mixed, in_runs
-from zerokit.text import printable
+from zerokit.planning.mixed import Mixed
+from zerokit.text import in_runs, printable
 
 _ANY_WIDTH = 1000
 _KINDS = dict(zip(MEMORY_KINDS, ("param", "grad", "optim", "bufs", "activ"), strict=True))

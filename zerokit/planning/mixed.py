@@ -154,14 +154,3 @@ def listed(values: Sequence[float], opening: str, closing: str) -> str:
         return f"{opening}{', '.join(f'{value:g}' for value in values)}{closing}"
     comma = "," if closing == ")" else ""
     return " + ".join(f"{opening}{value:g}{comma}{closing} * {count}" for value, count in runs)
-
-
-def in_runs(ranks: Sequence[int]) -> str:
-    """Ascending numbers in short: 0-3, 8."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

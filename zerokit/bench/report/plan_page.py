@@ -13,7 +13,7 @@ from zerokit.bench.report.render import document, write_page
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each, hopeless
 from zerokit.planning.memory import PlannedMemory
-from zerokit.planning.mixed import in_runs
+from zerokit.text import in_runs
 
 _SHORT = {kind: kind.split()[0] for kind in MEMORY_KINDS}
 """Headings and labels that a narrow page has room for."""
