@@ -85,5 +85,5 @@ def holds(tmp_path_factory: pytest.TempPathFactory, size_mb: float, rounds: int)
 
 @pytest.mark.benchmark(group=f"background save: how long {WORLD} ranks are held", timer=elsewhere)
 @pytest.mark.parametrize("how", ["zerokit.save, blocking=False", "one copy"])
-def test_hold(benchmark: BenchmarkFixture, holds: Times, how: str) -> None:
+def test_background_save(benchmark: BenchmarkFixture, holds: Times, how: str) -> None:
     replay(benchmark, holds[how])

@@ -32,7 +32,7 @@ _steps: list[Callable[[], None]] = []
 WORLD, BLOCKS, WIDTH, BATCH = 64, 100, 64, 2
 BUCKET_MB = 0.07
 """A block is a unit of its own, as it is in FSDP2."""
-WARM_UP, STEPS = 10, 9
+WARM_UP, STEPS = 5, 5
 """Before the first turn, and in each."""
 ENGINES = (
     "zerokit, stage 0",

@@ -130,11 +130,12 @@ def test_a_push_that_was_cut_off_is_completed(
             lambda plain: plain["benchmarks"][1].update(name=3),
             "benchmarks[1].name: expected a valid string, found 3",
         ),
-        (lambda plain: plain.update(benchmarks={}), "benchmarks: expected a valid list"),
+        (lambda plain: plain.update(benchmarks={}), "benchmarks: expected a list, found dict"),
         (
             lambda plain: plain["benchmarks"][0]["stats"].update(mean=float("nan")),
             "benchmarks[0].stats.mean: ",
         ),
+        (lambda plain: plain["benchmarks"][0].update(group="\ud800"), "surrogates not allowed"),
         (lambda plain: plain.pop("benchmarks"), "not a bench record"),
     ],
 )

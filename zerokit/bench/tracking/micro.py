@@ -6,16 +6,18 @@ So one benchmark compares over commits and machines by its parameter `fullname`,
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from zerokit.bench.record.record import RecordError
-from zerokit.bench.record.schema import Count, Number, SchemaError, from_plain
+from zerokit.bench.record.schema import Count, Number, from_plain
 from zerokit.bench.tracking.content import NOTE, PARAM_LENGTH, TAG_LENGTH, Point, Tag, moment_of
 from zerokit.bench.tracking.store import Store
 from zerokit.documents import parse_json, read_text
+from zerokit.text import printable
 
 FILE = "benchmark.json"
 MAIN = "median_s"
@@ -93,8 +95,9 @@ def read_suite(path: Path) -> SuiteFile | None:
     if not (isinstance(plain, dict) and plain.keys() >= set(_MEMBERS)):
         return None
     try:
+        json.dumps(plain, ensure_ascii=False).encode()  # an escape may be half of a surrogate pair
         return SuiteFile(text, from_plain(Suite, plain, others="ignore"))
-    except SchemaError as error:
+    except ValueError as error:
         raise RecordError(f"{path}: malformed file of pytest-benchmark: {error}") from error
 
 
@@ -170,7 +173,7 @@ def _note(suite: Suite) -> str:
             f"{one.stats.stddev:.2g}",
             one.stats.rounds,
         ]
-        row = "".join(f"| {str(cell).replace('|', '&#124;')} " for cell in cells)
+        row = "".join(f"| {printable(str(cell)).replace('|', '&#124;')} " for cell in cells)
         if len(text) + len(row) + 4 > TAG_LENGTH:
             return f"{text}…"
         text += f"{row}|\n"
