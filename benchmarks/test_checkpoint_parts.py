@@ -114,19 +114,15 @@ def test_plan(benchmark: BenchmarkFixture, wide: Checkpoint, dcp: Metadata, how:
             for request in requests_for(wide, stream, position, interval, target, 0)
         ]
 
+    wanted = [
+        (name, tensor, [chunk])
+        for name, tensor in dcp.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata)
+        and (chunk := _chunks(tuple(tensor.size), READERS).get(rank)) is not None
+    ]
+
     def by_dcp() -> list[object]:
-        wanted = (
-            (name, tensor, _chunks(tuple(tensor.size), READERS).get(rank))
-            for name, tensor in dcp.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata)
-        )
-        return list(
-            chain.from_iterable(
-                create_read_items_for_chunk_list(name, tensor, [chunk])
-                for name, tensor, chunk in wanted
-                if chunk is not None
-            )
-        )
+        return list(chain.from_iterable(create_read_items_for_chunk_list(*one) for one in wanted))
 
     assert benchmark(zerokit if how == "zerokit" else by_dcp)
 

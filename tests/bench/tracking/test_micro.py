@@ -42,7 +42,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("benchmarks")
     (folder / "test_sums.py").write_text(PROGRAM)
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder]
+    command: list[str | Path] = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder]
     command += ["-p", "no:cacheprovider", "--benchmark-json", folder / "found.json", folder]
     subprocess.run(command, check=True, env=own, cwd=folder)
     return folder / "found.json"
