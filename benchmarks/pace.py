@@ -5,7 +5,7 @@ Each rank's own speed is that of a training on it alone, held in the same way. E
 rounds alternate their order.
 
 python benchmarks/pace.py
-python benchmarks/pace.py --rounds 3 --steps 20 --part 0.5 --json pace.json
+python benchmarks/pace.py --rounds 3 --steps 10 --part 0.5 --json pace.json
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_options, spread, write_json
 from benchmarks.ranks import run_ranks
 
-SAMPLES, STEP, TOKENS = 4096, 96, 16
+SAMPLES, STEP, TOKENS = 8192, 960, 16
 """Samples, those of a step over all ranks, and tokens of each."""
 WIDTH, BLOCKS = 256, 4
-EVERY, WARMUP = 4, 14
+EVERY, WARMUP = 2, 7
 """Steps between agreements, and those that are not timed: the third agreement is in force after them."""
 PERIOD_S = 0.02
 KINDS = ("pace", "equal", "rank 0 alone", "rank 1 alone")
@@ -113,7 +113,7 @@ def train(kind: str, part: float, steps: int) -> float:
 def main(words: Sequence[str] | None = None) -> int:
     """Measure all; returns 1 when `Pace` stays below the bar."""
     part_help = "the part of a core that rank 1 has"
-    options = read_options(__doc__, words, rounds=5, steps=12, part=(0.5, part_help), json=Path)
+    options = read_options(__doc__, words, rounds=5, steps=6, part=(0.5, part_help), json=Path)
 
     def measure(kind: str) -> float:
         world = 1 if kind.endswith("alone") else 2

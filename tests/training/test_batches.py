@@ -155,8 +155,6 @@ def test_a_rank_of_speed_0_gets_no_samples_and_as_many_passes(size: dict[str, An
         Batches(np.ones(40), samples=12, pace=[2, 0, 1], rank=rank, world=3, **size) for rank in range(3)
     ]
     loops = [ranks[0].steps(ranks[0]), ranks[1].steps(ranks[1], [-1]), ranks[2].steps(ranks[2])]
-    bare = Batches(np.ones(40), samples=12, pace=[2, 0, 1], rank=1, world=3, **size)
-    idle = bare.steps(bare)
     whole = steps_of(1, 10, costs=np.ones(40), samples=12)
     for number in range(10):
         first, stand_ins, third = (list(next(loop)) for loop in loops)
@@ -164,9 +162,10 @@ def test_a_rank_of_speed_0_gets_no_samples_and_as_many_passes(size: dict[str, An
         assert len(first) == len(third)
         assert Counter(at for batch in first + third for at in batch) == whole[number]
         assert sum(map(len, first)) > sum(map(len, third))
-        assert not list(next(idle))
-    next(loops[1])
-    assert ranks[1].step == 10
+        assert ranks[0].state_dict() == ranks[1].state_dict() == ranks[2].state_dict()
+        assert ranks[1].step == number + 1
+    with pytest.raises(UsageError, match="stand_in="):
+        ranks[1].steps(ranks[1])
     with pytest.raises(UsageError, match="asks for none"):
         next(iter(ranks[1]))
 

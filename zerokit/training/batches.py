@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
@@ -222,10 +223,19 @@ class Batches:
 
         A rank of speed 0 does not ask the loader. It is given `stand_in`, a batch to be trained on with its loss and
         its count times 0, as often as other ranks have micro-batches, because ranks must make equally many passes.
-        Without one it is given nothing.
+
+        Raises `UsageError` where such a rank has none.
         """
-        if not self._speeds[self._rank]:
-            yield from self._idle_steps(stand_in)
+        if self._speeds[self._rank]:
+            return self._loaded_steps(loader)
+        if stand_in is None:
+            raise UsageError(
+                f"rank {self._rank} has speed 0, and must make as many passes as the others: give "
+                "steps(loader, stand_in=a_batch), and train on it with its loss and its count times 0"
+            )
+        return self._idle_steps(stand_in)
+
+    def _loaded_steps(self, loader: Iterable[T]) -> Iterator[Iterator[T]]:
         batches = iter(loader)
         while True:
             if self._pace is not None:
@@ -235,10 +245,7 @@ class Batches:
             count, cost, behind = self._planned.popleft()
             if self._pace is not None:
                 self._pace.note(cost)
-            step = self._step(first, batches, count, behind)
-            yield step
-            for _ in step:  # what a loop has left early: the next step begins with its own samples
-                pass
+            yield from _to_its_end(self._step(first, batches, count, behind))
 
     def _step(self, first: T, batches: Iterator[T], count: int, behind: Place) -> Iterator[T]:
         for number in range(count):
@@ -247,13 +254,12 @@ class Batches:
                 self._place = behind
             yield batch
 
-    def _idle_steps(self, stand_in: T | None) -> Iterator[Iterator[T]]:
+    def _idle_steps(self, stand_in: T) -> Iterator[Iterator[T]]:
         """The steps of a rank without samples."""
         while True:
             samples, behind = self._take(self._place)
-            passes = 0 if stand_in is None else max(map(len, self._divide(samples, self._place.step)))
-            yield iter(() if stand_in is None else (stand_in,) * passes)
-            self._place = behind
+            passes = max(map(len, self._divide(samples, self._place.step)))
+            yield from _to_its_end(self._step(stand_in, repeat(stand_in), passes, behind))
 
     # ---- the place
 
@@ -292,6 +298,13 @@ class Batches:
         self._place = Place(*(int(state[name]) for name in ("step", "epoch", "sample")))
         if self._pace is not None:
             self._pace.load(state.get("pace", ()))
+
+
+def _to_its_end(step: Iterator[T]) -> Iterator[Iterator[T]]:
+    """A step, of which nothing is left for the next one where a loop leaves it early."""
+    yield step
+    for _ in step:
+        pass
 
 
 def _amounts(name: str, values: ArrayLike) -> Costs:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.collectives.stalls import StallReporter
 
 
 class ComputeClock(Protocol):
@@ -25,10 +24,18 @@ class ComputeClock(Protocol):
         """The seconds that this rank computed in each step since the last reading; waits for the device."""
 
 
+class Waiting(Protocol):
+    """What knows how long a rank has waited for others."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds so far."""
+
+
 class HostClock:
     """The host's time less that in which it waited for other ranks."""
 
-    def __init__(self, reporter: StallReporter, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, reporter: Waiting, now: Callable[[], float] = time.monotonic) -> None:
         self._reporter, self._time = reporter, now
         self._began: float | None = None
         self._steps: list[float] = []
