@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,25 +48,27 @@ def trained(size_mb: float, *, rows: int, world: int = 1) -> tuple[zerokit.ZeroO
     return optimizer, step
 
 
+def _buffers(state: dict[str, torch.Tensor]) -> Iterator[memoryview]:
+    for tensor in state.values():
+        array: Any = tensor.detach().numpy()
+        yield memoryview(array).cast("B")
+
+
 def _write(path: Path, state: dict[str, torch.Tensor]) -> None:
     """Write the same bytes from memory to one file, and sync it."""
     with path.open("wb", buffering=0) as file:
-        for tensor in state.values():
-            array: Any = tensor.detach().numpy()
-            view = memoryview(array).cast("B")
-            while view:
-                view = view[file.write(view) :]
+        for buffer in _buffers(state):
+            while buffer:
+                buffer = buffer[file.write(buffer) :]
         os.fsync(file.fileno())
 
 
 def _read(path: Path, state: dict[str, torch.Tensor]) -> None:
     """Read the same bytes into memory."""
     with path.open("rb", buffering=0) as file:
-        for tensor in state.values():
-            array: Any = tensor.detach().numpy()
-            view = memoryview(array).cast("B")
-            while view:
-                view = view[file.readinto(view) :]
+        for buffer in _buffers(state):
+            while buffer:
+                buffer = buffer[file.readinto(buffer) :]
 
 
 def measure(directory: str, size_mb: float, rounds: int) -> dict[str, list[float]]:
