@@ -1,4 +1,4 @@
-"""The optimizer's step of Muon beside FSDP2's: two gloo ranks of one thread each, matrices of 1024×4096.
+"""The optimizer's step of Muon beside FSDP2's: two gloo ranks of one thread each, matrices of 512×2048.
 
 zerokit orthogonalises each matrix on one rank, its owner. With `full_tensor()` FSDP2's ranks gather every matrix, and
 each orthogonalises all of them. Beside them stands torch's class on FSDP2's DTensors as they are: its products are
@@ -23,7 +23,7 @@ from zerokit import ZeroOptimizer
 from zerokit.bench.engines.fsdp2 import FullTensorMuon
 from zerokit.placement import stage_of
 
-WORLD, MATRICES, ROWS, COLUMNS, BATCH = 2, 2, 1024, 4096, 4
+WORLD, MATRICES, ROWS, COLUMNS, BATCH = 2, 2, 512, 2048, 4
 STAGES = {"zerokit, stage 2": 2, "zerokit, stage 3": 3}
 PEERS: dict[str, type[torch.optim.Optimizer]] = {
     "FSDP2, full_tensor()": FullTensorMuon,
@@ -42,7 +42,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(matrices))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The loss, a scalar, of (batch, 4096)."""
+        """The loss, a scalar, of (batch, 2048)."""
         return torch.stack([layer(x).square().mean() for layer in self.layers]).mean()
 
 
