@@ -9,7 +9,14 @@ from typing import Any, Protocol
 import torch
 
 from zerokit.runtime.collectives import Collectives
-from zerokit.runtime.collectives.stalls import StallReporter
+
+
+class Waiting(Protocol):
+    """Counts the time in which this rank waited for others."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds so far."""
 
 
 class ComputeClock(Protocol):
@@ -28,13 +35,13 @@ class ComputeClock(Protocol):
 class HostClock:
     """The host's time less that in which it waited for other ranks."""
 
-    def __init__(self, reporter: StallReporter, now: Callable[[], float] = time.monotonic) -> None:
-        self._reporter, self._time = reporter, now
+    def __init__(self, waiting: Waiting, now: Callable[[], float] = time.monotonic) -> None:
+        self._waiting, self._time = waiting, now
         self._began: float | None = None
         self._steps: list[float] = []
 
     def _now(self) -> float:
-        return self._time() - self._reporter.waited_s
+        return self._time() - self._waiting.waited_s
 
     def begin(self) -> None:
         self._began = self._now()

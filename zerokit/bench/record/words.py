@@ -30,6 +30,8 @@ def title_of(name: str) -> str:
 def value_in_words(name: str, value: Any) -> str:
     """A setting's value as shown in a label: "batch 4", "1 node"."""
     words = OPTIONS[name].words if name in OPTIONS else None
+    if isinstance(value, bool):
+        return (words or title_of(name)) if value else f"no {title_of(name)}"
     text = words.format(value) if words else f"{title_of(name)} {value}"
     return re.sub(r"^1 (\S+?)(?:(?<=ch)e)?s\b", r"1 \1", text)
 
@@ -51,9 +53,10 @@ def varying(cells: Iterable[Settings]) -> list[str]:
 
 
 def unusual(settings: Settings, without: Iterable[str] = ()) -> list[str]:
-    """The sweepable options that differ from their defaults, as text, `without` these."""
+    """The options that differ from their defaults, as text, `without` these: what is swept, or has words of its own."""
     usual, aside = Settings(), {"engine", "stage", *without}
-    values = {name: getattr(settings, name) for name in DIMENSIONS if name not in aside}
+    worded = (name for name, how in OPTIONS.items() if how.words and name not in DIMENSIONS)
+    values = {name: getattr(settings, name) for name in (*DIMENSIONS, *worded) if name not in aside}
     return [
         value_in_words(name, value)
         for name, value in values.items()
