@@ -87,12 +87,14 @@ class Limits:
         if unified:
             self._leave(own, controller)
         for rank, limit in enumerate(self._limits):
+            if not (settings := _settings(controller, limit, unified=unified)):
+                continue
             group = own / f"{self._name}-rank-{rank}"
             if group not in self._made:
                 group.mkdir()
                 self._made.append(group)
                 self._of_rank[rank].append(group)
-            for name, value in _settings(controller, limit, unified=unified):
+            for name, value in settings:
                 if name in _OPTIONAL and not (group / name).exists():
                     continue
                 (group / name).write_text(value)

@@ -39,7 +39,7 @@ from zerokit.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one bench; each is explained in its help.
+    """The settings of one bench, explained in their help.
 
     `precision`, `device`, `bucket_mb`, `data`, `image_size` and `warmup` are None until a rank has looked at its
     machine and its model; the record has the resolved values. `clip` None leaves gradients alone, and their norm

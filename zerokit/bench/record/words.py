@@ -38,6 +38,7 @@ def value_in_words(name: str, value: Any) -> str:
 
 # How long was measured, what for, and how often: not what was measured.
 _ASIDE = {"repeat", *(name for name, how in OPTIONS.items() if how.same_cell)}
+_OF_UNEQUAL = ("shares", "cores_per_rank", "memory_per_rank")
 _DESCRIBING = [one.name for one in fields(Settings) if one.name not in _ASIDE]
 
 
@@ -47,9 +48,13 @@ def identity(settings: Settings) -> dict[str, Any]:
 
 
 def varying(cells: Iterable[Settings]) -> list[str]:
-    """The settings in which these cells differ; None does not count."""
+    """The settings in which these cells differ; None does not count, except of what only unequal ranks have."""
     rows = list(cells)
-    return [name for name in _DESCRIBING if len({getattr(row, name) for row in rows} - {None}) > 1]
+    return [
+        name
+        for name in _DESCRIBING
+        if len({getattr(row, name) for row in rows} - (set() if name in _OF_UNEQUAL else {None})) > 1
+    ]
 
 
 def unusual(settings: Settings, without: Iterable[str] = ()) -> list[str]:
