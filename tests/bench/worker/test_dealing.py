@@ -81,7 +81,7 @@ def test_losses_are_those_of_equal_batches_and_every_sample_of_a_step_is_dealt_o
             assert sorted(mine + theirs) == list(range(16))
 
 
-def loop_by_pace() -> tuple[Any, Any, int, list[float]]:
+def loop_by_pace() -> tuple[Any, Any, int, list[int]]:
     settings = replace(EQUAL, pace=True, shares="3,1")
     loaded = load(settings)
     trainer = make(loaded, settings, HERE)
