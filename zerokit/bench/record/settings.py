@@ -89,8 +89,7 @@ class Settings:
     )
     shares: str | None = fixed(
         None,
-        "How much of what is sharded each rank holds: whole numbers by rank, or by rank of the mesh's inner axis, or "
-        "memory: by the memory that is free on each. For zerokit.",
+        "How much of what is sharded each rank holds: by rank (of the mesh's inner axis), or by free memory. For zerokit.",
         metavar="N,N,…|memory",
         shown_default="equal",
         words="shares {}",
@@ -161,8 +160,7 @@ class Settings:
     )
     pace: bool = fixed(
         False,
-        "Deal the samples of a step to ranks by their speed, which they measure and agree on in warm-up and every "
-        f"{PACE_EVERY} steps. For zerokit.",
+        f"Deal the samples of a step to ranks by their speed, agreed on every {PACE_EVERY} steps. For zerokit.",
         words="by pace",
     )
     cores_per_rank: str | None = fixed(
