@@ -89,7 +89,7 @@ class Settings:
     )
     shares: str | None = fixed(
         None,
-        "How much of what is sharded each rank (of the mesh's inner axis) holds, or by free memory. For zerokit.",
+        "Shares of what is sharded: by rank, by rank of the mesh's inner axis, or by free memory. For zerokit.",
         metavar="N,N,…|memory",
         shown_default="equal",
         words="shares {}",
