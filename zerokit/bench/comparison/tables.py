@@ -11,12 +11,12 @@ from statistics import median
 from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.comparison.differences import Difference, Verdict, comparable, difference, steps_of
 from zerokit.bench.record.metrics import METRICS, PACED, UNITS, Measured, instrumented
-from zerokit.bench.record.settings import ON_DEVICE
+from zerokit.bench.record.options import ON_DEVICE
 from zerokit.text import printable
 
 GIB_FROM = 10 * 1024.0
 """MiB from which GiB read better."""
-_SHARES = ("mfu", "step/spread", "step/drift", "phase/optimizer_share")
+_SHARES = ("idle/least", "idle/most", "mfu", "step/spread", "step/drift", "phase/optimizer_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +83,22 @@ FEW = 4
 _DETAILS = (
     "step/p90_ms",
     "step/skew_p50_ms",
+    "idle/least",
+    "idle/most",
     "memory/state_mib",
     "comm/exposed_ms",
     *("phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms", "phase/optimizer_share"),
     *("traffic/mib_per_step", "loss_last"),
 )
+_UNEQUAL = ("shares", "pace", "cores_per_rank", "memory_per_rank")
 OF_A_PAGE = ("memory/state_mib", "loss_last")
 
 
 def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -> list[str]:
     """The main metrics; with `details`, which is the default for few cells, more of them.
 
-    The optimizer's share of the step is among them once a cell has another optimizer than AdamW, or states that visit.
+    The optimizer's share of the step is among them once a cell has another optimizer than AdamW, or states that visit,
+    and ranks' idle time once ranks are unequal.
     """
     if details is None:
         details = _DETAILS if len(cells) <= FEW else ()
@@ -102,6 +106,8 @@ def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -
     if len(cells) > 1:
         wanted.add(PACED)
     away = any(cell.settings["states"] != ON_DEVICE for cell in cells)
+    if any(cell.settings[name] for name in _UNEQUAL for cell in cells):
+        wanted |= {"idle/least", "idle/most"}
     if away or any(cell.settings["optimizer"] != "adamw" for cell in cells):
         wanted.add("phase/optimizer_share")
     if away:

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 from zerokit.available import available_bytes
 from zerokit.bench.plans.devices import cluster_of, efficiencies_of, kinds_with_speeds
 from zerokit.bench.plans.subjects import subject_named
+from zerokit.bench.record.by_rank import parse_mesh
 from zerokit.bench.record.record import RecordError, read_record
-from zerokit.bench.record.settings import OPTIONS, parse_mesh
+from zerokit.bench.record.settings import OPTIONS
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh, stage_of
 from zerokit.planning.cells import Plan, PlannedCell, Question
