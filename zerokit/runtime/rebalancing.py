@@ -11,7 +11,7 @@ from zerokit.runtime.memory_watch import MemoryWatch
 from zerokit.runtime.recut import RECUT, StatesLost, recut
 from zerokit.runtime.reports import Reports
 from zerokit.runtime.shares import cut_by_shares
-from zerokit.runtime.states import BetweenIslands, Islands
+from zerokit.runtime.states import HALF_CUT, BetweenIslands, Islands
 from zerokit.runtime.step import INTERRUPTED
 from zerokit.runtime.torch_internals import in_backward
 from zerokit.runtime.walk import ModelWalk
@@ -55,10 +55,11 @@ class Rebalancing(Reports):
         summed = runtime.collectives.any(runtime.gradients.received, RECUT)
         if summed:
             self._walk.finish()
-        self.refuse(INTERRUPTED)
+        self.refuse(HALF_CUT)
         try:
             report = recut(runtime, layout, summed=summed)
         except StatesLost:
+            self.refuse(INTERRUPTED)
             raise
         except StorageError:
             self.refuse("")
