@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import re
+import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -375,6 +376,35 @@ def test_one_rank_without_memory_leaves_all_as_they_were(case: tuple[int, int]) 
     assert optimizer.memory().optimizer == optimizer.predicted_memory().optimizer
 
 
+@on_ranks(2, cases=(1, 2, 3))
+def test_one_rank_that_runs_out_of_address_space_leaves_all_as_they_were(stage: Any) -> None:
+    """The system itself refuses memory, wherever that is asked for."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.AdamW, stage=stage, precision="bf16", bucket_mb=SMALL, lr=1e-3, shares=(1, 3)
+    )
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 1000)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    bits = digest(whole_weights(model).items())
+    _, most = before = resource.getrlimit(resource.RLIMIT_AS)
+    for room in (2, 16):
+        if dist.get_rank() == 0:
+            size = psutil.Process().memory_info().vms + (room << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (size, most))
+        try:
+            with pytest.raises(StorageError, match="rank 0: "):
+                optimizer.recut((3, 1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        assert optimizer.layout.shares == (1, 3)
+        assert digest(whole_weights(model).items()) == bits
+    optimizer.recut((3, 1))
+    assert digest(whole_weights(model).items()) == bits
+
+
 @on_ranks(2, cases=((1, "_allocated"), (3, "_become"), (3, "_exchange")))
 def test_after_an_interruption_nothing_goes_on(case: tuple[int, str], tmp_path: Path) -> None:
     """All ranks are interrupted amid their units: no load could tell which of them have moved."""
@@ -484,6 +514,25 @@ def _follow_memory() -> tuple[list[tuple[int, ...]], str]:
             one_step(model, optimizer, case, run, step, Trajectory())
             found.append(optimizer.layout.shares)
     return found, said.getvalue()
+
+
+@on_ranks(2)
+def test_a_look_that_fails_on_one_rank_changes_nothing() -> None:
+    broken = False
+
+    def free(device: torch.device) -> int:
+        if broken and dist.get_rank() == 1:
+            raise RuntimeError("the driver does not answer")
+        return 1 << 30
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (memory_watch, shares_of_ranks):
+            patch.setattr(module, "free_bytes", free)
+        patch.setattr(memory_watch, "EVERY", 1)
+        case, model, optimizer = trained("gpt", Run(stage=3, bucket_mb=SMALL), 1, shares="memory")
+        broken = True
+        one_step(model, optimizer, case, Run(stage=3, bucket_mb=SMALL), 1, Trajectory())
+    assert optimizer.layout.shares == ()
 
 
 def test_shares_follow_free_memory() -> None:

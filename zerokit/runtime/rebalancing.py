@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from zerokit.errors import StorageError, UsageError, ZerokitWarning
 from zerokit.formulas import TrafficReport
 from zerokit.runtime.memory_watch import MemoryWatch
-from zerokit.runtime.recut import RECUT, StatesLost, recut
+from zerokit.runtime.recut import RECUT, HalfCut, StatesLost, recut
 from zerokit.runtime.reports import Reports
 from zerokit.runtime.shares import cut_by_shares
 from zerokit.runtime.states import HALF_CUT, BetweenIslands, Islands
@@ -57,9 +57,11 @@ class Rebalancing(Reports):
             self._walk.finish()
         self.refuse(HALF_CUT)
         try:
-            report = recut(runtime, layout, summed=summed)
+            report = recut(runtime, layout, summed=summed, averaged=self.ema is not None)
         except StatesLost:
             self.refuse(INTERRUPTED)
+            raise
+        except HalfCut:
             raise
         except StorageError:
             self.refuse("")
@@ -96,9 +98,8 @@ class Rebalancing(Reports):
                 return
             try:
                 self.recut(shares)
-            except StatesLost:
-                raise
-            except (
-                StorageError
-            ) as error:  # the step is made, and the ranks go on with the shares that they had
+            except StorageError as error:
+                if self.refusal:
+                    raise
+                # The step is made, and the ranks go on with the shares that they had.
                 warnings.warn(f"shares stay as they are: {error}", ZerokitWarning, stacklevel=2)
