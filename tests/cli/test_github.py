@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 from tests.bench.records import make_cell
 from tests.cli.commands import zerokit_forked
 from zerokit.bench.record.record import write_record
+from zerokit.bench.record.status import Status
 from zerokit.cli import cli
 from zerokit.cli.github import annotation
 
@@ -58,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
             record = make_cell(step_ms=step_ms + repeat, repeat=repeat, twin=False)
             if name == "evil":
                 record = replace(
-                    record, status="failed", reason=host, settings=replace(record.settings, model=host)
+                    record, status=Status.FAILED, reason=host, settings=replace(record.settings, model=host)
                 )
             write_record(replace(record, id=f"{name}-{repeat}"), tmp_path / name / f"{repeat}.json")
     write_record(replace(make_cell(), id="one"), tmp_path / "one.json")

@@ -1,4 +1,4 @@
-"""Databases of another schema than the installed MLflow's: refused before anything is written, and named by the doctor."""
+"""Databases of another schema than the installed MLflow's: refused before any write, and named by the doctor."""
 
 from __future__ import annotations
 
