@@ -180,15 +180,9 @@ def moment_of(text: str) -> int:
 def sweep_note(records: Sequence[Record], baseline: str | None = None) -> str:
     """The sweep's table, for the page of its run: the runs of its cells have everything else."""
     from zerokit.bench.comparison.cells import make_cells
-    from zerokit.bench.comparison.tables import markdown
+    from zerokit.bench.comparison.tables import markdown, within
 
-    rows = markdown(make_cells([Run("", tuple(records))], baseline))
-    text = ""
-    for row in rows:
-        if len(text) + len(row) + 4 > TAG_LENGTH:
-            return f"{text}\n…"
-        text += f"{row}\n"
-    return text
+    return within(markdown(make_cells([Run("", tuple(records))], baseline)), TAG_LENGTH)
 
 
 def sweep_points(records: Sequence[Record]) -> list[Point]:
