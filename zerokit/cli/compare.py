@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -77,17 +77,7 @@ unknown because there is only one run of each.
 )
 @json_option("Print only JSON on stdout.")
 @tracking_uri_option
-def command(
-    names: tuple[str, ...],
-    baseline: str | None,
-    metrics: tuple[str, ...],
-    rules: tuple[str, ...],
-    tolerance: float | None,
-    html: Path | None,
-    github: bool,
-    as_json: bool,
-    tracking_uri: str | None,
-) -> None:
+def command(*, github: bool, as_json: bool, **options: Any) -> None:
     """Compare benches: figures, differences, and whether differences exceed the noise.
 
     With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
@@ -96,10 +86,11 @@ def command(
     from zerokit.cli.github import annotated_errors
 
     with annotated_errors(err=as_json) if github else nullcontext():
-        _compare(names, baseline, metrics, rules, tolerance, html, github, as_json, tracking_uri)
+        _compare(github=github, as_json=as_json, **options)
 
 
 def _compare(
+    *,
     names: tuple[str, ...],
     baseline: str | None,
     metrics: tuple[str, ...],

@@ -39,7 +39,7 @@ def downgraded(own: Path) -> Path:
     from mlflow.store.db.utils import _get_alembic_config
 
     shutil.copy(own, copy := own.with_name("altered.db"))
-    config = _get_alembic_config(f"sqlite:///{copy}")
+    config = _get_alembic_config(f"sqlite:///{copy}")  # type: ignore[no-untyped-call]  # MLflow's
     engine = sqlalchemy.create_engine(f"sqlite:///{copy}")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
