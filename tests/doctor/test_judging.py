@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.doctor.healthy import LIMITS, LOOPBACK, bad, group_facts, judged, network, rank_facts, seat, world
-from zerokit.doctor.clock import Offset
 from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices, _same, judge_devices
 from zerokit.doctor.disk import DiskRates
@@ -18,6 +17,7 @@ from zerokit.doctor.findings import CHECKS, Severity, Verdict, by_machine, by_ra
 from zerokit.doctor.interfaces import Interface, nccl_takes
 from zerokit.doctor.processor import Processor
 from zerokit.doctor.wire import AllReduce, Pair, judge_all_reduce, neighbour
+from zerokit.offsets import Offset
 
 WARNING, FAULT = Severity.WARNING, Severity.FAULT
 
