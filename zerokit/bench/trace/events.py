@@ -12,9 +12,12 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from zerokit.bench.trace.spans import GATHERS, OWNERS, REDUCTIONS, TRACKS, Span
+from zerokit.bench.record.measured import Trace
+from zerokit.bench.record.record import write_text
+from zerokit.bench.trace.spans import GATHERS, OWNERS, REDUCTIONS, STEP, TRACKS, Span
 from zerokit.offsets import Offset
 
 FORMAT = "zerokit.timeline/1"
@@ -52,6 +55,18 @@ def trace(ranks: Sequence[RankSpans], about: dict[str, Any]) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {"format": FORMAT, **about, "clocks": clocks},
     }
+
+
+def write_trace(content: dict[str, Any], path: Path) -> Trace:
+    """Write the file as it is, and say what it holds."""
+    steps: dict[int, float] = {}
+    spans = [event for event in content["traceEvents"] if event["ph"] == "X"]
+    for event in spans:
+        if event["cat"] == STEP:
+            steps[event["pid"]] = steps.get(event["pid"], 0.0) + event["dur"] / 1e3
+    uncertainty = max(clock["uncertainty_ms"] for clock in content["otherData"]["clocks"])
+    write_text(to_json(content), path)
+    return Trace(path.name, max(steps.values()), len(spans), uncertainty)
 
 
 def to_json(content: dict[str, Any]) -> str:

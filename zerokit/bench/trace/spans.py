@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 STEP, COMPUTE, UPDATE, WAITS = "step", "compute", "update", "waits"
 GATHERS, REDUCTIONS, OWNERS = "gathers", "reductions", "to and from owners"
 TRACKS = (STEP, COMPUTE, UPDATE, WAITS, GATHERS, REDUCTIONS, OWNERS)
@@ -67,7 +65,7 @@ class DeviceMarks:
 
     def __init__(
         self,
-        make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
+        make_event: Callable[[], Any],
         clock: Callable[[], float] = now,
     ) -> None:
         self._make_event = make_event

@@ -37,7 +37,7 @@ def trace_step(trainer: Trainer, batches: Batches) -> dict[str, Any] | None:
         raise ValueError("only zerokit's engine has a timeline")
     offset = _offset()
     host: Marks = HostMarks()
-    device = DeviceMarks() if accelerator.is_cuda else None
+    device = DeviceMarks(lambda: torch.cuda.Event(enable_timing=True)) if accelerator.is_cuda else None
     compute = device or host
     collectives, walk = zero.runtime.collectives, zero.runtime.walk
     names = [_name(unit) for unit in zero.layout.units]
