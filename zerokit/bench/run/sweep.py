@@ -270,8 +270,8 @@ def run_sweep(
 ) -> list[Record]:
     """Run the cells that have no result yet; returns the records of all cells, in order. Raises what `run_cell` raises.
 
-    `track` receives each new record, and timelines are named after `trace`. A cell that fails, or does not fit, does not
-    end the sweep.
+    `track` receives each new record; timelines are named after `trace`. A cell that fails, or does not fit, ends no
+    sweep.
     """
     records = []
     for cell in sweep.cells:

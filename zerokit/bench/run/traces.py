@@ -28,7 +28,7 @@ VIEWER = "https://ui.perfetto.dev"
 def refusal_of_trace(settings: Settings) -> str | None:
     """Why a cell has no timeline; None if it may have one."""
     if settings.engine != "zerokit":
-        return f"a timeline shows the units of zerokit's engine, which {settings.engine} has none of: use torch.profiler"
+        return f"a timeline shows the units of zerokit's engine, and {settings.engine} has none: use torch.profiler"
     if settings.every is not None:
         return "a timeline shows a step in which all ranks take part: omit --every"
     return None

@@ -24,13 +24,12 @@ from zerokit.bench.trace.spans import (
 from zerokit.runtime.collectives import Kind
 from zerokit.runtime.collectives.legs import Count
 
-_TRACKS = {Kind.ALL_GATHER: GATHERS, Kind.REDUCE_SCATTER: REDUCTIONS}
-_NAMES = {
-    Kind.ALL_GATHER: "gather",
-    Kind.REDUCE_SCATTER: "reduce",
-    Kind.TO_OWNERS: "to owners of",
-    Kind.FROM_OWNERS: "from owners of",
-    Kind.RECUT: "recut",
+_OPERATIONS = {
+    Kind.ALL_GATHER: (GATHERS, "gather"),
+    Kind.REDUCE_SCATTER: (REDUCTIONS, "reduce"),
+    Kind.TO_OWNERS: (OWNERS, "to owners of"),
+    Kind.FROM_OWNERS: (OWNERS, "from owners of"),
+    Kind.RECUT: (OWNERS, "recut"),
 }
 
 
@@ -55,10 +54,13 @@ class Recorder:
     def flies(self, kind: Kind, unit: int, counts: Sequence[Count]) -> Stretch:
         moved = {count.name: count.moved.bytes for count in counts}
         axes = [axis for axis in (name.partition("/")[2] for name in moved) if axis]
+        # At stage 0 a reduction also gathers its sums: as the traffic has it, by operation.
+        gathers = any(name.startswith("all_gather") for name in moved)
+        track, verb = _OPERATIONS[Kind.ALL_GATHER if gathers else kind]
         flight = Stretch(
             self._of_flights,
-            _TRACKS.get(kind, OWNERS),
-            f"{_NAMES[kind]} {self._units[unit]}",
+            track,
+            f"{verb} {self._units[unit]}",
             unit=unit,
             bytes=sum(moved.values()),
             operations=moved,
