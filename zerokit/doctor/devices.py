@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.bench.machine.host import find_gpus, torch_uses_cuda, visible
+from zerokit.cuts import reduced
 from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine, by_rank, finding
-from zerokit.layout import reduced
 from zerokit.planning.hardware import known_device
 
 _LISTED = 16

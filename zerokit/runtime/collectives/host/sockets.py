@@ -156,7 +156,7 @@ class _Thread:
     """
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work_off, args=(self._tasks,), daemon=True)
         weakref.finalize(self, self._tasks.put, None)
 
@@ -180,7 +180,7 @@ def _carry_out(function: Callable[[], T], future: Future[T] | None = None) -> Fu
     return future
 
 
-def _work_off(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _work_off(tasks: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task
