@@ -31,7 +31,8 @@ _MOST_SHOWN = 0.6  # pixels below which a wait cannot be seen
 
 
 def _text(x: float, y: float, words: str, *, anchor: str = "start", ink: str = _INK, size: int = 11) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{ink}" text-anchor="{anchor}">{escape(words)}</text>'
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {place} font-size="{size}" fill="{ink}">{escape(words)}</text>'
 
 
 def _lanes(content: dict[str, Any]) -> dict[int, tuple[str, list[dict[str, Any]]]]:
