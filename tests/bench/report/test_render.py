@@ -224,13 +224,17 @@ def test_a_page_shows_the_plan_and_no_column_without_figures(device: str, tmp_pa
 
 
 def test_timelines_are_linked_from_where_the_page_is(tmp_path: Path) -> None:
-    below, elsewhere = tmp_path / "t" / "a b.json.gz", Path("/elsewhere/javascript:alert(1).json")
+    files = (str(tmp_path / "t" / "a b.json.gz"), "/elsewhere/javascript:alert(1).json", 'a"><b>\0')
     records = [
-        replace(record, trace=Trace(str(path), 1.0, 1, 0.0))
-        for record, path in zip(make_sweep(), (below, elsewhere), strict=False)
+        replace(record, trace=Trace(file, 1.0, 1, 0.0))
+        for record, file in zip(make_sweep(), files, strict=False)
     ]
     write_comparison([Run("", tuple(records))], tmp_path / "page.html")
     links = [attrs for tag, attrs in parsed((tmp_path / "page.html").read_text()).seen if tag == "a"]
     addresses = [attrs["href"] for attrs in links if "download" in attrs]
-    assert addresses == ["t/a%20b.json.gz", "file:///elsewhere/javascript%3Aalert%281%29.json"]
+    assert addresses == [
+        "t/a%20b.json.gz",
+        "file:///elsewhere/javascript%3Aalert%281%29.json",
+        "file://a%22%3E%3Cb%3E%00",
+    ]
     assert "https://ui.perfetto.dev" in [attrs["href"] for attrs in links]
