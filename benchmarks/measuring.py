@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -92,6 +93,14 @@ def bar_holds(name: str, measured: float, bar: float) -> bool:
     holds = measured <= bar
     print(f"{name}: {measured:.3f}, at most {bar:.3f}: {'holds' if holds else 'MISSED'}")
     return holds
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

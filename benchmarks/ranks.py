@@ -1,4 +1,4 @@
-"""A function on gloo ranks, each a fresh process.
+"""A function on ranks, each a fresh process.
 
 run_ranks(measure, …) ──► `python -m benchmarks.ranks JOB` × world ──► measure(…) ──► its results, by rank
 """
@@ -28,6 +28,7 @@ def run_ranks(
     world: int = 2,
     threads: int = 1,
     group: bool = True,
+    backend: str = "gloo",
     hosts: Hosts | None = None,
 ) -> list[Any]:
     """What a function of a script here returned on each rank; arguments and results go through JSON.
@@ -38,6 +39,7 @@ def run_ranks(
         world: ranks.
         threads: of each.
         group: whether the ranks are in a process group when they call it.
+        backend: of that group; with "nccl" each rank has a GPU of its own.
         hosts: where the ranks are, one on each; else on this machine.
 
     Raises `zerokit.launch.failures.WorkerFailed`, which tells of the rank that failed and why.
@@ -48,7 +50,7 @@ def run_ranks(
         "function": code.co_name,
         "arguments": arguments,
         "threads": threads,
-        "group": group,
+        "backend": backend if group else None,
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     folder = Path(
@@ -80,8 +82,10 @@ def main(folder: Path) -> None:
 
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(job["threads"])
-    if job["group"]:
-        dist.init_process_group("gloo")
+    if job["backend"] == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if job["backend"] is not None:
+        dist.init_process_group(job["backend"])
     result = getattr(importlib.import_module(job["module"]), job["function"])(*job["arguments"])
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(result))
     if dist.is_initialized():

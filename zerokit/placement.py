@@ -237,9 +237,13 @@ class Placement:
 
     # ---- whole tensors
 
+    def cut_of(self, kind: str, unit: Unit) -> Cut:
+        """The cut of a kind of state, a column of the table. Neighbours hold the same piece where there are fewer."""
+        return unit.cut.joined(self._joined(kind))
+
     def owners(self, unit: Unit) -> Cut:
         """The cut of the optimizer's states, whose pieces own the tensors that are updated whole."""
-        return unit.cut.joined(self._joined("optimizer"))
+        return self.cut_of("optimizer", unit)
 
     def owner(self, position: int) -> int:
         """Which of these pieces a rank holds; where all hold the same, it is piece 0."""

@@ -1,9 +1,10 @@
-"""Escapes text from hostile files for terminals; all output passes through here."""
+"""Text for people: what comes from hostile files is escaped, all output passes through here; and numbers in short."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 # A password may hold "/", "?", "#" and "@", as SQLAlchemy reads it: up to the last "@".
 _LOGIN = re.compile(r"(?<=://)(?:[^:/\s]*:[^\s'\"]*|[^/\s?#]*)@")
@@ -46,3 +47,14 @@ def without_secrets(text: str) -> str:
 def without_secrets_named(name: str, value: str) -> str:
     """A variable's value without secrets: "***" where its name says that it is one."""
     return "***" if re.search(_NAMES, name, re.IGNORECASE) else without_secrets(value)
+
+
+def in_runs(numbers: Sequence[int]) -> str:
+    """Ascending numbers, runs of three and more as 4–7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

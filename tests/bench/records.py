@@ -85,6 +85,10 @@ _LATER = (
     "target_loss",
     "optimizer",
     "states",
+    "shares",
+    "pace",
+    "cores_per_rank",
+    "memory_per_rank",
 )
 """Settings that came later must not change what is drawn."""
 

@@ -10,7 +10,8 @@ import pytest
 
 import zerokit
 from benchmarks import compare_checkpoints
-from benchmarks.compare_checkpoints import remove
+from benchmarks.checkpoint_calls import LOADS, SAVES
+from benchmarks.measuring import remove
 from tests.support.distributed import run_alone
 
 
@@ -31,7 +32,7 @@ def test_commands_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_calls_and_peers_run(tmp_path: Path) -> None:
     figures = compare_checkpoints.live(tmp_path, 0.004, 1)
-    assert {"write and sync", "zerokit.save", "zerokit.load", "dcp.save", "dcp.load"} == figures.keys()
+    assert figures.keys() == {*SAVES, *LOADS}
     assert all(seconds > 0 for found in figures.values() for seconds in found["seconds"])
     assert zerokit.verify(tmp_path / "run").intact
     for task in compare_checkpoints.peer_tasks(tmp_path):

@@ -175,16 +175,6 @@ def test_checkpoints() -> None:
             assert f"{median(figures[0]['peak_bytes']) / 2**20:,.0f} MiB" == peak, name
 
 
-def test_a_background_save() -> None:
-    record = json.loads((RESULTS / "2026-11-27-2-core-background-saves.json").read_text())
-    text = " ".join(PERFORMANCE.read_text().split())
-    ((ms, times),) = re.findall(
-        r"blocked training for (\d+) ms, ([\d.]+) times as long as a plain copy", text
-    )
-    assert int(ms) == round(median(one["held"] for one in record["rounds"]) * 1e3)
-    assert float(times) == pytest.approx(record["held"], abs=0.0051)
-
-
 def test_local_steps() -> None:
     text = " ".join((ROOT / "docs" / "slow-links.md").read_text().split())
     jobs = json.loads((RESULTS / "2026-11-24-2-core-local-steps-loss.json").read_text())["jobs"]

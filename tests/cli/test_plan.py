@@ -116,3 +116,94 @@ def test_modules_have_a_stage_of_their_own(tmp_path: Path) -> None:
         refused = zerokit_inside(tmp_path, *asked, "--module-stage", given)
         assert refused.returncode == 2
         assert words in refused.stderr
+
+
+MIXED = ("--devices", "h100-80x4,a100-40x4")
+
+
+def test_mixed_devices_get_shares_and_batches(tmp_path: Path) -> None:
+    """The table, the settings to use, JSON and the page have them, and memory by kind."""
+    asked = ("plan", "llama-1b", "--seq-len", "512", *MIXED, "--batch-size", "16", "--stage", "3")
+    done = zerokit_inside(tmp_path, *asked, "--no-recompute", "--page", "plan.html")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith(" 8 ranks on 1 node, h100-80x4,a100-40x4")
+    heads = [
+        "stage",
+        "batch",
+        "batches",
+        "shares",
+        "recompute",
+        "GiB",
+        "h100-80",
+        "GiB",
+        "a100-40",
+        "step",
+        "ms",
+    ]
+    assert lines[1].split()[: len(heads)] == heads
+    assert lines[1].split()[-1] == "equal"
+    row = lines[2].split()
+    fast, slow = map(int, row[2].split(":"))
+    assert (row[1], fast + slow) == ("16", 32)
+    assert fast > slow
+    assert re.fullmatch(r"32:1\d", row[3])
+    assert re.fullmatch(r"\d\.\d\dx", row[-1])
+    assert any(line.startswith("With equal shares and batches it fits, and a step takes ") for line in lines)
+    kinds = [line.split() for line in lines if line.startswith(("h100-80 ", "a100-40 "))]
+    assert [one[:2] for one in kinds] == [["h100-80", "0–3"], ["a100-40", "4–7"]]
+    train = next(line for line in lines if line.startswith("train"))
+    assert re.search(r'stage=3, precision="bf16", shares=\((\d+), \1, \1, \1, (\d+), \2, \2, \2\)\)$', train)
+    batches = next(line for line in lines if line.startswith("batches"))
+    assert re.search(r"zerokit\.Batches\(lengths, samples=128, pace=\[.*, 1, 1, 1, 1\]\)$", batches)
+    assert "Assumed: 1 node of 8 devices. Use --nodes to change this." in lines
+    assert not any(line.startswith("measure") for line in lines)
+
+    page = (tmp_path / "plan.html").read_text()
+    for text in (
+        "4 × h100-80 + 4 × a100-40",
+        'id="kinds"',
+        f"{fast}:{slow}",
+        f"{slow} on a100-40",
+        "shares=(",
+    ):
+        assert text in page
+
+    answer = json.loads(zerokit_inside(tmp_path, *asked, "--no-recompute", "--json").stdout)
+    assert [one["ranks"] for one in answer["kinds"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert answer["batches"] == batches.removeprefix("batches").strip()
+    best = answer["fitting"][0]["mixed"]
+    assert best["batches"] == [fast] * 4 + [slow] * 4
+    assert len(best["shares"]) == 8
+    assert [one["batch_size"] for one in best["kinds"]] == [fast, slow]
+    for one in best["kinds"]:
+        assert sum(one["memory"]["peak_bytes"].values()) + 500_000_000 == one["memory"]["needed_bytes"]
+    assert best["equal"]["fits"]
+    assert best["equal"]["times_as_long"] > 1
+
+
+def test_devices_of_one_kind_are_planned_as_without_a_mixture(tmp_path: Path) -> None:
+    asked = (*GPT, "--batch-size", "2", "--json")
+    one = zerokit_inside(tmp_path, *asked, "--devices", "h100-80x8")
+    other = zerokit_inside(tmp_path, *asked, *H100, "--gpus", "8")
+    assert (one.returncode, other.returncode) == (0, 0), one.stderr + other.stderr
+    assert one.stdout == other.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((*MIXED, "--gpus", "8"), "omit --gpus and --device"),
+        ((*MIXED, *H100), "omit --gpus and --device"),
+        ((*MIXED, "--nodes", "3"), "8 devices cannot be divided equally among 3 nodes"),
+        ((*MIXED, "--nodes", "2", "--mesh", "2x4"), "shares lie along the inner axis"),
+        (("--devices", "h100-80x4,b900x4"), "device 'b900' is unknown: choose one of"),
+        (("--devices", "h100-80x0"), "expected a kind, x and how many ranks have one, at least 1"),
+        (("--devices", "cpux4"), "cpu is no kind in a mixture"),
+        (("--device", "h100-80"), "no ranks: give --gpus, or --devices"),
+    ],
+)
+def test_what_is_no_mixture_is_wrong_use(tmp_path: Path, given: tuple[str, ...], words: str) -> None:
+    refused = zerokit_inside(tmp_path, *GPT, *given, "--batch-size", "2")
+    assert refused.returncode == 2
+    assert words in " ".join(refused.stderr.split())

@@ -11,6 +11,7 @@ from zerokit.doctor.disk import DiskRates
 from zerokit.doctor.examine import judge
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import Finding, Seat, Severity
+from zerokit.doctor.hosts import Host
 from zerokit.doctor.interfaces import Interface, Network
 from zerokit.doctor.limits import Limits
 from zerokit.doctor.processor import Processor
@@ -49,6 +50,7 @@ def rank_facts(rank: int, *, ranks_a_node: int = 1) -> RankFacts:
         directory=Directory(
             "/data/run", "/data/run", None, 900 * GIB, 10**6, 1e9, DiskRates(True, GIB, 6e9, 4e9)
         ),
+        host=Host({f"boot-{place.node}": 200 * GIB}, {}),
     )
 
 

@@ -8,13 +8,25 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.healthy import LIMITS, LOOPBACK, bad, group_facts, judged, network, rank_facts, seat, world
+from tests.doctor.healthy import (
+    GIB,
+    LIMITS,
+    LOOPBACK,
+    bad,
+    group_facts,
+    judged,
+    network,
+    rank_facts,
+    seat,
+    world,
+)
 from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices, _same, judge_devices
 from zerokit.doctor.disk import DiskRates
 from zerokit.doctor.facts import GroupFacts, RankFacts
-from zerokit.doctor.findings import CHECKS, Severity, Verdict, by_machine, by_rank, where
+from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, by_machine, by_rank, where
 from zerokit.doctor.interfaces import Interface, nccl_takes
+from zerokit.doctor.pace import Pace, Paces
 from zerokit.doctor.processor import Processor
 from zerokit.doctor.wire import AllReduce, Pair, judge_all_reduce, neighbour
 from zerokit.offsets import Offset
@@ -123,7 +135,14 @@ def test_a_fault_between_ranks_is_found_alone(code: str, severity: Severity, cha
 
 def test_every_check_has_a_fault_in_these_tests() -> None:
     tried = {code for code, *_ in RANK_FAULTS} | {code for code, *_ in GROUP_FAULTS}
-    elsewhere = {"ZD202", "ZD801", "ZD802", "ZD803", "ZD901"}  # below, in test_ranks and test_tracking
+    elsewhere = {
+        "ZD202",
+        "ZD504",
+        "ZD801",
+        "ZD802",
+        "ZD803",
+        "ZD901",
+    }  # below, in test_ranks and test_tracking
     assert tried | elsewhere == set(CHECKS)
 
 
@@ -242,6 +261,77 @@ def test_ranks_with_the_same_verdict_share_a_finding_and_of_a_machine_the_first_
     findings = by_machine("ZD401", answers, lambda rank: Verdict.ok(str(rank)))
     assert [one.found for one in findings] == ["0", "2", "4", "6"]
     assert [one.where[:6] for one in findings] == [f"node {node}" for node in range(4)]
+
+
+def on_hosts(ranks: list[RankFacts]) -> list[RankFacts]:
+    return [replace(one, devices=Devices(None, 0, 0, False, 0)) for one in ranks]
+
+
+def paces(*speeds: float) -> Paces:
+    pace = Pace(20.0, 1.0, 10.0, 1e-6)
+    return Paces(1, pace, pace, list(speeds))
+
+
+def hosts_found(ranks: list[RankFacts], *speeds: float) -> Finding:
+    ranks = on_hosts(ranks)
+    findings = judged(ranks, replace(group_facts(ranks), paces=paces(*speeds)))
+    assert set(bad(findings)) <= {"ZD504"}
+    return next(one for one in findings if one.code == "ZD504")
+
+
+def test_equal_hosts_are_well_though_no_two_measurements_are_equal() -> None:
+    ranks = world(4, ranks_a_node=2)
+    less = [
+        on("host", memory={"boot-0": 170 * GIB + one.seat.rank})(one) if one.seat.node == 0 else one
+        for one in ranks
+    ]
+    found = hosts_found(less, 20.0, 15.0, 13.0, 19.0)
+    assert (found.severity, found.remedy) == (Severity.OK, "")
+    assert found.found == "a rank has 107 GB of memory; 32 cores; 20 GFLOP/s"
+    assert hosts_found([ranks[0]], 20.0).severity is Severity.OK
+    assert next(one for one in judged(ranks) if one.code == "ZD504").severity is Severity.SKIPPED  # devices
+
+
+@pytest.mark.parametrize(
+    ("change", "speeds", "found", "remedy"),
+    [
+        # A smaller machine, groups of its ranks, and one group of all of them.
+        (on("host", memory={"boot-1": 100 * GIB}), (9, 9, 9), "but 53.7 on node 1 (host-1)", "shares="),
+        (lambda one: on("host", memory={"boot-1": 200 * GIB, f"g{one.seat.rank}": 20 * GIB})(one),
+         (9, 9, 9), "but 21.5 on node 1", "shares="),
+        (on("host", memory={"boot-1": 200 * GIB, "job": 80 * GIB}), (9, 9, 9), "but 42.9 on node 1", "shares="),
+        (on("processor", cores=32, allowed=list(range(32))), (9, 9, 9), "32 cores, but 16 on node 1", "pace="),
+        (on("host", quotas={"q": 4.0}), (9, 9, 9), "32 cores, but 2 on node 1", "pace="),
+        (on("host"), (9, 9, 4), "9 GFLOP/s, but 4 on rank 3 (host-1)", "pace="),
+    ],
+)  # fmt: skip
+def test_unequal_hosts_are_named(change: Change, speeds: tuple[float, ...], found: str, remedy: str) -> None:
+    ranks = [change(one) if one.seat.node == 1 else one for one in world(4, ranks_a_node=2)]
+    said = hosts_found(ranks, 9, *speeds)
+    assert said.severity is WARNING
+    assert found in said.found
+    assert said.found.count("but") == 1
+    assert remedy in said.remedy
+    assert "docs/unequal.md" in said.remedy
+
+
+def test_fewer_ranks_on_an_equal_host_have_more_each() -> None:
+    """Three ranks and one: the memory of a rank is a third there, and so are its cores."""
+    ranks = world(3, ranks_a_node=3)
+    alone = replace(
+        ranks[0], seat=replace(ranks[0].seat, rank=3, node=1, machine="host-1/boot", host="host-1")
+    )
+    said = hosts_found([*ranks, on("host", memory={"boot-1": 200 * GIB})(alone)], 9, 9, 9, 9)
+    assert "215 GB of memory, but 71.6 on node 0 (host-0)" in said.found
+    assert "64 cores, but 21.3 on node 0" in said.found
+    assert "shares=" in said.remedy
+    assert "pace=" in said.remedy
+
+
+def test_speeds_on_a_busy_machine_are_not_judged() -> None:
+    ranks = [on("processor", load=70.0)(one) for one in on_hosts(TOGETHER)]
+    findings = judged(ranks, replace(group_facts(ranks), paces=paces(9, 2)))
+    assert bad(findings) == {"ZD503": WARNING}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.local import launch
 
 # These depend on what else the machine does meanwhile.
-BUSY = {"ZD305", "ZD502", "ZD503", "ZD603", "ZD605", "ZD701"}
+BUSY = {"ZD305", "ZD502", "ZD503", "ZD504", "ZD603", "ZD605", "ZD701"}
 
 
 def examined(plan: Plan, what: str = "", **changes: Any) -> Report:
@@ -56,6 +56,9 @@ def test_two_nodes_of_two_ranks_are_well(plan: Plan, tmp_path: Path) -> None:
     assert [(link.axis, link.ranks) for link in report.group.axes] == [("inner", 2), ("outer", 2)]
     assert all(link.latency_s > 0 and link.gb_per_s > 0 for link in report.group.axes)
     assert report.group.routes == ["memory"] * 4
+    assert report.group.paces is not None
+    assert len(report.group.paces.by_rank) == 4
+    assert all(one.host.memory.keys() == report.ranks[0].host.memory.keys() for one in report.ranks)
     # One rank of each node times the disk.
     assert [one.directory.rates is not None for one in report.ranks] == [True, False, True, False]
     assert {tuple(one.processor.allowed) for one in report.ranks} == {tuple(sorted(os.sched_getaffinity(0)))}

@@ -95,8 +95,9 @@ def test_states_of_many_ranks_are_those_of_their_optimizer(stage: Any, home: str
     trace = traces.get(1, "bf16", recompute=False)
     layout, placement = trace.layout.for_world(64), Placement.of(stage, mesh)
     sizes = element_sizes(Precision.of("bf16"), "muon", layout, placement, home)
-    planned = StepMemory(trace, Step(layout, placement, sizes, on_cuda=False)).of(trace)
-    rank = fullest_rank(sizes, placement)
+    step = Step(layout, placement, sizes, on_cuda=False)
+    planned = StepMemory(trace, step).of(trace)
+    rank = fullest_rank(step)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
     try:
         model = build("gpt-tiny")

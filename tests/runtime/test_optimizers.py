@@ -169,6 +169,22 @@ def test_a_kernel_that_succeeds_is_asked_for(cls: type[Optimizer], device: str) 
     assert options == {"lr": 0.5}
 
 
+@pytest.mark.parametrize("master", [torch.bfloat16, torch.float16])
+def test_momentum_in_half_precision_is_right(master: torch.dtype) -> None:
+    """That of PyTorch's fused kernel on hosts is wrong by its own size."""
+    start, *gradients = torch.randn(4, 200, generator=torch.Generator().manual_seed(0)).to(master)
+    options = {"lr": 0.1, "momentum": 0.9}
+    moments = []
+    for chosen in (choose_kernel(torch.optim.SGD, options, CPU, master), {**options, "foreach": False}):
+        parameter = torch.nn.Parameter(start.clone())
+        optimizer = torch.optim.SGD([parameter], **chosen)
+        for gradient in gradients:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        moments.append(optimizer.state[parameter]["momentum_buffer"])
+    torch.testing.assert_close(*moments)
+
+
 @pytest.mark.parametrize(
     ("cls", "options"),
     [

@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import re
+import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -274,6 +275,26 @@ def test_saves_loads_and_release_after_it(stage: int, tmp_path: Path) -> None:
         optimizer.recut((1, 1))
 
 
+@on_ranks(3, cases=(1, 2, 3))
+def test_one_rank_has_everything(stage: int) -> None:
+    """Gradients are shown, and a rank's part of the state is loaded, as with equal shares."""
+    results = []
+    for shares in ((1, 1, 1), (0, 1, 0)):
+        run = Run(stage=stage, bucket_mb=SMALL)
+        case, model, optimizer = trained("gpt", run, 1)
+        optimizer.recut(shares)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.backward(case.loss(model, draw_batch(case, run, 1)))
+        with optimizer.gathered_gradients():
+            shown = digest((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        optimizer.step()
+        results.append((shown, digest(whole_weights(model).items())))
+    assert results[0] == results[1]
+
+
 # ---- what is refused, and what fails
 
 
@@ -320,7 +341,7 @@ def test_it_is_refused_inside_a_pass_and_with_whole_values(stage: int) -> None:
     one_step(model, optimizer, case, run, 1, Trajectory())
 
 
-def _fail_at(calls: int, error: Exception) -> Any:
+def _fail_at(calls: int, error: BaseException) -> Any:
     """A function's stand-in that raises at one call, and does what it did else."""
     count = itertools.count(1)
 
@@ -353,6 +374,64 @@ def test_one_rank_without_memory_leaves_all_as_they_were(case: tuple[int, int]) 
     one_step(model, optimizer, model_case, run, 2, Trajectory())
     optimizer.recut((3, 1))
     assert optimizer.memory().optimizer == optimizer.predicted_memory().optimizer
+
+
+@on_ranks(2, cases=(1, 2, 3))
+def test_one_rank_that_runs_out_of_address_space_leaves_all_as_they_were(stage: Any) -> None:
+    """The system itself refuses memory, wherever that is asked for."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000) for _ in range(3)))
+    optimizer = zerokit.ZeroOptimizer(
+        model, torch.optim.AdamW, stage=stage, precision="bf16", bucket_mb=SMALL, lr=1e-3, shares=(1, 3)
+    )
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 1000)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    bits = digest(whole_weights(model).items())
+    _, most = before = resource.getrlimit(resource.RLIMIT_AS)
+    for room in (2, 16):
+        if dist.get_rank() == 0:
+            size = psutil.Process().memory_info().vms + (room << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (size, most))
+        try:
+            with pytest.raises(StorageError, match="rank 0: "):
+                optimizer.recut((3, 1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+        assert optimizer.layout.shares == (1, 3)
+        assert digest(whole_weights(model).items()) == bits
+    optimizer.recut((3, 1))
+    assert digest(whole_weights(model).items()) == bits
+
+
+@on_ranks(2, cases=((1, "_allocated"), (3, "_become"), (3, "_exchange")))
+def test_after_an_interruption_nothing_goes_on(case: tuple[int, str], tmp_path: Path) -> None:
+    """All ranks are interrupted amid their units: no load could tell which of them have moved."""
+    stage, where = case
+    run, path = Run(stage=stage, precision="bf16", bucket_mb=SMALL), tmp_path / f"{stage} {where}"
+    model_case, model, optimizer = trained("gpt", run, 2)
+    zerokit.save(path, optimizer, step=2)
+    own = copy.deepcopy(optimizer.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        interrupted = _fail_at(3, KeyboardInterrupt())
+        patch.setattr(recut._Moving, where, interrupted(getattr(recut._Moving, where)))
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.recut((3, 1))
+    asks = (
+        lambda: one_step(model, optimizer, model_case, run, 2, Trajectory()),
+        lambda: optimizer.recut((1, 1)),
+        lambda: zerokit.load(path, optimizer),
+        lambda: zerokit.load(path, optimizer, weights_only=True),
+        lambda: optimizer.load_state_dict(own),
+    )
+    for ask in asks:
+        with pytest.raises(
+            UsageError, match=r"ended recut\(\) halfway.*build the model and the optimizer anew"
+        ):
+            ask()
+    with pytest.raises(zerokit.errors.CheckpointError, match="halfway"):
+        zerokit.save(tmp_path / f"later {stage} {where}", optimizer, step=3)
 
 
 @on_ranks(2, cases=("written", "read"))
@@ -424,7 +503,7 @@ def _follow_memory() -> tuple[list[tuple[int, ...]], str]:
     free, said = {0: size, 1: size}, io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         for module in (memory_watch, shares_of_ranks):
-            patch.setattr(module, "free_bytes", lambda device: free[rank])
+            patch.setattr(module, "free_bytes", lambda device, sharing: free[rank])
         patch.setattr(memory_watch, "EVERY", 2)
         patch.setattr(shares_of_ranks, "_GRAIN", 1 << 10)
         case, model, optimizer = trained("gpt", run, 2, shares="memory")
@@ -435,6 +514,25 @@ def _follow_memory() -> tuple[list[tuple[int, ...]], str]:
             one_step(model, optimizer, case, run, step, Trajectory())
             found.append(optimizer.layout.shares)
     return found, said.getvalue()
+
+
+@on_ranks(2)
+def test_a_look_that_fails_on_one_rank_changes_nothing() -> None:
+    broken = False
+
+    def free(device: torch.device) -> int:
+        if broken and dist.get_rank() == 1:
+            raise RuntimeError("the driver does not answer")
+        return 1 << 30
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (memory_watch, shares_of_ranks):
+            patch.setattr(module, "free_bytes", free)
+        patch.setattr(memory_watch, "EVERY", 1)
+        case, model, optimizer = trained("gpt", Run(stage=3, bucket_mb=SMALL), 1, shares="memory")
+        broken = True
+        one_step(model, optimizer, case, Run(stage=3, bucket_mb=SMALL), 1, Trajectory())
+    assert optimizer.layout.shares == ()
 
 
 def test_shares_follow_free_memory() -> None:

@@ -147,6 +147,18 @@ def test_shares_of_islands_are_refused() -> None:
 @on_ranks(2)
 def test_shares_by_memory_follow_what_is_free() -> None:
     free = {0: 10 << 30, 1: 5 << 30}[dist.get_rank()]
-    with patch("zerokit.runtime.shares.free_bytes", lambda device: free):
+    with patch("zerokit.runtime.shares.free_bytes", lambda device, sharing: free):
         _, _, zero = trained("odd_shapes", Run(stage=3), steps=1, shares="memory")
     assert zero.layout.shares == (2, 1)
+
+
+@on_ranks(3)
+def test_ranks_of_one_host_divide_what_is_free_there() -> None:
+    """Two ranks on a host, and one on another with as much memory; then all on one, two in groups of their own."""
+    rank = dist.get_rank()
+    hosts = [{"a": 8 << 30}, {"a": 8 << 30}, {"b": 8 << 30}][rank]
+    groups = [{"a": 9 << 30, "x": 1 << 30}, {"a": 9 << 30, "y": 2 << 30}, {"a": 9 << 30}][rank]
+    for pools, shares in ((hosts, (1, 1, 2)), (groups, (1, 2, 3))):
+        with patch("zerokit.runtime.shares.memory_pools", lambda pools=pools: pools):
+            _, _, zero = trained("odd_shapes", Run(stage=3), steps=1, shares="memory")
+        assert zero.layout.shares == shares

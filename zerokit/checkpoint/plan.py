@@ -44,7 +44,11 @@ class Plan:
 def plan_of(
     checkpoint: Source, optimizer: ZeroOptimizer, together: Together, *, strict: bool, weights_only: bool
 ) -> Plan:
-    """The plan for this rank. Raises `CheckpointError` for what does not fit; with `strict=False` that is left out."""
+    """The plan for this rank. Raises `CheckpointError` for what does not fit; with `strict=False` that is left out.
+
+    Raises `UsageError` for an optimizer that no load can mend.
+    """
+    optimizer.require_loadable()
     if checkpoint.weights_only and not weights_only:
         other = ""
         with suppress(CheckpointError):

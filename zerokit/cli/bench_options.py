@@ -12,7 +12,8 @@ import click
 
 from zerokit.bench.catalogue.engines import ENGINES
 from zerokit.bench.catalogue.workloads import WORKLOADS
-from zerokit.bench.record.settings import CHECKPOINTS, DEFAULT_REPEATS, MEASURED, OPTIONS, Option, Settings
+from zerokit.bench.record.options import CHECKPOINTS, DEFAULT_REPEATS, MEASURED, Option
+from zerokit.bench.record.settings import OPTIONS, Settings
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.cli.work import (
     PATH,

@@ -17,14 +17,10 @@ import click
 from zerokit.bench.catalogue.engines import cell_label, this_machine
 from zerokit.bench.machine.host import visible_devices
 from zerokit.bench.record.journal import Journal
+from zerokit.bench.record.options import CHECKPOINTS
 from zerokit.bench.record.record import Record, RecordError, read_record, require_writable
 from zerokit.bench.record.schema import to_plain
-from zerokit.bench.record.settings import (
-    CHECKPOINTS,
-    DIMENSIONS,
-    OPTIONS,
-    Settings,
-)
+from zerokit.bench.record.settings import DIMENSIONS, OPTIONS, Settings
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import varying
 from zerokit.bench.run.session import (
@@ -56,8 +52,12 @@ from zerokit.errors import UsageError
 from zerokit.files import path_of
 from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.launch.joined import Leader
+from zerokit.launch.limits import missing
 from zerokit.text import printable, printable_json, without_secrets
 
+_LIMITED = (
+    "--cores-per-rank and --memory-per-rank are for ranks that zerokit starts here: leave --launcher out"
+)
 _CHECKPOINTS = [name for name, how in OPTIONS.items() if how.heading == CHECKPOINTS]
 """Settings for a single bench: cells that write the same checkpoints would continue each other's."""
 
@@ -206,6 +206,7 @@ def _host(request: Request, leader: Leader | None, interrupts: Interrupts, displ
         watch=display,
         memory=this_machine if request.chosen.here else None,
         max_restarts=request.max_restarts,
+        unlimited=missing if request.chosen.name == "local" else lambda: _LIMITED,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,11 @@ unknown because there is only one run of each.
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write an HTML page with pictures to this file.",
 )
+@click.option(
+    "--github",
+    is_flag=True,
+    help="Print annotations for GitHub Actions, on stderr with --json, and append a table to the job's summary.",
+)
 @json_option("Print only JSON on stdout.")
 @tracking_uri_option
 def command(
@@ -78,6 +84,7 @@ def command(
     rules: tuple[str, ...],
     tolerance: float | None,
     html: Path | None,
+    github: bool,
     as_json: bool,
     tracking_uri: str | None,
 ) -> None:
@@ -86,9 +93,27 @@ def command(
     With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
     within the runs, such as engine and stage; all other differences between settings are listed.
     """
+    from zerokit.cli.github import annotated_errors
+
+    with annotated_errors(err=as_json) if github else nullcontext():
+        _compare(names, baseline, metrics, rules, tolerance, html, github, as_json, tracking_uri)
+
+
+def _compare(
+    names: tuple[str, ...],
+    baseline: str | None,
+    metrics: tuple[str, ...],
+    rules: tuple[str, ...],
+    tolerance: float | None,
+    html: Path | None,
+    github: bool,
+    as_json: bool,
+    tracking_uri: str | None,
+) -> None:
     from zerokit.bench.comparison.cells import make_cells
     from zerokit.bench.comparison.differences import Rule, disagreements, known_metric, regressions
     from zerokit.bench.tracking.store import load_run
+    from zerokit.cli.github import inert_json, no_commands, report
     from zerokit.cli.tables import comparison_json, show
 
     parsed = [Rule.parse(rule) for rule in rules]
@@ -118,12 +143,19 @@ def command(
         write_comparison(runs, html, label)
         say(f"report  {html}", err=True)
     if as_json:
-        click.echo(comparison_json(cells, broken, differing))
+        text = comparison_json(cells, broken, differing)
+        click.echo(inert_json(text) if github else text)
     else:
         from rich.console import Console
 
-        show(Console(highlight=False), cells, shown)
-    note([*(one.message for one in broken), *differing])
+        with no_commands() if github else nullcontext():
+            show(Console(highlight=False), cells, shown)
+    if github:
+        wanted = [*shown, *(rule.metric for rule in parsed)]
+        gated = bool(parsed) or tolerance is not None
+        report(cells, broken, differing, wanted, gated=gated, err=as_json)
+    else:
+        note([*(one.message for one in broken), *differing])
     if differing or any(one.known for one in broken):
         sys.exit(3)
     if broken:

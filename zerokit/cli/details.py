@@ -9,9 +9,10 @@ from rich.text import Text
 
 from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.tables import in_order, usual_metrics, within_noise
-from zerokit.bench.record.metrics import METRICS, OPERATIONS, measure
+from zerokit.bench.comparison.unequal import MEANING, by_rank
+from zerokit.bench.record.metrics import METRICS, OPERATIONS, idle_share, measure
+from zerokit.bench.record.options import ON_DEVICE
 from zerokit.bench.record.record import Record
-from zerokit.bench.record.settings import ON_DEVICE
 from zerokit.bench.record.statistics import FEWEST
 from zerokit.cli.work import counted, loss, mib, ms, rate
 
@@ -78,6 +79,7 @@ def notes(record: Record) -> dict[str, str]:
     if any(rank.predicted_memory_bytes for rank in record.ranks):
         most = max((rank.predicted_memory_bytes or {}).get("total", 0) for rank in record.ranks)
         texts["memory/state_mib"] = f"parameters, gradients, optimizer, buckets; predicted {mib(most)}"
+    texts |= _idle_notes(record)
     texts["memory/elsewhere_mib"] = f"a rank's masters and states, on {settings.states} between steps"
     texts["memory/visiting_mib"] = "of the device, while states visit it in the update"
     if (planned := record.planned) is not None and planned.total_bytes:
@@ -87,6 +89,20 @@ def notes(record: Record) -> dict[str, str]:
     for one in record.bandwidth:
         texts[f"bus/{one.operation}_gb_per_s"] = f"{one.by}'s, {mib(one.size_bytes)} in {ms(one.ms)}"
     return texts | _device_notes(record)
+
+
+def _idle_notes(record: Record) -> dict[str, str]:
+    """Which ranks wait least and most."""
+    known = [(share, rank) for rank in record.ranks if (share := idle_share(rank)) is not None]
+    texts = {}
+    for name, choose in (("least", min), ("most", max)):
+        if known:
+            share, rank = choose(known, key=lambda one: one[0])
+            computed = ms(rank.computed_ms or 0.0)
+            texts[f"idle/{name}"] = (
+                f"rank {rank.rank} waits in collectives; it computes for {computed} of a step"
+            )
+    return texts
 
 
 def _device_notes(record: Record) -> dict[str, str]:
@@ -106,9 +122,11 @@ def _device_notes(record: Record) -> dict[str, str]:
 
 
 def record_rows(record: Record) -> Iterator[tuple[str, str, str]]:
-    """Other facts, as a name, a value and a note: the parts of an elastic bench, and its checkpoints."""
+    """Other facts, as a name, a value and a note: of unequal ranks, the parts of an elastic bench, its checkpoints."""
     if record.results is None:
         yield "figures", "none", "all steps were trained before the restart, so none could be measured"
+    for name, values in by_rank(record).items():
+        yield name, values, MEANING[name]
     if record.restarts:
         yield "restarted", f"{record.restarts}×", "all figures except losses belong to the last part"
         for part in record.parts:

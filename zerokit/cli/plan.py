@@ -17,6 +17,7 @@ _EPILOG = """\b
 For example:
   zerokit plan llama-8b --gpus 64 --device h100-80 --nodes 8 --seq-len 4096
   zerokit plan ./config.json --gpus 8 --device a100-80 --samples-per-step 256
+  zerokit plan llama-8b --devices h100-80x4,a100-40x4
 \b
 Exit codes: 0 ok, 2 wrong use, 4 nothing fits.
 """
@@ -35,14 +36,18 @@ def _by_module(given: tuple[str, ...]) -> dict[str, int]:
 
 @click.command(epilog=_EPILOG)
 @click.argument("model", type=Name(lambda: list(WORKLOADS)))
-@click.option(
-    "--gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Number of ranks, one per device."
-)
+@click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Number of ranks, one per device.")
 @click.option(
     "--device",
     type=Name(lambda: ["cpu", *DEVICES]),
     metavar="NAME",
     help=f"Kind of device: {', '.join(DEVICES)}, or cpu for ranks on hosts.  [default: from --cluster or --from]",
+)
+@click.option(
+    "--devices",
+    metavar="KINDxN,…",
+    help="Kinds of devices by rank in place of --gpus and --device, such as h100-80x4,l40s-48x4: shares and batches "
+    "are planned for them.",
 )
 @setting_option("nodes", "Number of nodes.", "nodes of 8 devices, or as in --cluster", several=False)
 @click.option(

@@ -16,7 +16,8 @@ from zerokit.bench.record.words import count
 from zerokit.cli.work import counted, rate
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each, hopeless
-from zerokit.text import printable
+from zerokit.planning.mixed import Mixed
+from zerokit.text import in_runs, printable
 
 _ANY_WIDTH = 1000
 _KINDS = dict(zip(MEMORY_KINDS, ("param", "grad", "optim", "bufs", "activ"), strict=True))
@@ -43,9 +44,11 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
             left_out = f"Not shown in {console.width} columns: {', '.join(dropped)}; --json has all."
             console.print(Text(left_out, style="dim"), soft_wrap=True)
         console.print(Text(), Text(printable(plan.why)), sep="\n", soft_wrap=True)
-        for more in (plan.exchanged, plan.visits):
+        for more in (plan.bought, plan.exchanged, plan.visits):
             if more is not None:
                 console.print(Text(printable(more)), soft_wrap=True)
+        if plan.best is not None and plan.best.mixed is not None:
+            console.print(Text(), _table(_kinds(plan.best.mixed), None))
     missing = plan.too_large if every else hopeless(plan)
     if missing:
         console.print(Text(), Text("Does not fit", style="bold"), sep="\n")
@@ -56,6 +59,8 @@ def show(plan: Plan, *, every: bool, page: Path | None) -> None:
         if plan.bench_line is not None:
             console.print(Text(f"measure  {printable(plan.bench_line)}"), soft_wrap=True)
         console.print(Text(printable(f"train    {plan.optimizer_arguments}")), soft_wrap=True)
+        if plan.batches_call is not None:
+            console.print(Text(f"batches  {plan.batches_call}"), soft_wrap=True)
     if page is not None:
         console.print(Text(f"page     {printable(str(page))}"), soft_wrap=True)
     console.print(Text())
@@ -77,7 +82,7 @@ class _Column:
         return max(map(cell_len, (self.head, *self.cells)))
 
 
-_LEFT = ("stage", "mesh", "in", "states", "limit")
+_LEFT = ("stage", "mesh", "in", "states", "limit", "device", "ranks")
 """Columns of words; all others are numbers, aligned on the right."""
 
 _FIRST_TO_GO = (
@@ -133,9 +138,15 @@ def _columns(plan: Plan, cells: Sequence[PlannedCell]) -> list[_Column]:
         str(one.cell.micro_batch) + (f"×{one.cell.accumulate}" if one.cell.accumulate > 1 else "")
         for one in cells
     ]
+    if plan.question.kinds:
+        columns["batches"] = [mixed.batches_in_words for mixed in _mixed(cells)]
+        columns["shares"] = [mixed.shares_in_words for mixed in _mixed(cells)]
     columns["recompute"] = ["yes" if one.cell.recompute else "no" for one in cells]
-    columns["GiB"] = [_gib(one.memory.needed) for one in cells]
-    columns |= {head: [_gib(one.memory.peak[kind]) for one in cells] for kind, head in _KINDS.items()}
+    for number, kind in enumerate(plan.question.kinds):
+        columns[f"GiB {kind}"] = [_gib(mixed.parts[number].memory.needed) for mixed in _mixed(cells)]
+    if not plan.question.kinds:
+        columns["GiB"] = [_gib(one.memory.needed) for one in cells]
+        columns |= {head: [_gib(one.memory.peak[kind]) for one in cells] for kind, head in _KINDS.items()}
     times = [one.time for one in cells]
     if any(time is not None for time in times):
         columns["step ms"] = ["" if time is None else f"{time.total_s * 1e3:,.1f}" for time in times]
@@ -149,6 +160,29 @@ def _columns(plan: Plan, cells: Sequence[PlannedCell]) -> list[_Column]:
                 "" if time is None else f"{time.optimizer_s * 1e3:,.1f}" for time in times
             ]
         columns["limit"] = ["" if time is None else _LIMITS.get(time.limit, time.limit) for time in times]
+    if plan.question.kinds:
+        columns["equal"] = [mixed.beside_equal for mixed in _mixed(cells)]
+    return [_Column(head, texts) for head, texts in columns.items()]
+
+
+def _mixed(cells: Sequence[PlannedCell]) -> list[Mixed]:
+    return [one.mixed for one in cells if one.mixed is not None]
+
+
+def _kinds(mixed: Mixed) -> list[_Column]:
+    """What each kind of device holds and computes, as text."""
+    parts = mixed.parts
+    columns = {
+        "device": [str(part.kind) for part in parts],
+        "ranks": [in_runs(part.kind.ranks) for part in parts],
+        "share": [str(part.share) for part in parts],
+        "batch": [str(part.samples) for part in parts],
+        "GiB": [_gib(part.memory.needed) for part in parts],
+        "of": [_gib(part.room_bytes) for part in parts],
+    }
+    columns |= {head: [_gib(part.memory.peak[kind]) for part in parts] for kind, head in _KINDS.items()}
+    if all(part.time is not None for part in parts):
+        columns["step ms"] = [f"{part.time.total_s * 1e3:,.1f}" for part in parts if part.time is not None]
     return [_Column(head, texts) for head, texts in columns.items()]
 
 

@@ -20,6 +20,8 @@ from zerokit.text import without_secrets
 def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, as_json: bool) -> None:
     """Write records on disk to MLflow: one run per record, and one parent run per sweep.
 
+    A JSON file of pytest-benchmark becomes a parent run, with a child run for each benchmark in it.
+
     For benches that ran without a tracking server, or whose server failed. Each record has one run, however often
     it is pushed, and even if it was tracked while it ran.
     """

@@ -24,6 +24,7 @@ from zerokit.doctor.devices import judge_devices
 from zerokit.doctor.directory import judge_directories
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, finding, machines
+from zerokit.doctor.hosts import judge_hosts
 from zerokit.doctor.interfaces import judge_network
 from zerokit.doctor.limits import judge_limits
 from zerokit.doctor.processor import judge_processors
@@ -190,6 +191,12 @@ def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> l
         *judge_network(network),
         *judge_processors([(one.seat, one.processor) for one in ranks]),
     ]
+    if any(one.devices.used for one in ranks):
+        hosts = Verdict.skipped("ranks compute on devices")
+    else:
+        paces = group.paces.by_rank if group is not None and group.paces is not None else []
+        hosts = judge_hosts([(one.seat, (one.host, one.processor)) for one in ranks], paces)
+    findings.append(finding("ZD504", hosts))
     directories = [(one.seat, one.directory) for one in ranks]
     if group is None:
         return [*findings, *judge_limits(limits, world), *judge_directories(directories)]

@@ -15,6 +15,7 @@ from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices, look_at_devices
 from zerokit.doctor.directory import Directory, look_at_directory
 from zerokit.doctor.findings import Seat
+from zerokit.doctor.hosts import Host, look_at_host
 from zerokit.doctor.interfaces import Network, look_at_network
 from zerokit.doctor.limits import Limits, look_at_limits
 from zerokit.doctor.pace import Paces
@@ -35,6 +36,7 @@ class RankFacts:
     limits: Limits
     processor: Processor
     directory: Directory
+    host: Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | No
         limits=look_at_limits(),
         processor=look_at_processor(),
         directory=look_at_directory(directory, trial_bytes),
+        host=look_at_host(),
     )
 
 

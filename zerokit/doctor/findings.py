@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
+from zerokit.text import in_runs
+
 T = TypeVar("T")
 
 
@@ -57,6 +59,11 @@ CHECKS = {
         Check("ZD501", "clocks", "Logs, traces and signed requests compare times of different nodes."),
         Check("ZD502", "cores", "A rank needs a core of its own."),
         Check("ZD503", "load", "Other processes take cores from the ranks."),
+        Check(
+            "ZD504",
+            "equal hosts",
+            "With equal shards and batches the smallest memory decides what fits, and the slowest rank the pace.",
+        ),
         Check("ZD601", "run directory", "Ranks write checkpoints there."),
         Check("ZD602", "free space", "A checkpoint that does not fit fails the save."),
         Check("ZD603", "writing", "A save waits until its files are on disk."),
@@ -199,17 +206,6 @@ def where(group: Sequence[Seat], seats: Sequence[Seat]) -> str:
     hosts = list(dict.fromkeys(seat.host for seat in sorted(group, key=lambda seat: seat.node)))
     named = f" ({', '.join(hosts[:4])}{', …' if len(hosts) > 4 else ''})"
     if len(group) == sum(seat.node in nodes for seat in seats):
-        return f"node{'s' * (len(nodes) > 1)} {_numbers(nodes)}{named}"
+        return f"node{'s' * (len(nodes) > 1)} {in_runs(nodes)}{named}"
     ranks = sorted(seat.rank for seat in group)
-    return f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}{named}"
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    """Runs of three and more as 4–7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {in_runs(ranks)}{named}"

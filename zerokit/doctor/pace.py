@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from statistics import median
@@ -57,11 +57,13 @@ class Paces:
         threads: of each rank.
         alone: rank 0, while all others wait.
         together: the slowest rank while all of them compute.
+        by_rank: the products of every rank while all of them compute, in 10^9 FLOP/s.
     """
 
     threads: int
     alone: Pace
     together: Pace
+    by_rank: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,13 @@ def measure_paces(group: dist.ProcessGroup) -> Paces:
     )
     moved = sum(array.nbytes for array in arrays)
     alone, together = zip(*(_seconds_of(call, group) for call in calls), strict=True)
-    return Paces(torch.get_num_threads(), _pace(alone, moved), _pace(together, moved))
+    slow = _pace([max(ranks) for ranks in together], moved)
+    by_rank = [2 * _SIDE**3 / seconds / 1e9 for seconds in together[0]]
+    return Paces(torch.get_num_threads(), _pace(alone, moved), slow, by_rank)
 
 
-def _seconds_of(call: Callable[[], object], group: dist.ProcessGroup) -> tuple[float, float]:
-    """The time of one call on rank 0 alone and on all ranks, by turns: a machine's own speed drifts in between."""
+def _seconds_of(call: Callable[[], object], group: dist.ProcessGroup) -> tuple[float, list[float]]:
+    """The time of one call on rank 0 alone, and of each rank, by turns: a machine's own speed drifts in between."""
     import torch.distributed as dist
 
     call()
@@ -110,7 +114,9 @@ def _seconds_of(call: Callable[[], object], group: dist.ProcessGroup) -> tuple[f
         alone.append(0.0 if group.rank() else _seconds(call))
         dist.barrier(group)
         together.append(_seconds(call))
-    return slowest(group, median(alone)), slowest(group, median(together))
+    by_rank = [0.0] * group.size()
+    dist.all_gather_object(by_rank, median(together), group=group)
+    return slowest(group, median(alone)), by_rank
 
 
 def _pace(seconds: Sequence[float], moved: int) -> Pace:

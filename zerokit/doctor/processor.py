@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from zerokit.available import cpu_quotas
 from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine
 from zerokit.launch.ranks import cores
 
@@ -19,7 +18,7 @@ class Processor:
     Attributes:
         cores: how many the machine has.
         allowed: numbers of the cores that this process may use.
-        quota: cores' worth of time that its control group may use; None without a limit.
+        quota: cores' worth of time that its control groups may use; None without a limit.
         load: processes that ran or waited to, a mean over the last minute.
     """
 
@@ -31,11 +30,8 @@ class Processor:
 
 def look_at_processor() -> Processor:
     """Read the cores that this process may use."""
-    limit: float | None = None
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-        share, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        limit = share / period
-    return Processor(os.cpu_count() or 1, cores(), limit, os.getloadavg()[0])
+    quota = min(cpu_quotas().values(), default=None)
+    return Processor(os.cpu_count() or 1, cores(), quota, os.getloadavg()[0])
 
 
 def judge_processors(answers: Answers[Processor]) -> list[Finding]:

@@ -19,6 +19,7 @@ from typing import Any
 import requests
 from urllib3.exceptions import HTTPError
 
+from zerokit.bench.tracking.schema import is_database, sqlite_path, wrong_schema
 from zerokit.doctor.findings import Finding, Verdict, finding
 from zerokit.doctor.names import within
 from zerokit.text import without_secrets
@@ -40,6 +41,7 @@ class Tracking:
         uri: where it is, without a password.
         kind: "server", "SQLite", "folder", or "other" for what cannot be looked at from here.
         error: why it cannot be used; None where nothing is wrong.
+        remedy: what to do about a schema that is not the installed MLflow's, which `error` says.
         status: the HTTP status of a server that refused.
         reached: whether there is a store, or a place for a new one.
     """
@@ -47,6 +49,7 @@ class Tracking:
     uri: str
     kind: str
     error: str | None = None
+    remedy: str | None = None
     status: int | None = None
     reached: bool = True
 
@@ -68,16 +71,24 @@ def _way(uri: str, seconds: float) -> tuple[Tracking, Callable[[], Tracking]]:
         found = Tracking(shown, "server")
         return found, lambda: _server(found, uri, seconds)
     if scheme.partition("+")[0] == "sqlite":
-        # sqlite:///relative and sqlite:////absolute, as SQLAlchemy reads them.
-        path = Path(urllib.parse.unquote(rest.removeprefix("///").partition("?")[0])).absolute()
+        path = sqlite_path(uri)
         found = Tracking(shown, "SQLite")
-        return found, lambda: _sqlite(found, path) if path.exists() else _folder(found, path.parent)
+        return found, lambda: _sqlite(found, uri, path) if path.exists() else _folder(found, path.parent)
     if scheme == "file" or ("://" not in uri and uri not in ("databricks", "databricks-uc")):
         path = Path(urllib.request.url2pathname(rest) if scheme == "file" else uri).absolute()
         found = Tracking(shown, "folder")
         return found, lambda: _folder(found, path)
     found = Tracking(shown, "other")
-    return found, lambda: found
+    return found, lambda: _database(found, uri) if is_database(uri) else found
+
+
+def _database(found: Tracking, uri: str) -> Tracking:
+    """Only the schema: a driver that is missing or a server that refuses says nothing of MLflow."""
+    try:
+        wrong = wrong_schema(uri)
+    except Exception:  # each driver has errors of its own
+        return found
+    return replace(found, error=wrong[0], remedy=wrong[1]) if wrong else found
 
 
 def _server(found: Tracking, uri: str, seconds: float) -> Tracking:
@@ -115,12 +126,15 @@ def _root(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or error).rpartition("] ")[2]
 
 
-def _sqlite(found: Tracking, path: Path) -> Tracking:
+def _sqlite(found: Tracking, uri: str, path: Path) -> Tracking:
     try:
         with contextlib.closing(sqlite3.connect(path, timeout=QUICK_SECONDS)) as database:
             database.execute("PRAGMA schema_version").fetchone()
+        wrong = wrong_schema(uri)
     except sqlite3.Error as error:
         return replace(found, error=str(error), reached=False)
+    if wrong is not None:
+        return replace(found, error=wrong[0], remedy=wrong[1])
     if not os.access(path, os.W_OK):
         return replace(found, error=f"{path}: Permission denied")
     return _folder(found, path.parent)  # for the journal
@@ -140,7 +154,7 @@ def _folder(found: Tracking, folder: Path) -> Tracking:
 
 def judge_tracking(tracking: Tracking) -> list[Finding]:
     """ZD801, and if the store was reached, ZD802 of a server and ZD803 of files."""
-    if tracking.kind == "other":
+    if tracking.kind == "other" and tracking.error is None:
         unknown = Verdict.skipped(f"{tracking.uri}: a store of this kind cannot be checked from here")
         return [finding("ZD801", unknown)]
     if not tracking.reached or (tracking.status or 0) >= 500:
@@ -179,5 +193,5 @@ def _judge_access(tracking: Tracking) -> Verdict:
 def _judge_writes(tracking: Tracking) -> Verdict:
     if tracking.error is None:
         return Verdict.ok("possible")
-    remedy = "give this user write access, or choose another store"
+    remedy = tracking.remedy or "give this user write access, or choose another store"
     return Verdict.fault(tracking.error, "Runs cannot be written.", remedy)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zerokit.launch.agents import conduct
 from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.limits import Limit, Limits
 from zerokit.launch.network import free_port
 from zerokit.launch.ranks import Ranks, World
 
@@ -21,6 +22,7 @@ def launch(
     interrupts: Interrupts,
     environment: Mapping[str, str] | None = None,
     poll: Callable[[], None] = lambda: None,
+    limits: Sequence[Limit] = (),
 ) -> None:
     """Run `python -m module arguments` on nodes × nproc_per_node ranks and wait for all of them.
 
@@ -33,14 +35,18 @@ def launch(
         interrupts: looked at while waiting.
         environment: variables set for every rank, beside those of this process.
         poll: called about twenty times a second while the ranks run.
+        limits: what each rank may use, in rank order; none for as much as there is.
 
     Raises:
         WorkerFailed: a rank failed or was killed.
         Interrupted: SIGINT or SIGTERM came; it was passed on.
+        LimitError: the ranks cannot be held to limits here.
     """
     interrupts.check()
     # All nodes are this machine, so ranks count its devices together (see `bench.worker`).
     variables = {"ZEROKIT_NODES_ON_MACHINE": str(nodes), **(environment or {})}
     world = World(nodes, nproc_per_node, "127.0.0.1", free_port(), variables)
-    ranks = Ranks(world, range(nodes * nproc_per_node), [module, *arguments], log_dir)
-    conduct([ranks], log_dir, interrupts, poll)
+    with Limits(limits) as groups:
+        began = groups.put if limits else lambda rank, pid: None
+        ranks = Ranks(world, range(nodes * nproc_per_node), [module, *arguments], log_dir, began)
+        conduct([ranks], log_dir, interrupts, poll)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,8 +48,18 @@ class World:
 class Ranks:
     """An `Agent` on this machine. Rank R's output is in `rank-R` of the folder of logs."""
 
-    def __init__(self, world: World, ranks: Sequence[int], command: Sequence[str], log_dir: Path) -> None:
-        """Start these ranks; `command` is the module that each runs, and its arguments."""
+    def __init__(
+        self,
+        world: World,
+        ranks: Sequence[int],
+        command: Sequence[str],
+        log_dir: Path,
+        began: Callable[[int, int], None] = lambda rank, pid: None,
+    ) -> None:
+        """Start these ranks; `command` is the module that each runs, and its arguments.
+
+        `began` is called with each rank and its process.
+        """
         self.failures: list[Failure] = []
         self.trouble: str | None = None
         self._each, self._logs = world.nproc_per_node, log_dir
@@ -83,6 +93,7 @@ class Ranks:
             (folder := log_dir / f"rank-{rank}").mkdir()
             try:
                 self._processes[rank] = start_rank(command, variables | own, folder)
+                began(rank, self._processes[rank].pid)
             except OSError as error:  # no process is left: ulimit -u, or a container's limit
                 self.end()
                 raise LaunchError(f"rank {rank} cannot be started: {error.strerror}") from error

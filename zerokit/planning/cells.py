@@ -9,7 +9,9 @@ from zerokit.errors import UsageError
 from zerokit.placement import Mesh, StageNumber
 from zerokit.planning.efficiency import Efficiency
 from zerokit.planning.hardware import Cluster
-from zerokit.planning.memory import PlannedMemory
+from zerokit.planning.kinds import Kind
+from zerokit.planning.memory import PlannedMemory, lacking_bytes
+from zerokit.planning.mixed import Mixed, tightest
 from zerokit.planning.subject import Subject
 from zerokit.planning.timeline import StepTime
 
@@ -88,14 +90,29 @@ class PlannedCell:
 
     away_room_bytes: int | None = None
     """The room for a rank's states on its host or disk, where they are there; None where that is not known."""
+    mixed: Mixed | None = None
+    """The division among different devices. Memory is then that of the tightest kind, the time that of the slowest."""
 
     @property
     def missing_bytes(self) -> int:
         """The bytes that the device lacks, or else the host or disk; 0 if the cell fits, or the room is unknown."""
-        lacks = 0 if self.room_bytes is None else self.memory.needed - self.room_bytes
-        if lacks <= 0 and self.away_room_bytes is not None:
-            lacks = self.memory.away - self.away_room_bytes
-        return max(0, lacks)
+        return lacking_bytes(self.memory, self.room_bytes, self.away_room_bytes)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it does not fit, and neither would equal shares and batches on different devices."""
+        return self.missing_bytes > 0 and (self.mixed is None or self.mixed.equal.tight is not None)
+
+    @property
+    def equal_units_per_s(self) -> float:
+        """The rate with equal shares and batches on different devices; 0 if that does not fit or is not known."""
+        longer = None if self.mixed is None else self.mixed.equal.longer
+        return 0.0 if longer is None or self.units_per_s is None else self.units_per_s / longer
+
+    @property
+    def on_kind(self) -> str:
+        """On which kind of device memory is tightest, where there are several."""
+        return "" if self.mixed is None else f" on {tightest(self.mixed.parts).kind}"
 
     @property
     def lack(self) -> str:
@@ -104,7 +121,7 @@ class PlannedCell:
         needed, where = (
             (self.memory.needed, "") if on_device else (self.memory.away, f" of {STATES[self.cell.states]}")
         )
-        return f"{needed / GIB:,.1f} GiB{where}, {self.missing_bytes / GIB:,.1f} GiB more than there is"
+        return f"{needed / GIB:,.1f} GiB{where}{self.on_kind}, {self.missing_bytes / GIB:,.1f} GiB more than there is"
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,8 @@ class Question:
         optimizer: "adamw", or "muon" for the matrices of the blocks.
         states: homes of masters and states to choose from, by turns: of several tuples, the next one is tried where
             nothing fits with those before.
+        kinds: the devices of ranks, where they differ. `cluster.device`, `efficiencies` and `room_bytes` then stand for
+            all of them.
     """
 
     cluster: Cluster
@@ -141,6 +160,7 @@ class Question:
     module_stages: Mapping[str, StageNumber] = field(default_factory=dict)
     optimizer: str = "adamw"
     states: Sequence[tuple[str, ...]] = (("device",),)
+    kinds: tuple[Kind, ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -175,9 +195,10 @@ class Plan:
     @property
     def bench_line(self) -> str | None:
         """The command that measures the best cell; None if nothing fits, or bench cannot build the model."""
-        if self.best is None or not self.subject.bench_options or self.question.module_stages:
+        question = self.question
+        if self.best is None or not self.subject.bench_options or question.module_stages or question.kinds:
             return None
-        cell, question = self.best.cell, self.question
+        cell = self.best.cell
         words = ["zerokit", "bench", *self.subject.bench_options, "--stage", str(cell.stages[1])]
         if cell.mesh.outer > 1:
             words += ["--mesh", f"{cell.mesh.outer}x{cell.mesh.inner}"]
@@ -216,7 +237,38 @@ class Plan:
         classes = "torch.optim.AdamW"
         if self.question.optimizer == "muon":
             classes = "{torch.optim.Muon: matrices, torch.optim.AdamW: rest}"
-        return f'ZeroOptimizer(model, {classes}, {stage}, precision="{cell.precision}"{bucket}{states})'
+        shares = "" if self.best.mixed is None else self.best.mixed.shares_argument
+        return (
+            f'ZeroOptimizer(model, {classes}, {stage}, precision="{cell.precision}"{shares}{bucket}{states})'
+        )
+
+    @property
+    def batches_call(self) -> str | None:
+        """The call of `Batches` for the best cell on different devices; None on equal ones, or if nothing fits."""
+        if self.best is None or self.best.mixed is None:
+            return None
+        return self.best.mixed.batches_call(self.best.cell.accumulate)
+
+    @property
+    def bought(self) -> str | None:
+        """What unequal shares and batches are good for in the best cell; None on equal devices, or if nothing fits."""
+        best = self.best
+        if best is None or best.mixed is None:
+            return None
+        text, equal = best.mixed.bought, self._best_equal
+        if equal is None or equal is best or best.units_per_s is None:
+            return text
+        longer = best.units_per_s / equal.equal_units_per_s
+        return f"{text} The best cell with equal ones, {equal.cell.label}, takes {longer:.2f} times as long a sample."
+
+    @property
+    def _best_equal(self) -> PlannedCell | None:
+        """The fastest cell on different devices with equal shares and batches."""
+        return max(
+            (one for one in self.fitting if one.equal_units_per_s),
+            key=lambda one: one.equal_units_per_s,
+            default=None,
+        )
 
     @property
     def exchanged(self) -> str | None:
@@ -262,7 +314,7 @@ class Plan:
         if best is None:
             raise UsageError("no cell fits")
         room = "" if best.room_bytes is None else f" of {best.room_bytes / GIB:,.1f}"
-        fits = f"needs {best.memory.needed / GIB:,.1f}{room} GiB"
+        fits = f"needs {best.memory.needed / GIB:,.1f}{room} GiB{best.on_kind}"
         name = best.cell.label[0].upper() + best.cell.label[1:]
         if best.time is None or best.units_per_s is None:
             return f"{name} {fits}, the least of all cells that were asked for."

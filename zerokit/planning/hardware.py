@@ -153,8 +153,15 @@ def known_device(torch_name: str) -> Device | None:
 
 
 def device_named(name: str) -> Device:
-    """The device with this name in `--device` or torch. Raises `UsageError` for an unknown one."""
-    device = DEVICES.get(name) or known_device(name)
+    """The device with this name in `--device` or torch, or with its GiB behind it, such as l40s-48.
+
+    Raises `UsageError` for an unknown one.
+    """
+    short, _, gib = name.rpartition("-")
+    sized = DEVICES.get(short)
+    if sized is not None and gib != str(sized.memory_bytes >> 30):
+        sized = None
+    device = DEVICES.get(name) or sized or known_device(name)
     if device is not None:
         return device
     raise UsageError(

@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS, MemoryReport, Pool, list_held, predict_memory
 from zerokit.layout import Layout
@@ -63,6 +64,14 @@ class PlannedMemory:
         return self.total + self.context
 
 
+def lacking_bytes(memory: PlannedMemory, room_bytes: int | None, away_room_bytes: int | None) -> int:
+    """The bytes that the device lacks, or else the host or disk; 0 if it fits, or the room is unknown."""
+    lacks = 0 if room_bytes is None else memory.needed - room_bytes
+    if lacks <= 0 and away_room_bytes is not None:
+        lacks = memory.away - away_room_bytes
+    return max(0, lacks)
+
+
 @cache
 def adamw_states(master: torch.dtype) -> OptimizerStates:
     """AdamW's state for a flat parameter, measured as in the runtime."""
@@ -90,12 +99,36 @@ def element_sizes(
     return replace(sizes, wholes=wholes)
 
 
-def fullest_rank(sizes: ElementBytes, placement: AnyPlacement) -> int:
-    """The rank that holds most: the first one, or the one that owns most."""
-    if sizes.wholes is None:
+def fullest_rank(step: Step) -> int:
+    """The rank that holds most: of all, the first one or the one that owns most; of the step's own ranks, any."""
+    mesh, wholes = step.placement.mesh, step.sizes.wholes
+    if wholes is None and not step.ranks:
         return 0
-    owned = sizes.wholes.owners.sums(lambda tensor: tensor.interval.numel)
-    return placement.mesh.rank(max(range(len(owned)), key=owned.__getitem__))
+    owned = (
+        wholes.owners.sums(lambda tensor: tensor.interval.numel) if wholes is not None else [0] * mesh.world
+    )
+    if not step.ranks:
+        return mesh.rank(max(range(mesh.world), key=owned.__getitem__))
+    held = np.array(owned) * (step.sizes.master + step.sizes.states) + _cut_bytes(step)
+    return max(step.ranks, key=lambda rank: (held[mesh.position(rank)], -rank))
+
+
+def _cut_bytes(step: Step) -> NDArray[np.int64]:
+    """What each rank holds of all that is not updated whole, padding included, by position.
+
+    Ranks of the same share differ by the alignment of cuts.
+    """
+    sizes, world = step.sizes, step.placement.mesh.world
+    masters = 0 if sizes.wholes is not None else sizes.master + sizes.states
+    held = np.zeros(world, dtype=np.int64)
+    for unit in step.layout.units:
+        columns = {"parameters": sizes.of_unit(unit.index).compute}
+        if unit.trainable:
+            columns |= {"gradients": sizes.reduce, "optimizer": masters}
+        for column, size in columns.items():
+            pieces = np.diff(step.placement.of_unit(unit.index).cut_of(column, unit).bounds)
+            held += np.repeat(pieces * size, world // len(pieces))
+    return held
 
 
 class StepMemory:
@@ -108,7 +141,7 @@ class StepMemory:
         placement, layout = step.placement, step.layout
         self._context = CONTEXT_BYTES if step.on_cuda else 0
         buffers = trace.buffer_bytes
-        rank = fullest_rank(step.sizes, placement)
+        rank = fullest_rank(step)
         self._held = predict_memory(layout, rank=rank, placement=placement, sizes=step.sizes, buffers=buffers)
         replay = Replay(trace, step)
         self._fixed = dict.fromkeys(MEMORY_KINDS, 0)

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 from zerokit.errors import UsageError
-from zerokit.owners import Owners
-from zerokit.placement import AnyPlacement, Mesh, placed
-from zerokit.planning.cells import GIB, Cell, Division, Plan, PlannedCell, Question
+from zerokit.placement import Mesh
+from zerokit.planning.cells import GIB, Cell, Plan, PlannedCell, Question
+from zerokit.planning.estimates import Estimates
 from zerokit.planning.hardware import USUAL_DISK
-from zerokit.planning.memory import StepMemory, element_sizes
-from zerokit.planning.recording import ModelTrace
-from zerokit.planning.replay import Step
+from zerokit.planning.kinds import lies_alike
+from zerokit.planning.mixture import Mixture
 from zerokit.planning.subject import Subject
-from zerokit.planning.timeline import Plan as Timed
-from zerokit.planning.timeline import step_time
 from zerokit.planning.trace import Traces
-from zerokit.runtime.precision import Precision
-from zerokit.sizes import ELSEWHERE, ElementBytes
+from zerokit.sizes import ELSEWHERE
 
 
 def plan_cells(subject: Subject, question: Question) -> Plan:
@@ -45,6 +40,17 @@ def plan_cells(subject: Subject, question: Question) -> Plan:
     )
 
 
+def _possible(mesh: Mesh, question: Question) -> Mesh:
+    """The mesh. Raises `UsageError` for one along whose inner axis no shares can lie."""
+    if question.kinds and not lies_alike(question.kinds, mesh):
+        raise UsageError(
+            f"mesh {mesh.outer}x{mesh.inner}: its {mesh.outer} groups of {mesh.inner} consecutive ranks have different "
+            f"devices ({question.cluster.device.name}), and shares lie along the inner axis: give all groups the same "
+            f"kinds in the same order, or --mesh 1x{mesh.world}"
+        )
+    return mesh
+
+
 def _rank(one: PlannedCell) -> tuple[float, int]:
     """Faster first, then smaller; without times smaller first."""
     return (-round(one.units_per_s or 0.0, 3), one.memory.needed)
@@ -54,25 +60,21 @@ class _Planner:
     def __init__(self, subject: Subject, question: Question) -> None:
         self._subject, self._question = subject, question
         self._micro_batches = question.micro_batches or [1, 2, 4, 8, 16, 32, 64]
-        one_size = len(self._micro_batches) == 1
-        self._traces = Traces(
+        traces = Traces(
             subject,
             on_cuda=question.on_cuda,
             bucket_mb=question.bucket_mb,
-            exactly=one_size,
+            exactly=len(self._micro_batches) == 1 and not question.kinds,
             module_stages=question.module_stages,
             optimizer=question.optimizer,
         )
-        first = self._traces.get(
-            self._micro_batches[0], question.precisions[0], recompute=question.recompute[0]
-        )
+        estimates = Estimates(subject, question, traces)
+        first = estimates.trace(self._micro_batches[0], question.precisions[0], question.recompute[0])
         self._recompute = question.recompute if first.has_blocks else question.recompute[:1]
-        self._layout = first.layout.for_world(question.world)
         self.parameters = first.layout.trainable_numel
+        self._plan = Mixture(estimates, question).plan if question.kinds else estimates.plan
         self.homes: list[str] = []
         """Those of masters and states that were tried."""
-        self._steps: dict[tuple[object, ...], StepMemory] = {}
-        self._sizes: dict[tuple[AnyPlacement, str, str], ElementBytes] = {}
 
     def cells(self, homes: Sequence[str]) -> Iterator[PlannedCell]:
         """Every candidate with states there; of micro-batches, in order, those up to the first that does not fit."""
@@ -82,23 +84,28 @@ class _Planner:
                 for home, precision, recompute in product(homes, question.precisions, self._recompute):
                     for micro_batch in self._micro_batches:
                         found = [
-                            self.plan(Cell(mesh, stages, micro_batch, accumulate, recompute, precision, home))
+                            self._plan(
+                                Cell(mesh, stages, micro_batch, accumulate, recompute, precision, home)
+                            )
                             for accumulate in self._accumulations(micro_batch)
                         ]
                         yield from found
-                        if found and all(one.missing_bytes for one in found):
+                        if found and all(one.is_hopeless for one in found):
                             break
 
     def _meshes(self) -> list[Mesh]:
         question = self._question
         if question.meshes is not None:
-            return list(question.meshes)
+            return [_possible(mesh, question) for mesh in question.meshes]
         line = [Mesh(1, question.world)]
         per_node = question.cluster.ranks_per_node
         if question.nodes == 1 or per_node == 1 or question.world % per_node:
             return line
         # On hosts several nodes always are an axis of their own, as `make_collectives` has it.
-        return [*(line if question.on_cuda else ()), Mesh(question.nodes, per_node)]
+        nodes = Mesh(question.nodes, per_node)
+        if question.kinds and not lies_alike(question.kinds, nodes):
+            return line
+        return [*(line if question.on_cuda else ()), nodes]
 
     def _stages(self, mesh: Mesh) -> list[tuple[int, int]]:
         if self._question.stages is not None:
@@ -116,59 +123,6 @@ class _Planner:
         count, rest = divmod(samples, micro_batch * self._question.world)
         return [count] if count and not rest else []
 
-    def plan(self, cell: Cell) -> PlannedCell:
-        """The memory of a cell, and its time where it fits."""
-        question = self._question
-        trace = self._traces.get(cell.micro_batch, cell.precision, recompute=cell.recompute)
-        rest = cell.stages if cell.mesh.outer > 1 else cell.stages[1]
-        stages = [trace.own_stages.get(unit.index, rest) for unit in self._layout.units]
-        placement = placed(stages, cell.mesh)
-        sizes = self._sizes_of(placement, cell)
-        memory = self._memory_of(trace, placement, sizes, cell).of(trace)
-        division = None if sizes.wholes is None else _division(sizes.wholes.owners, sizes)
-        planned = PlannedCell(
-            cell, memory, question.room_bytes, division=division, away_room_bytes=self._away_room(cell.states)
-        )
-        efficiency = question.efficiencies.get(cell.precision)
-        if efficiency is None or planned.missing_bytes or not self._knows_way(cell.states):
-            return planned
-        timed = Timed(trace.work, self._layout, placement, sizes, micro_batches=cell.accumulate)
-        time = step_time(timed, question.cluster, efficiency)
-        units_per_s = trace.work.tokens * cell.accumulate / time.total_s
-        peak = question.cluster.device.flops.get(cell.precision)
-        flops = self._subject.flops_per_unit or _counted(trace)
-        mfu = units_per_s * flops / peak if peak else None
-        return replace(planned, time=time, units_per_s=units_per_s, mfu=mfu)
-
-    def _knows_way(self, home: str) -> bool:
-        return home not in ELSEWHERE or self._question.cluster.way(home) is not None
-
-    def _away_room(self, home: str) -> int | None:
-        """A rank's share of what its node's host or disk has room for."""
-        cluster = self._question.cluster
-        way = cluster.way(home) if home in ELSEWHERE else None
-        return None if way is None or way.room_bytes is None else way.room_bytes // cluster.ranks_per_node
-
-    def _sizes_of(self, placement: AnyPlacement, cell: Cell) -> ElementBytes:
-        """Made once a placement: owners of thousands of matrices take a while."""
-        key = placement, cell.precision, cell.states
-        if key not in self._sizes:
-            precision = Precision.of(cell.precision)
-            self._sizes[key] = element_sizes(
-                precision, self._question.optimizer, self._layout, placement, cell.states
-            )
-        return self._sizes[key]
-
-    def _memory_of(
-        self, trace: ModelTrace, placement: AnyPlacement, sizes: ElementBytes, cell: Cell
-    ) -> StepMemory:
-        key = placement, min(cell.accumulate, 3), id(trace.events), cell.states
-        if key not in self._steps:
-            question = self._question
-            step = Step(self._layout, placement, sizes, on_cuda=question.on_cuda, nodes=question.nodes)
-            self._steps[key] = StepMemory(trace, step, accumulate=cell.accumulate)
-        return self._steps[key]
-
     def assumptions(self) -> tuple[str, ...]:
         """What figures rest on that nobody asked for."""
         question, device = self._question, self._question.cluster.device
@@ -185,7 +139,13 @@ class _Planner:
                 "CUDA itself takes 0.5 GB of a device (pytorch/torchcomms#777); NCCL's buffers and fragments of "
                 "torch's allocator are not counted."
             )
-        if question.efficiencies and device.flops:
+        if question.kinds:
+            lines.append(
+                "Shares follow what stays of each device beside its own samples, batches how fast it computes. The "
+                "slowest link counts for all, and a step takes as long as on its slowest rank. NCCL's messages of "
+                "unequal pieces are taken to be as fast as its collectives, which has not been measured."
+            )
+        elif question.efficiencies and device.flops:
             lines.append(
                 f"Links and the device's speed are those of {device.name}'s table; measure one with zerokit bench."
             )
@@ -226,14 +186,3 @@ class _Planner:
         if way.room_bytes is None:
             place = "host" if home == "host" else "disk"
             yield f"A node's {place} has room for the states of all its ranks. Use room_gb in [{place}] to check it."
-
-
-def _division(owners: Owners, sizes: ElementBytes) -> Division:
-    moved = {index: sum(owners.crossings(index).values()) for index in owners.units}
-    nbytes = sum(n * (sizes.reduce + sizes.of_unit(index).compute) for index, n in moved.items())
-    return Division(owners.balance, nbytes)
-
-
-def _counted(trace: ModelTrace) -> float:
-    products = (p for use in trace.work.units for part in (use.forward, use.backward) for p in part.products)
-    return sum(product.flops for product in products) / trace.work.tokens

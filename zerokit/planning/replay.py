@@ -32,6 +32,7 @@ class Step:
         sizes: bytes an element.
         on_cuda: whether the host runs ahead of a device, whose shards have memory of their own.
         nodes: of the ranks.
+        ranks: those of which the fullest one is looked at; empty stands for all.
     """
 
     layout: Layout
@@ -39,6 +40,7 @@ class Step:
     sizes: ElementBytes
     on_cuda: bool
     nodes: int = 1
+    ranks: tuple[int, ...] = ()
 
     @property
     def arriving(self) -> int:
@@ -152,7 +154,7 @@ class Replay:
         self._trace, self._step = trace, step
         sizes, placement = step.sizes, step.placement
         self._sharded = placement.cuts_parameters
-        position = placement.mesh.position(0)
+        position = placement.mesh.position(step.ranks[0] if step.ranks else 0)
         self._totals = _Totals()
         self._whole_bytes = [
             (

@@ -66,6 +66,7 @@ class Plan:
         micro_batches: of a step.
         reductions: of these, how many reduce gradients.
         kept: units that stay gathered from forward to backward at stage 3; by default those of the rest.
+        ranks: those of which the one that updates longest is timed; empty stands for all.
     """
 
     work: ModelWork
@@ -75,6 +76,7 @@ class Plan:
     micro_batches: int = 1
     reductions: int = 1
     kept: frozenset[int] | None = None
+    ranks: tuple[int, ...] = ()
 
 
 def step_time(plan: Plan, cluster: Cluster, efficiency: Efficiency) -> StepTime:
@@ -221,7 +223,8 @@ class _Step:
             seconds += sum(self._update_whole(index, sent[index], busiest, returned) for index in sent)
             visits_s = 0.0
         else:
-            come = visits(self._plan.layout, rank=busiest, placement=placement, sizes=sizes)
+            rank = placement.mesh.rank(busiest)
+            come = visits(self._plan.layout, rank=rank, placement=placement, sizes=sizes)
             tour, seconds = Tour(clock, self._way, sizes.home, come), 0.0
             for number, index in enumerate(come):
                 tour.arrive(number)
@@ -236,19 +239,24 @@ class _Step:
         return seconds, visits_s
 
     def _busiest(self) -> int:
-        """The rank whose whole tensors take longest."""
-        wholes = self._plan.sizes.wholes
-        loads = [0.0] if wholes is None else wholes.owners.loads
-        return max(range(len(loads)), key=loads.__getitem__)
+        """The position of the rank whose whole tensors take longest."""
+        wholes, mesh = self._plan.sizes.wholes, self._plan.placement.mesh
+        positions = [mesh.position(rank) for rank in self._plan.ranks]
+        if wholes is None:
+            return positions[0] if positions else 0
+        return max(positions or range(mesh.world), key=wholes.owners.loads.__getitem__)
 
     def _updated_numel(self) -> dict[int, int]:
         """The elements of each trainable unit that a rank updates one by one."""
         placement, wholes = self._plan.placement, self._plan.sizes.wholes
+        position = self._busiest() if self._plan.ranks else 0
         whole = frozenset() if wholes is None else wholes.owners.groups
         return {
             unit.index: sum(
                 stretch.numel
-                for group, stretch in unit.groups_within(placement.of_unit(unit.index).updated(unit, 0))
+                for group, stretch in unit.groups_within(
+                    placement.of_unit(unit.index).updated(unit, position)
+                )
                 if group not in whole
             )
             for unit in self._units
@@ -273,13 +281,13 @@ class _Step:
         return flown
 
     def _update_whole(
-        self, index: int, gradients: list[Flown], rank: int, returned: list[list[Flown]]
+        self, index: int, gradients: list[Flown], position: int, returned: list[list[Flown]]
     ) -> float:
         """Update what a rank owns of a unit, behind its gradients; the seconds of computation."""
         clock, sizes = self._clock, self._plan.sizes
         assert sizes.wholes is not None
         clock.wait(gradients, f"to owners {index}")
-        owner = self._plan.placement.of_unit(index).owner(rank)
+        owner = self._plan.placement.of_unit(index).owner(position)
         matrix = replace(sizes, states=4, moments=sizes.moments[:1])
         seconds = sum(
             self._efficiency.seconds(newton_schulz(each.shape, each.interval.numel * update_bytes(matrix)))

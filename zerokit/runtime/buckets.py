@@ -329,7 +329,7 @@ class UnitGradients:
     def show(self) -> Shards:
         """Show whole gradients in the unit's parameters, in their dtype; returns the sums."""
         state = self.state
-        if state.updated.numel == self.unit.numel:
+        if len(state.placement.owners(self.unit)) == 1:
             whole = Shards(self.unit, self.held.at(state.updated).clone())
         else:
             whole = Shards(self.unit, torch.zeros(self.unit.numel, dtype=self.dtype, device=state.device))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.measure import predicted_memory
 from zerokit.runtime.recut import RECUT
-from zerokit.runtime.shares import cut_by_shares, free_bytes, in_proportion
+from zerokit.runtime.shares import cut_by_shares, free_bytes, in_proportion, sharing_memory
 
 EVERY = 100
 """Steps between two looks at what is free, and so at least between two changes of shares."""
@@ -22,7 +22,8 @@ class MemoryWatch:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._margin = free_bytes(runtime.collectives.device) // _MARGIN
+        self._sharing = sharing_memory(runtime.collectives)
+        self._margin = free_bytes(runtime.collectives.device, self._sharing) // _MARGIN
         self._steps = itertools.count(1)
 
     def better_shares(self, *, averaged: bool) -> Sequence[int] | None:
@@ -34,7 +35,10 @@ class MemoryWatch:
         if next(self._steps) % EVERY:
             return None
         runtime = self._runtime
-        free = free_bytes(runtime.collectives.device)
+        try:
+            free = free_bytes(runtime.collectives.device, self._sharing)
+        except (OSError, RuntimeError):  # the others would wait: a look that fails asks for nothing
+            free = self._margin
         if not runtime.control.sum_now([float(free < self._margin)])[0]:
             return None
         mine = free, self._margin, predicted_memory(runtime, averaged=averaged).total

@@ -374,6 +374,7 @@ class ZeroOptimizer(Rebalancing):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`. Raises `LayoutMismatch` for another layout, stage or rank."""
         self.require_own_weights("load_state_dict()")
+        self.require_loadable()
         self.hooked_load(state_dict, self._load_state)
 
     def _load_state(self, state_dict: Mapping[str, Any]) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from zerokit.errors import StorageError, UsageError, ZerokitWarning
 from zerokit.formulas import TrafficReport
 from zerokit.runtime.memory_watch import MemoryWatch
-from zerokit.runtime.recut import RECUT, StatesLost, recut
+from zerokit.runtime.recut import RECUT, HalfCut, StatesLost, recut
 from zerokit.runtime.reports import Reports
 from zerokit.runtime.shares import cut_by_shares
-from zerokit.runtime.states import BetweenIslands, Islands
+from zerokit.runtime.states import HALF_CUT, BetweenIslands, Islands
 from zerokit.runtime.step import INTERRUPTED
 from zerokit.runtime.torch_internals import in_backward
 from zerokit.runtime.walk import ModelWalk
@@ -55,10 +55,13 @@ class Rebalancing(Reports):
         summed = runtime.collectives.any(runtime.gradients.received, RECUT)
         if summed:
             self._walk.finish()
-        self.refuse(INTERRUPTED)
+        self.refuse(HALF_CUT)
         try:
-            report = recut(runtime, layout, summed=summed)
+            report = recut(runtime, layout, summed=summed, averaged=self.ema is not None)
         except StatesLost:
+            self.refuse(INTERRUPTED)
+            raise
+        except HalfCut:
             raise
         except StorageError:
             self.refuse("")
@@ -95,9 +98,8 @@ class Rebalancing(Reports):
                 return
             try:
                 self.recut(shares)
-            except StatesLost:
-                raise
-            except (
-                StorageError
-            ) as error:  # the step is made, and the ranks go on with the shares that they had
+            except StorageError as error:
+                if self.refusal:
+                    raise
+                # The step is made, and the ranks go on with the shares that they had.
                 warnings.warn(f"shares stay as they are: {error}", ZerokitWarning, stacklevel=2)

@@ -41,6 +41,7 @@ from zerokit.runtime.forms import (
     strided,
 )
 from zerokit.runtime.masters import Master, MasterSlice, WholeMaster
+from zerokit.runtime.measure import predicted_memory
 from zerokit.runtime.memory import Heap
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
@@ -53,6 +54,10 @@ Moves = Sequence[tuple[int, int, Interval]]
 
 class StatesLost(StorageError):
     """Masters or states are gone on some rank; units and ranks have one cut all the same."""
+
+
+class HalfCut(StorageError):
+    """Some units have one cut, and some the other."""
 
 
 # ---- what moves
@@ -316,29 +321,49 @@ def _agreed(runtime: Runtime, problem: str, value: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def recut(runtime: Runtime, layout: Layout, *, summed: bool) -> TrafficReport:
-    """Move all that `runtime` holds to the cuts of `layout`; `summed` if gradients are held. Collective, between steps.
+def recut(runtime: Runtime, layout: Layout, *, summed: bool, averaged: bool) -> TrafficReport:
+    """Move all that `runtime` holds to the cuts of `layout`. Collective, between steps.
+
+    `summed` if gradients are held, `averaged` if there is an average of the weights.
 
     Raises `StorageError` on all ranks where one of them cannot, and everything is as it was; or `StatesLost`, where
-    masters or states could not be brought back.
+    masters or states could not be brought back, or `HalfCut`, where units could not.
     """
     report = TrafficReport()
     runtime.settle()
     before = runtime.layout, runtime.owners
+    # Most units need memory again to come back, so one that has none must know before the first has moved.
+    most = _bytes_more(runtime, layout, averaged=averaged)
+    _agreed(
+        runtime,
+        _problem_of(lambda: torch.empty(most, dtype=torch.uint8, device=runtime.collectives.device)),
+        None,
+    )
     with runtime.collectives.counting(report):
         moved: list[UnitState] = []
         try:
             _move_units(runtime, layout, runtime.owners.under(layout), moved, summed=summed, lossy=False)
         except StorageError as error:
             runtime.home.renew()
-            back = list(moved)
+            returned: list[UnitState] = []
             try:
-                _move_units(runtime, *before, [], units=back, summed=summed, lossy=True)
+                _move_units(runtime, *before, returned, units=moved, summed=summed, lossy=True)
             except StorageError as again:
-                raise StatesLost(f"{error}. Nor could those that had moved be brought back") from again
+                kind = StatesLost if len(returned) == len(moved) else HalfCut
+                raise kind(f"{error}. Nor could those that had moved be brought back") from again
             raise
     runtime.collectives.forget_counts()
     return report
+
+
+def _bytes_more(runtime: Runtime, layout: Layout, *, averaged: bool) -> int:
+    """Bytes that this rank needs for other cuts: what it holds more then, and the largest unit meanwhile."""
+    precision = runtime.precision
+    more = predicted_memory(runtime, averaged=averaged, layout=layout).total
+    more -= predicted_memory(runtime, averaged=averaged).total
+    states = max(each.element_bytes for each in runtime.states)
+    width = precision.compute.itemsize + precision.reduce.itemsize + precision.master.itemsize + states
+    return max(more, 0) + width * max(unit.numel for unit in layout.units)
 
 
 def _move_units(
@@ -353,8 +378,8 @@ def _move_units(
 ) -> None:
     """Move units, by default all, one after the other, and note in `moved` which have."""
     heap = Heap(runtime.collectives.device, settles=True)
-    problem = ""
-    runtime.gradients.pool.resize(Pool.of(layout, runtime.placement).numel)
+    numel = Pool.of(layout, runtime.placement).numel
+    problem = _problem_of(lambda: runtime.gradients.pool.resize(numel))
     for unit in runtime.units if units is None else units:
         moving = _Moving(runtime, unit, layout.units[unit.index], owners)
         problem = moving.move(problem, summed=summed, lossy=lossy)

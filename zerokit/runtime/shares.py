@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from zerokit.available import available_bytes
+from zerokit.available import memory_pools, part_of, sharers
 from zerokit.cuts import MAX_SHARE, reduced
 from zerokit.errors import UsageError
 from zerokit.layout import Layout
 from zerokit.runtime.collectives import Collectives
 
 BY_MEMORY = "memory"
+_PLACE = "ZeroOptimizer(shares='memory')"
 _GRAIN = 64 << 20
 """Bytes of memory for a share of one: finer differences move with every allocation."""
 
@@ -51,7 +51,8 @@ def _as_asked(asked: object, collectives: Collectives) -> list[int]:
 
 def _by_memory(collectives: Collectives) -> list[int]:
     """Shares in proportion to the free memory of each rank's device, printed on rank 0."""
-    free = collectives.all_gather_objects(free_bytes(collectives.device), "ZeroOptimizer(shares='memory')")
+    mine = free_bytes(collectives.device, sharing_memory(collectives))
+    free = collectives.all_gather_objects(mine, _PLACE)
     shares = in_proportion(free)
     if collectives.rank == 0:
         said = (f"{share} (rank {rank}, {free[rank] / 1e9:.1f} GB)" for rank, share in enumerate(shares))
@@ -66,10 +67,18 @@ def in_proportion(sizes: Sequence[int]) -> list[int]:
     return list(reduced(len(sizes), shares if any(shares) else equal)) or equal
 
 
-def free_bytes(device: torch.device) -> int:
-    """The memory of a rank's device that it could still take; of a host's its part of what all its ranks could."""
+def sharing_memory(collectives: Collectives) -> Mapping[str, int]:
+    """How many ranks take from each pool of main memory: a machine, or a control group with a limit. Collective."""
+    return sharers(collectives.all_gather_objects(list(memory_pools()), _PLACE))
+
+
+def free_bytes(device: torch.device, sharing: Mapping[str, int]) -> int:
+    """The memory that a rank could still take: of its GPU, or its part of the main memory that ranks share.
+
+    `sharing` is how many ranks take from each pool of main memory.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reserved: int = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free) + reserved
-    return available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return int(min(part_of(memory_pools(), sharing), sys.maxsize))

@@ -79,6 +79,13 @@ class BetweenIslands(Protocol):
 AVERAGED = "the model has its averaged weights: leave `with ema.applied():` first"
 """Why steps are refused while weights and averages are exchanged."""
 
+_RELEASED = "its model was released, or given to another trainer, and is not sharded any more"
+HALF_CUT = (
+    "an exception ended recut() halfway, so this rank may have parts of two cuts: build the model and the optimizer "
+    "anew, and load a checkpoint"
+)
+"""Why steps, saves and loads are refused after that."""
+
 
 def _forwarded(name: str) -> Any:
     """An attribute of the inner optimizer, to read and to set."""
@@ -128,7 +135,7 @@ class ForwardingOptimizer(TorchInterface):
         """Drop all states and refuse to step: `zerokit.release` makes the model a plain one now."""
         self.require_own_weights("release()")
         self.zero_grad()
-        self.refusal = "its model was released, or given to another trainer, and is not sharded any more"
+        self.refusal = _RELEASED
         self._inner.state.clear()
 
     def require_own_weights(self, call: str) -> None:
@@ -138,6 +145,11 @@ class ForwardingOptimizer(TorchInterface):
                 f"{call} inside `with ema.applied():`, where weights and averages are exchanged: leave the "
                 "context first"
             )
+
+    def require_loadable(self) -> None:
+        """Raise `UsageError` where no load can make up for what has become of this optimizer."""
+        if self.refusal in (_RELEASED, HALF_CUT):
+            raise UsageError(f"load refused: {self.refusal}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         raise UsageError(
@@ -209,7 +221,7 @@ def load_state(runtime: Runtime, state: Mapping[str, Any]) -> None:
             "equal run: use a zerokit checkpoint to change world size or stage"
         )
     # Replicas must be alike, and on all ranks or on none: the next step's agreement shows it.
-    whole = all(unit.updated.numel == unit.unit.numel for unit in runtime.units)
+    whole = all(len(unit.placement.owners(unit.unit)) == 1 for unit in runtime.units)
     runtime.collectives.note_path(
         zlib.crc32(repr(checksums(state["masters"]) if whole else "loaded").encode())
     )

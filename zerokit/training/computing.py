@@ -35,13 +35,13 @@ class Waiting(Protocol):
 class HostClock:
     """The host's time less that in which it waited for other ranks."""
 
-    def __init__(self, reporter: Waiting, now: Callable[[], float] = time.monotonic) -> None:
-        self._reporter, self._time = reporter, now
+    def __init__(self, waiting: Waiting, now: Callable[[], float] = time.monotonic) -> None:
+        self._waiting, self._time = waiting, now
         self._began: float | None = None
         self._steps: list[float] = []
 
     def _now(self) -> float:
-        return self._time() - self._reporter.waited_s
+        return self._time() - self._waiting.waited_s
 
     def begin(self) -> None:
         self._began = self._now()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from zerokit.bench.record.measured import Data
 from zerokit.bench.record.settings import Settings
-from zerokit.bench.workloads.build import MASK, Batch, draw_seed, load, open_source, sample_text
+from zerokit.bench.workloads.build import MASK, draw_seed, load, open_source, sample_text
 from zerokit.bench.workloads.inputs import STANDARD_LIBRARY, SYNTHETIC, DataError, load_text
 
 ROOT = Path(__file__).parents[3]
@@ -25,9 +26,10 @@ KINDS: list[tuple[Settings, tuple[int, ...]]] = [
 ]
 
 
-def batches(settings: Settings) -> Batch:
-    """What makes the micro-batches."""
-    return open_source(settings)[1]
+def batches(settings: Settings) -> Callable[[int], tuple[torch.Tensor, ...]]:
+    """What makes the micro-batch that begins at a sample."""
+    take = open_source(settings)[1]
+    return lambda first: take(range(first, first + settings.batch_size))
 
 
 @pytest.mark.parametrize(("settings", "shape"), KINDS)

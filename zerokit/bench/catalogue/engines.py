@@ -10,7 +10,8 @@ from types import MappingProxyType
 from zerokit.available import available_bytes
 from zerokit.bench.catalogue.workloads import InceptionConfig, describe
 from zerokit.bench.machine.host import find_gpus, visible_devices
-from zerokit.bench.record.settings import ON_DEVICE, Settings
+from zerokit.bench.record.options import ON_DEVICE
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.words import value_in_words
 from zerokit.errors import UsageError
 from zerokit.sizes import ELSEWHERE
@@ -128,10 +129,19 @@ def unsupported(settings: Settings) -> str | None:
         return f"{name} has no stage {settings.stage}: it has {has}"
     if settings.states != ON_DEVICE and name != "zerokit":
         return f"{name} has no home for states but its own: --states {settings.states} is zerokit's"
+    if settings.shares is not None and name != "zerokit":
+        return f"{name} cuts equally for all ranks: --shares {settings.shares} is zerokit's"
+    if settings.pace and name != "zerokit":
+        return f"{name} takes the mean of ranks with equal batches: --pace is zerokit's"
     if settings.optimizer not in engine.optimizers:
         having = [other for other in ENGINES if settings.optimizer in ENGINES[other].optimizers]
         return f"{name} is benched with adamw only: {', '.join(having)} train with torch's Muon"
     workload = describe(settings.model)
+    if settings.pace and not workload.divisible:
+        return (
+            f"{settings.model} normalises over its micro-batch, so its loss is no mean over samples that other ranks "
+            "could train on: omit --pace"
+        )
     if settings.optimizer == "muon" and workload.config is not None and workload.text is None:
         return f"{settings.model} has no matrices in blocks, which Muon trains: use --optimizer adamw"
     if settings.every is not None and not engine.local_steps:
@@ -215,12 +225,12 @@ def state_of(
 def refuse_if_too_large(settings: Settings, machine: Machine) -> str | None:
     """The reason why ranks on this machine cannot hold the model's state; None if they may.
 
-    A workload whose number of parameters is not known is not judged.
+    A workload whose number of parameters is not known is not judged, and neither are unequal shares of devices.
     """
     parameters = describe(settings.model).parameters
-    if parameters is None:
-        return None
     on_cuda = settings.device == "cuda" or (settings.device is None and bool(machine.device_bytes))
+    if parameters is None or (settings.shares is not None and on_cuda):
+        return None
     precision = settings.precision or ("bf16" if on_cuda else "fp32")
     home = ON_DEVICE if settings.home == "host" and not on_cuda else settings.home
     state = state_of(settings.engine, settings.stage, precision, settings.optimizer, home)

@@ -20,10 +20,14 @@ from zerokit.errors import UsageError
 
 @dataclass(frozen=True)
 class Config(ABC):
-    """Sizes of one model; `unit` is what throughput counts, `default_data` the default of `--data`."""
+    """Sizes of one model; `unit` is what throughput counts, `default_data` the default of `--data`.
+
+    `divisible` says whether a batch's loss is the mean of its samples' losses, of whatever other samples there are.
+    """
 
     unit: ClassVar[str] = "samples"
     default_data: ClassVar[str] = "synthetic"
+    divisible: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -153,6 +157,7 @@ class ResNetConfig(ImageConfig):
     """
 
     smallest = 32
+    divisible = False  # for its BatchNorms
 
     depths: tuple[int, int, int, int]
     widths: tuple[int, int, int, int] = (256, 512, 1024, 2048)
@@ -177,6 +182,7 @@ class InceptionConfig(ImageConfig):
     """Inception v3 (arXiv:1512.00567) as torchvision has it, trained with its auxiliary classifier."""
 
     smallest = 75
+    divisible = False
 
     image_size: int = 299
 
@@ -236,6 +242,11 @@ class Workload:
     def unit(self) -> str:
         """The unit that throughput counts."""
         return (self.config or Config).unit
+
+    @property
+    def divisible(self) -> bool:
+        """Whether a batch's loss is a mean over its samples; of a user's own model its `Own` says it."""
+        return (self.config or Config).divisible
 
     @property
     def text(self) -> TextConfig | None:

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from zerokit.bench.catalogue.engines import ENGINES, cell_label
+from zerokit.bench.comparison.unequal import by_rank
 from zerokit.bench.record.metrics import METRICS, Measured, measure, values_of
 from zerokit.bench.record.record import Record, Run
 from zerokit.bench.record.schema import to_plain
@@ -27,7 +28,7 @@ ALONE = "compute-only"
 WORK = ("model", "batch_size", "accumulate", "seq_len", "image_size")
 _LEFT_OPEN = ("precision", "device", "bucket_mb", "data", "image_size")
 """The settings that a rank fills in: a record without ranks lacks them."""
-PACE = (*WORK, "precision", "device", "nodes", "nproc_per_node")
+PACE = (*WORK, "precision", "device", "nodes", "nproc_per_node", "pace", "cores_per_rank")
 """The settings that decide what forward and backward of a compute-only twin take."""
 
 
@@ -292,6 +293,7 @@ def _rows(cell: Cell) -> dict[str, str]:
     if record.results is not None:
         counts = dict.fromkeys(one.results.step.count for one in cell.measured_records if one.results)
         rows["measured steps"] = ", ".join(map(str, counts))
+        rows |= by_rank(record)
         if any(one.restarts for one in cell.records):
             rows["restarted"] = ", ".join(f"{one.restarts}×" for one in cell.records)
         if len(cell.measured_records) > 1:

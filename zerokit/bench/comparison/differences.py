@@ -22,7 +22,8 @@ from typing import Literal
 
 from zerokit.bench.comparison.cells import ALONE, PACE, WORK, Cell
 from zerokit.bench.record.metrics import METRICS, PACED, Metric, values_of
-from zerokit.bench.record.settings import DEFAULT_REPEATS, LOSSY_WIRES, Settings
+from zerokit.bench.record.options import DEFAULT_REPEATS, LOSSY_WIRES
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import difference_interval, mean_interval, repeats_for
 from zerokit.errors import UsageError, ZerokitError
 

@@ -11,12 +11,12 @@ from statistics import median
 from zerokit.bench.comparison.cells import ALONE, Cell
 from zerokit.bench.comparison.differences import Difference, Verdict, comparable, difference, steps_of
 from zerokit.bench.record.metrics import METRICS, PACED, UNITS, Measured, instrumented
-from zerokit.bench.record.settings import ON_DEVICE
+from zerokit.bench.record.options import ON_DEVICE
 from zerokit.text import printable
 
 GIB_FROM = 10 * 1024.0
 """MiB from which GiB read better."""
-_SHARES = ("mfu", "step/spread", "step/drift", "phase/optimizer_share")
+_SHARES = ("idle/least", "idle/most", "mfu", "step/spread", "step/drift", "phase/optimizer_share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +83,22 @@ FEW = 4
 _DETAILS = (
     "step/p90_ms",
     "step/skew_p50_ms",
+    "idle/least",
+    "idle/most",
     "memory/state_mib",
     "comm/exposed_ms",
     *("phase/forward_ms", "phase/backward_ms", "phase/optimizer_ms", "phase/optimizer_share"),
     *("traffic/mib_per_step", "loss_last"),
 )
+_UNEQUAL = ("shares", "pace", "cores_per_rank", "memory_per_rank")
 OF_A_PAGE = ("memory/state_mib", "loss_last")
 
 
 def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -> list[str]:
     """The main metrics; with `details`, which is the default for few cells, more of them.
 
-    The optimizer's share of the step is among them once a cell has another optimizer than AdamW, or states that visit.
+    The optimizer's share of the step is among them once a cell has another optimizer than AdamW, or states that visit,
+    and ranks' idle time once ranks are unequal.
     """
     if details is None:
         details = _DETAILS if len(cells) <= FEW else ()
@@ -102,6 +106,8 @@ def usual_metrics(cells: Sequence[Cell], details: Sequence[str] | None = None) -
     if len(cells) > 1:
         wanted.add(PACED)
     away = any(cell.settings["states"] != ON_DEVICE for cell in cells)
+    if any(cell.settings[name] for name in _UNEQUAL for cell in cells):
+        wanted |= {"idle/least", "idle/most"}
     if away or any(cell.settings["optimizer"] != "adamw" for cell in cells):
         wanted.add("phase/optimizer_share")
     if away:
@@ -165,10 +171,12 @@ def columns_of(cells: Sequence[Cell], names: Sequence[str], *, compared: bool = 
     return columns
 
 
-def markdown(cells: Sequence[Cell]) -> list[str]:
-    """The main metrics of all cells that could run, as the lines of a table in Markdown, and what its signs mean."""
+def markdown(cells: Sequence[Cell], metrics: Iterable[str] = ()) -> list[str]:
+    """The main metrics and these of all cells that could run, as lines of a Markdown table, and what its signs mean."""
     cells = [cell for cell in cells if cell.status != "unsupported"]
-    columns = columns_of(cells, usual_metrics(cells, ()))
+    if not cells:
+        return []
+    columns = columns_of(cells, in_order([*usual_metrics(cells, ()), *metrics]))
     heads = [
         "cell",
         *(f"{column.title}, {column.unit}" if column.unit else column.title for column in columns),
@@ -178,8 +186,8 @@ def markdown(cells: Sequence[Cell]) -> list[str]:
         entries = (column.entries[place] for column in columns)
         figures = [" ".join(filter(None, (one.value, one.error, one.change))) for one in entries]
         rows.append([cell.label, *(figures if cell.status == "ok" else [str(cell.status)])])
-    table = [f"| {' | '.join(map(_cell_text, row))} |" for row in rows]
-    return [*table, "", _cell_text(marks_of(cells, {column.metric for column in columns}))]
+    table = [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
+    return [*table, "", markdown_text(marks_of(cells, {column.metric for column in columns}))]
 
 
 def marks_of(cells: Sequence[Cell], shown: Collection[str]) -> str:
@@ -209,8 +217,20 @@ def marks_of(cells: Sequence[Cell], shown: Collection[str]) -> str:
     return " ".join(marks)
 
 
-def _cell_text(text: str) -> str:
-    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", printable(text))
+def markdown_text(text: str) -> str:
+    """The text in one line of Markdown that has no markup, HTML, link, mention or end of a table's cell."""
+    escaped = re.sub(r"([\\`*_\[\]<>|&~#$:]|(?<=www)\.)", r"\\\1", printable(text), flags=re.IGNORECASE)
+    return escaped.replace("@", "@<!-- -->")  # no escape keeps GitHub from seeing a name after it
+
+
+def within(lines: Iterable[str], most: int) -> str:
+    """The lines as text of at most `most` bytes in UTF-8, with "…" for those that find no room."""
+    text, room = "", most - len("…".encode())
+    for line in lines:
+        if (room := room - len(line.encode()) - 1) < 0:
+            return f"{text}…"
+        text += f"{line}\n"
+    return text
 
 
 def _entry(cell: Cell, name: str, scale: Scale, *, compared: bool) -> Entry:

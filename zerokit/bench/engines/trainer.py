@@ -20,6 +20,7 @@ from zerokit.errors import UsageError
 if TYPE_CHECKING:
     from zerokit.bench.workloads.build import Loaded
     from zerokit.runtime import ZeroOptimizer
+    from zerokit.training.computing import ComputeClock
 
 Batch = tuple[Tensor, ...]
 Mark = Callable[[str], None]
@@ -67,6 +68,10 @@ class Trainer:
         """Seconds that this rank has waited in collectives so far; None if the engine does not count them."""
         return None
 
+    def compute_clock(self) -> ComputeClock | None:
+        """A clock of the time that this rank computes in a step; None if the engine cannot tell it from waiting."""
+        return None
+
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         """Context for forward and backward of one micro-batch; gradients are reduced in a step's last one."""
         return nullcontext()
@@ -86,6 +91,10 @@ class Trainer:
     def backward(self, loss: Tensor) -> None:
         """Differentiate a loss that has been divided by the number of micro-batches."""
         torch.autograd.backward(loss)
+
+    def backward_of(self, loss: Tensor, batch: Batch, passes: int) -> None:
+        """Differentiate the loss of a micro-batch, one of so many of the step."""
+        self.backward(loss / passes)
 
     def update(self) -> Tensor | None:
         """Clip, step the optimizers and drop the gradients; returns the norm before, if requested and known."""
@@ -113,7 +122,7 @@ class Trainer:
                 loss = self.forward(batch)
                 self._require_loss(loss)
                 mark("backward")
-                self.backward(loss / len(batches))
+                self.backward_of(loss, batch, len(batches))
             losses.append(loss.detach())
         return losses
 

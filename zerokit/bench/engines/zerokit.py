@@ -11,12 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerokit.bench.engines.optimizers import shares_of
-from zerokit.bench.engines.trainer import Trainer
+from zerokit.bench.engines.trainer import Batch, Trainer
+from zerokit.bench.record.by_rank import parse_shares
 from zerokit.bench.workloads.build import Loaded
 from zerokit.placement import StageArgument, stage_of
 from zerokit.runtime import Precision
 from zerokit.sizes import BLOCK_FORMATS
 from zerokit.training import LocalSteps, ZeroOptimizer
+from zerokit.training.computing import ComputeClock, HostClock, compute_clock
 
 
 class ZerokitTrainer(Trainer):
@@ -31,6 +33,7 @@ class ZerokitTrainer(Trainer):
 
         Where gloo serves CUDA tensors, the model is built on the device: from one on meta the runtime concludes CPU.
         """
+        self._count = loaded.count if self.settings.pace else None
         on_meta = self.accelerator.backend == "nccl" or self.accelerator.device.type == "cpu"
         self._init_fn = loaded.init_fn if on_meta else None
         return self.build(loaded, on_meta=self._init_fn is not None)
@@ -47,6 +50,8 @@ class ZerokitTrainer(Trainer):
         stage: StageArgument = inner if settings.mesh is None else (outer, inner)
         if settings.every is not None:
             stage = "local", inner
+        if settings.shares is not None:
+            options["shares"] = parse_shares(settings.shares) or settings.shares
         self.zero = ZeroOptimizer(
             self.model,
             self._classes(),
@@ -87,8 +92,21 @@ class ZerokitTrainer(Trainer):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else self.zero.accumulate()
 
+    def compute_clock(self) -> ComputeClock | None:
+        if self.local is None:
+            return compute_clock(self.zero.runtime.collectives)
+        return None if self.accelerator.is_cuda else HostClock(self)
+
     def backward(self, loss: Tensor) -> None:
         self.zero.backward(loss)
+
+    def backward_of(self, loss: Tensor, batch: Batch, passes: int) -> None:
+        """By pace micro-batches differ in size, and the update takes the mean over all of them."""
+        if self._count is None:
+            super().backward_of(loss, batch, passes)
+        else:
+            count = self._count(batch)
+            self.zero.backward(loss * count, count=count)
 
     def clip_to(self, largest: float) -> Tensor:
         return self.zero.clip_grad_norm_(largest)

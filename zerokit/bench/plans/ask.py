@@ -9,34 +9,30 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from zerokit.available import available_bytes
-from zerokit.bench.plans.subjects import speed_of, subject_named
-from zerokit.bench.record.record import Record, RecordError, read_record
-from zerokit.bench.record.settings import OPTIONS, parse_mesh
+from zerokit.bench.plans.devices import cluster_of, efficiencies_of, kinds_with_speeds
+from zerokit.bench.plans.subjects import subject_named
+from zerokit.bench.record.by_rank import parse_mesh
+from zerokit.bench.record.record import RecordError, read_record
+from zerokit.bench.record.settings import OPTIONS
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh, stage_of
 from zerokit.planning.cells import Plan, PlannedCell, Question
-from zerokit.planning.cluster_files import read_cluster
-from zerokit.planning.efficiency import Efficiency, of_device
-from zerokit.planning.hardware import Cluster, Device, device_named, known_device, network
+from zerokit.planning.kinds import parse_devices, world_of
+from zerokit.planning.memory import PlannedMemory
+from zerokit.planning.mixed import Mixed
 from zerokit.planning.planner import plan_cells
 from zerokit.planning.subject import Subject
 from zerokit.sizes import HOMES
 
 _T = TypeVar("_T")
 
-USUAL_NODE = 8
-"""Devices of a node where nobody says how many: those of DGX, HGX and the clouds' machines."""
-
-NODE_GBIT_PER_S: Mapping[str, float] = {"a100-40": 1600, "a100-80": 1600, "h100-80": 3200, "h200": 3200}
-"""What joins nodes of 8 devices where nobody says: NVIDIA's DGX have an adapter a device, of 200 Gbit/s (DGX A100 user
-guide) or 400 (DGX H100 and H200 user guides). The nodes of other devices have no usual network."""
-
 
 def plan(
     model: str | Subject,
     *,
-    gpus: int,
+    gpus: int | None = None,
     device: str | None = None,
+    devices: str | None = None,
     nodes: int | None = None,
     cluster: str | Path | None = None,
     network_gbit: float | None = None,
@@ -55,7 +51,7 @@ def plan(
     optimizer: str = "adamw",
     states: str | Sequence[str] | None = None,
 ) -> Plan:
-    """Predict memory and time of every way to train `model` on `gpus` ranks, best first. No rank is started.
+    """Predict memory and time of every way to train `model` on these devices, best first. No rank is started.
 
     The plan chooses what is None.
 
@@ -63,6 +59,8 @@ def plan(
         model: a catalogue name, `package.module:factory`, the path of a Hugging Face `config.json`, or a `Subject`.
         gpus: number of ranks, one per device.
         device: the devices' name, such as "h100-80"; "cpu" for ranks on CPUs.
+        devices: kinds of devices by rank in place of `gpus` and `device`, such as "h100-80x4,l40s-48x4"; shares and
+            batches are planned for them.
         nodes: number of nodes.
         cluster: a file with the device and the links (`read_cluster`), or the output of `zerokit doctor --json`.
         network_gbit: bandwidth of a node to other nodes, in Gbit/s.
@@ -85,6 +83,18 @@ def plan(
 
     Raises `UsageError` for what is unknown, contradictory, or cannot be traced.
     """
+    kinds = () if devices is None else parse_devices(devices)
+    if kinds and (gpus is not None or device is not None):
+        raise UsageError(
+            f"--devices {devices} says which devices there are and how many: omit --gpus and --device"
+        )
+    if len(kinds) == 1:
+        gpus, device, kinds = len(kinds[0].ranks), str(kinds[0]), ()
+    gpus = world_of(kinds) if kinds else gpus
+    if gpus is None:
+        raise UsageError(
+            "no ranks: give --gpus, or --devices with kinds and numbers, such as h100-80x4,l40s-48x4"
+        )
     counts: dict[str, Any] = {"gpus": gpus, "nodes": nodes, "seq_len": seq_len, "batch_size": batch_size}
     counts |= {"accumulate": accumulate, "samples_per_step": samples_per_step}
     for name, given in counts.items():
@@ -107,12 +117,19 @@ def plan(
             f"{record} is of {measured.settings.model}, a program that a plan from it would run: give a record of a "
             "model of the catalogue, or plan that one"
         )
-    where, notes = _cluster(gpus, device, nodes, cluster, network_gbit, measured)
+    where, notes = cluster_of(gpus, kinds or device, nodes, cluster, network_gbit, measured)
     on_cuda = bool(where.device.flops)
     subject = model if isinstance(model, Subject) else subject_named(model, seq_len=seq_len)
     usual: tuple[str, ...] = ("bf16",) if on_cuda else ("fp32",)
     precisions: tuple[str, ...] = _several(precision) or usual
-    efficiencies, reasons = _efficiencies(where, gpus, precisions, measured)
+    if kinds:
+        kinds, reasons = kinds_with_speeds(kinds, where, gpus, precisions, measured)
+        known = [set(kind.efficiencies) for kind in kinds]
+        efficiencies = {
+            name: one for name, one in kinds[0].efficiencies.items() if all(name in each for each in known)
+        }
+    else:
+        efficiencies, reasons = efficiencies_of(where, gpus, precisions, measured)
     room = where.device.memory_bytes
     if not room and not on_cuda:
         room = available_bytes() // where.ranks_per_node
@@ -133,6 +150,7 @@ def plan(
         module_stages={path: stage_of(own) for path, own in (module_stages or {}).items()},
         optimizer=optimizer,
         states=_homes(_several(states), on_cuda=on_cuda),
+        kinds=kinds,
     )
     found = plan_cells(subject, question)
     return replace(found, assumptions=(*notes, *reasons, *found.assumptions))
@@ -144,111 +162,6 @@ def _several(value: _T | Sequence[_T] | None) -> tuple[_T, ...] | None:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return (value,)
     return tuple(dict.fromkeys(value))
-
-
-def _cluster(
-    gpus: int,
-    name: str | None,
-    nodes: int | None,
-    file: str | Path | None,
-    network_gbit: float | None,
-    record: Record | None,
-) -> tuple[Cluster, list[str]]:
-    """The devices and links, and in sentences what was assumed of them."""
-    if nodes is not None and (nodes < 1 or gpus % nodes):
-        raise UsageError(f"{gpus} devices cannot be divided equally among {nodes} nodes")
-    device = None if name is None else Device("cpu") if name == "cpu" else device_named(name)
-    if record is not None:
-        device = _measured_device(record, device)
-    notes = []
-    if file is not None:
-        found = read_cluster(Path(file), device=device)
-        per_node = min(gpus, found.ranks_per_node) if nodes is None else gpus // nodes
-        if gpus % per_node:
-            raise UsageError(
-                f"{gpus} devices do not fill nodes of {per_node}, as {file} has them: give --nodes"
-            )
-        if per_node > found.ranks_per_node:
-            raise UsageError(
-                f"{gpus} devices on {nodes} nodes are {per_node} a node, and {file} has {found.ranks_per_node}: give "
-                "more nodes, or another file"
-            )
-        if found.sharing is not None and gpus > 1 and per_node != found.ranks_per_node:
-            raise UsageError(
-                f"{file} was measured with {found.ranks_per_node} ranks a node, and {per_node} are planned: run "
-                f"zerokit doctor --json with --nproc-per-node {per_node}"
-            )
-        found = replace(found, ranks_per_node=per_node)
-    elif device is None:
-        raise UsageError("no device: give --device, such as h100-80, or a file for --cluster that names one")
-    else:
-        if nodes is None:
-            nodes = _usual_nodes(gpus)
-            if nodes > 1:
-                notes.append(f"{nodes} nodes of {gpus // nodes} devices. Use --nodes to change this.")
-        found = Cluster(device, gpus // nodes, device.inner)
-    if network_gbit is not None:
-        return replace(found, outer=network(network_gbit)), notes
-    if found.outer is None and found.nodes(gpus) > 1 and (usual := NODE_GBIT_PER_S.get(found.device.name)):
-        speed = usual * found.ranks_per_node / USUAL_NODE
-        notes.append(
-            f"Nodes are joined by {speed:,.0f} Gbit/s each, {usual / USUAL_NODE:,.0f} a device as in NVIDIA's "
-            "DGX. Use --network or --cluster to change this."
-        )
-        found = replace(found, outer=network(speed))
-    return found, notes
-
-
-def _usual_nodes(gpus: int) -> int:
-    """The fewest nodes of at most `USUAL_NODE` devices that all have as many."""
-    for nodes in range(-(-gpus // USUAL_NODE), gpus // 2 + 1):
-        if gpus % nodes == 0:
-            return nodes
-    if gpus <= USUAL_NODE:
-        return 1
-    raise UsageError(f"{gpus} devices cannot be divided among nodes of 2 to {USUAL_NODE}: give --nodes")
-
-
-def _measured_device(record: Record, given: Device | None) -> Device:
-    """The device that the record is of. Raises `UsageError` where another one is planned."""
-    name = record.ranks[0].device if record.ranks else "cpu"
-    found = Device("cpu") if name.startswith("cpu") else known_device(name)
-    if given is None:
-        return found or device_named(name)
-    # A host is no device, and what the table knows by another name is another device.
-    if bool(given.flops) != (not name.startswith("cpu")) or (found is not None and found.name != given.name):
-        raise UsageError(
-            f"the record was measured on {name}, and {given.name} is planned: give a record of one"
-        )
-    return given
-
-
-def _efficiencies(
-    cluster: Cluster, gpus: int, precisions: Sequence[str], record: Record | None
-) -> tuple[dict[str, Efficiency], list[str]]:
-    """The speed of the device by precision, and why it has none for some."""
-    found, reasons = {}, []
-    for precision in precisions:
-        if record is not None and precision == (record.settings.precision or "fp32"):
-            found[precision] = speed_of(record, cluster, gpus)
-            reasons.append(f"The device's speed is that of record {record.id[:8]}, {record.settings.model}.")
-            continue
-        if record is not None:
-            reasons.append(
-                f"No times in {precision}: record {record.id[:8]} is of {record.settings.precision or 'fp32'}."
-            )
-            continue
-        if not cluster.device.flops:
-            reasons.append(
-                f"No times in {precision}: a host's speed comes from a record of `zerokit bench` on one rank, "
-                "--from RECORD."
-            )
-            continue
-        try:
-            found[precision] = of_device(cluster.device, precision)
-        except UsageError as error:
-            reasons.append(f"No times in {precision}: {error}.")
-    return found, reasons
 
 
 def _homes(given: Sequence[str] | None, *, on_cuda: bool) -> tuple[tuple[str, ...], ...]:
@@ -307,6 +220,10 @@ def plain(plan: Plan) -> dict[str, Any]:
             "flops_convention": plan.subject.flops_convention,
         },
         "device": question.cluster.device.name,
+        "kinds": [
+            {"device": str(kind), "ranks": list(kind.ranks), "memory_bytes": kind.device.memory_bytes}
+            for kind in question.kinds
+        ],
         "ranks": question.world,
         "nodes": question.nodes,
         "device_memory_bytes": question.room_bytes,
@@ -314,6 +231,8 @@ def plain(plan: Plan) -> dict[str, Any]:
         "visits": plan.visits,
         "bench": plan.bench_line,
         "optimizer": plan.optimizer_arguments,
+        "batches": plan.batches_call,
+        "bought": plan.bought,
         "assumptions": list(plan.assumptions),
         "fitting": [plain_cell(one) for one in plan.fitting],
         "too_large": [plain_cell(one) for one in plan.too_large],
@@ -332,16 +251,7 @@ def plain_cell(one: PlannedCell) -> dict[str, Any]:
         "recompute": cell.recompute,
         "precision": cell.precision,
         "states": cell.states,
-        "memory": {
-            "held_bytes": asdict(memory.held) | {"total": memory.held.total},
-            "peak_bytes": memory.peak,
-            "highest_bytes": memory.highest,
-            "gathered_bytes": memory.gathered,
-            "context_bytes": memory.context,
-            "needed_bytes": memory.needed,
-            "away_bytes": memory.away,
-            "missing_bytes": one.missing_bytes,
-        },
+        "memory": _plain_memory(memory, one.missing_bytes),
         "step_ms": time and time.total_s * 1e3,
         "compute_ms": time and time.compute_s * 1e3,
         "optimizer_ms": time and time.optimizer_s * 1e3,
@@ -352,4 +262,45 @@ def plain_cell(one: PlannedCell) -> dict[str, Any]:
         "mfu": one.mfu,
         "update_balance": one.division and one.division.balance,
         "exchanged_bytes": one.division and one.division.exchanged_bytes,
+        "mixed": one.mixed and _plain_mixed(one.mixed),
+    }
+
+
+def _plain_memory(memory: PlannedMemory, missing_bytes: int) -> dict[str, Any]:
+    return {
+        "held_bytes": asdict(memory.held) | {"total": memory.held.total},
+        "peak_bytes": memory.peak,
+        "highest_bytes": memory.highest,
+        "gathered_bytes": memory.gathered,
+        "context_bytes": memory.context,
+        "needed_bytes": memory.needed,
+        "away_bytes": memory.away,
+        "missing_bytes": missing_bytes,
+    }
+
+
+def _plain_mixed(mixed: Mixed) -> dict[str, Any]:
+    equal = mixed.equal
+    return {
+        "shares": mixed.shares,
+        "pace": mixed.pace,
+        "batches": mixed.batches,
+        "kinds": [
+            {
+                "device": str(part.kind),
+                "share": part.share,
+                "batch_size": part.samples,
+                "memory": _plain_memory(part.memory, part.missing_bytes),
+                "step_ms": part.time and part.time.total_s * 1e3,
+                "compute_ms": part.time and part.time.compute_s * 1e3,
+            }
+            for part in mixed.parts
+        ],
+        "equal": {
+            "fits": equal.tight is None,
+            "missing_bytes": equal.tight.missing_bytes if equal.tight else 0,
+            "device": equal.tight and str(equal.tight.kind),
+            "shares_fit": equal.tight_shares is None,
+            "times_as_long": equal.longer,
+        },
     }

@@ -20,9 +20,10 @@ from zerokit.bench.catalogue.engines import require_known
 from zerokit.bench.catalogue.workloads import INSTALL, describe
 from zerokit.bench.machine.host import write_first
 from zerokit.bench.record.measured import Bandwidth, Planned
+from zerokit.bench.record.options import ON_DEVICE
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.schema import to_plain
-from zerokit.bench.record.settings import ON_DEVICE, Settings
+from zerokit.bench.record.settings import Settings
 from zerokit.bench.workloads.build import Loaded, load
 from zerokit.documents import parse_json, read_text
 from zerokit.errors import UsageError
@@ -80,9 +81,7 @@ def subject_of(loaded: Loaded) -> Subject:
     settings = replace(loaded.settings, recompute=False)
 
     def batch(samples: int) -> tuple[Tensor, ...]:
-        if samples == settings.batch_size:
-            return loaded.batch(0)
-        return load(replace(settings, batch_size=samples)).batch(0)
+        return loaded.take(range(samples))
 
     build, options = replace(loaded, settings=settings).build, ("--model", settings.model)
     subject = Subject(settings.model, build, batch, model.unit, model.units_per_sample, bench_options=options)
@@ -228,6 +227,9 @@ class PlanBeside:
         self._settings = settings
         self._timed: Timed | None = None
         name, on_cuda = settings.precision or "fp32", device is not None
+        if settings.shares is not None or settings.pace:
+            self.planned = Planned({}, {}, reason="the plan beside a bench has equal shares and batches")
+            return
         if traces is None:
             traces = Traces(
                 subject_of(loaded),

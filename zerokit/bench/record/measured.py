@@ -182,6 +182,11 @@ class Rank:
         device_id: UUID of the device, by which ranks that share one are known.
         window_ms: on CUDA, the measured steps together by the host's clock, from an idle device to an idle one, saving
             apart: beside the sum of `step_ms`.
+        computed_ms, waited_ms: how long the rank computed in a step, and waited in collectives for others and their
+            data: means over the measured steps, on CUDA over the last of warm-up. Null for engines that cannot tell.
+        share: its share of what is sharded; null where all ranks have equal ones.
+        samples: how many of a step's samples it had in the last step, by pace; null where all ranks have as many.
+        speed: on which ranks have agreed, relative to their mean; null without pace.
     """
 
     rank: Count
@@ -200,6 +205,11 @@ class Rank:
     device_id: str | None = None
     device_memory: DeviceMemory | None = None
     window_ms: Number | None = None
+    computed_ms: Number | None = None
+    waited_ms: Number | None = None
+    share: Count | None = None
+    samples: Count | None = None
+    speed: Number | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
+from zerokit.bench.record.measured import Rank
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.statistics import mean_interval, median_interval
 from zerokit.sizes import ELSEWHERE
@@ -165,6 +166,23 @@ def _largest(sizes: Iterable[int | None]) -> float | None:
     return max((size / MIB for size in sizes if size is not None), default=None)
 
 
+def _idle(choose: Callable[[list[float]], float]) -> Read:
+    """The part of a step for which a rank waits; None where ranks are alone, or the engine cannot tell."""
+
+    def value(record: Record) -> float | None:
+        shares = [share for rank in record.ranks if (share := idle_share(rank)) is not None]
+        return choose(shares) if len(shares) > 1 else None
+
+    return value
+
+
+def idle_share(rank: Rank) -> float | None:
+    """The part of a step for which this rank waits; None where that is not known."""
+    if rank.computed_ms is None or rank.waited_ms is None or rank.computed_ms + rank.waited_ms <= 0:
+        return None
+    return rank.waited_ms / (rank.computed_ms + rank.waited_ms)
+
+
 def _bandwidth(operation: str) -> Read:
     return lambda record: {one.operation: one.bus_gb_per_s for one in record.bandwidth}.get(operation)
 
@@ -172,10 +190,11 @@ def _bandwidth(operation: str) -> Read:
 def _paced(record: Record) -> float | None:
     """How many times as long steps were as forward and backward of the compute-only twin beside them.
 
-    The geometric mean of the middle half of the pairs. When the machine is slower for a while, both are.
+    The geometric mean of the middle half of the pairs. When the machine is slower for a while, both are. None where
+    samples are dealt by pace: the twin's passes are then not those of other cells.
     """
     twin = record.twin
-    if twin is None or min(*twin.own_ms, *twin.pace_ms) <= 0:
+    if twin is None or record.settings.pace or min(*twin.own_ms, *twin.pace_ms) <= 0:
         return None
     pairs = zip(twin.own_ms, twin.pace_ms, strict=True)
     ratios = sorted(math.log(own / pace) for own, pace in pairs)
@@ -217,6 +236,8 @@ def _table() -> Iterator[tuple[str, str, str, Read | str]]:
         yield f"step/{name}_ms", f"step {name}", "ms", f"results.step.{name}"
     yield "step/planned_ms", "step, planned", "ms", "planned.step_ms"
     yield PACED, "step, paced", "×", _paced
+    for name, choose in (("least", min), ("most", max)):
+        yield f"idle/{name}", f"idle, {name}", "", _idle(choose)
     yield "step/wall_mean_ms", "step mean, wall", "ms", _wall
     for name in ("spread", "drift"):
         yield f"step/{name}", f"step {name}", "", f"results.step.{name}"

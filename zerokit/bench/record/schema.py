@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from annotated_types import Ge, Le
 
@@ -48,15 +48,16 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(kind: type[T], value: Any) -> T:
+def from_plain(kind: type[T], value: Any, *, others: Literal["forbid", "ignore"] = "forbid") -> T:
     """The instance of `kind` (a dataclass) from which `to_plain` made `value`.
 
-    Raises `SchemaError` for a field that is unknown, mistyped or out of its range, or missing without a default.
+    Raises `SchemaError` for a field that is unknown, mistyped or out of its range, or missing without a default; with
+    `others="ignore"` unknown ones are left out.
     """
     from pydantic import ValidationError
 
     try:
-        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(value), strict=True, extra="forbid")
+        found: T = _adapter(cast(Any, kind)).validate_json(json.dumps(value), strict=True, extra=others)
     except ValidationError as error:
         raise SchemaError(_first(error, kind.__name__)) from error
     return found

@@ -10,76 +10,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
-from typing import Any, Literal
 
+from zerokit.bench.record.by_rank import (
+    PACE_EVERY,
+    contradictions_of_unequal,
+    parse_cores,
+    parse_mesh,
+    parse_sizes,
+)
+from zerokit.bench.record.options import (
+    LOSSY_WIRES,
+    ON_DEVICE,
+    STAGES,
+    STEPS_A_ROUND,
+    Option,
+    fixed,
+    inner,
+    outer,
+    saved,
+    timed,
+)
 from zerokit.bench.record.schema import Integer, Number
 from zerokit.errors import UsageError
-
-TRAINED = "What is trained (comma lists make a sweep)"
-MANNER = "How it is trained"
-MEASURED = "How it is measured"
-CHECKPOINTS = "Checkpoints"
-
-STAGES = (0, 1, 2, 3)
-ON_DEVICE = "device"
-DEFAULT_REPEATS = 3
-"""Rounds of a sweep where nobody chooses."""
-LOSSY_WIRES = ("int8", "int4", "powersgd")
-"""Gradients that arrive on these are not the sum of the ranks' gradients, rounded."""
-STEPS_A_ROUND = 12
-"""Measured steps where nobody chooses and there are several rounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """The option of a field of `Settings`: its help, check and display.
-
-    Attributes:
-        sweep: whether it may have several values, which make a sweep. "outer" options change last: the engines and
-            stages of one workload run after each other, so that a machine that changes its pace in the course of an
-            hour spoils no comparison between them.
-        choices: all values, where there are few.
-        minimum, above: the smallest value, or a number that it must exceed.
-        metavar: its value in the help; by default N for whole numbers, X for others, NAME for choices.
-        shown_default: in the help, where it is not `Settings`' own.
-        title: in lists; by default its name.
-        words: a value in a label, such as "batch {}"; by default the title and the value.
-        same_cell: whether records that differ in it alone are repetitions of one cell.
-    """
-
-    help: str
-    heading: str
-    sweep: Literal["", "outer", "inner"] = ""
-    choices: tuple[Any, ...] = ()
-    minimum: float | None = None
-    above: float | None = None
-    metavar: str | None = None
-    shown_default: str | None = None
-    title: str | None = None
-    words: str | None = None
-    same_cell: bool = False
-
-
-def option(default: Any, help: str, heading: str, **more: Any) -> Any:
-    """A field of `Settings` with its `Option`."""
-    return field(default=default, metadata={"option": Option(help, heading, **more)})
-
-
-_outer = partial(option, heading=TRAINED, sweep="outer")
-_inner = partial(option, heading=TRAINED, sweep="inner")
-_fixed = partial(option, heading=MANNER)
-_timed = partial(option, heading=MEASURED, same_cell=True)
-_saved = partial(option, heading=CHECKPOINTS, same_cell=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one bench; each is explained in its help.
+    """The settings of one bench, explained in their help.
 
     `precision`, `device`, `bucket_mb`, `data`, `image_size` and `warmup` are None until a rank has looked at its
     machine and its model; the record has the resolved values. `clip` None leaves gradients alone, and their norm
@@ -88,46 +48,53 @@ class Settings:
     Raises `UsageError` for values that contradict each other; `bench.catalogue.engines` knows engines and models.
     """
 
-    engine: str = _inner("zerokit", "Training engines: {engines}.", metavar="NAME")
-    model: str = _outer(
+    engine: str = inner("zerokit", "Training engines: {engines}.", metavar="NAME")
+    model: str = outer(
         "gpt-5m",
         "Workloads: {models}; or package.module:factory for your own, which returns a zerokit.bench.workloads.own.Own.",
         metavar="NAME",
         words="{}",
     )
-    stage: Integer = _inner(
+    stage: Integer = inner(
         2,
         "ZeRO stage: 0 shards nothing, 1 optimizer states, 2 also gradients, 3 also parameters.",
         choices=STAGES,
         shown_default="each engine's own, zerokit's is 2",
     )
-    mesh: str | None = _inner(
+    mesh: str | None = inner(
         None,
         "A mesh of two axes: M groups (such as nodes) of S ranks. --stage then belongs to the inner axis. For "
         "zerokit and fsdp2.",
         metavar="MxS",
     )
-    outer_stage: Integer | None = _inner(
+    outer_stage: Integer | None = inner(
         None,
         "ZeRO stage of the mesh's outer axis, at most --stage; 0 with --stage 3 is HSDP.",
         choices=STAGES,
         shown_default="--stage",
     )
-    optimizer: str = _inner(
+    optimizer: str = inner(
         "adamw",
         "adamw, or muon: torch's Muon on the matrices of the blocks, AdamW on all else (embeddings, heads, norms, "
         "biases).",
         choices=("adamw", "muon"),
         words="{}",
     )
-    states: str = _inner(
+    states: str = inner(
         "device",
         "Where masters and the optimizer's states are between steps: device, host, fp8 (moments in eight bits on the "
         "device), or the path of a directory on a disk of each node. For zerokit.",
         metavar="NAME|PATH",
         words="states {}",
     )
-    every: Integer | None = _inner(
+    shares: str | None = fixed(
+        None,
+        "Shares of what is sharded: by rank, by rank of the mesh's inner axis, or by free memory. For zerokit.",
+        metavar="N,N,…|memory",
+        shown_default="equal",
+        words="shares {}",
+    )
+    every: Integer | None = inner(
         None,
         "Local steps: islands (the groups of --mesh, or else single ranks) train alone and synchronise their "
         "weights every N steps. For zerokit (DiLoCo) and post-local-sgd (torch's mean of the weights).",
@@ -135,23 +102,23 @@ class Settings:
         title="local steps",
         words="every {} steps",
     )
-    fragments: Integer = _inner(
+    fragments: Integer = inner(
         1, "Parts of the model that islands synchronise in turn (--every).", minimum=1, words="{} fragments"
     )
-    delay: Integer = _inner(
+    delay: Integer = inner(
         0,
         "Steps for which a fragment is in flight while training continues (--every).",
         minimum=0,
         words="delay {}",
     )
-    precision: str | None = _outer(
+    precision: str | None = outer(
         None,
         "Compute dtype: fp32, bf16 or fp16.",
         choices=("fp32", "bf16", "fp16"),
         shown_default="bf16 on CUDA, fp32 on a CPU",
         words="{}",
     )
-    wire: str = _inner(
+    wire: str = inner(
         "own",
         "Dtype of gradients between ranks: own is the engine's; bf16 (ddp with torch's hook; zerokit sums in "
         "fp32); int8 and int4, rounded at random (zerokit), and powersgd (ddp with torch's hook) change the "
@@ -160,14 +127,14 @@ class Settings:
         choices=("own", "bf16", *LOSSY_WIRES),
         words="{} wire",
     )
-    nodes: Integer = _outer(
+    nodes: Integer = outer(
         1,
         "Number of nodes, simulated on this machine unless --launcher is given.",
         minimum=1,
         shown_default="all of the launcher's, or 1",
         words="{} nodes",
     )
-    nproc_per_node: Integer = _outer(
+    nproc_per_node: Integer = outer(
         1,
         "Ranks on each node.",
         minimum=1,
@@ -175,10 +142,10 @@ class Settings:
         title="ranks a node",
         words="{} ranks a node",
     )
-    batch_size: Integer = _outer(
+    batch_size: Integer = outer(
         4, "Samples (sequences, images) in a micro-batch on one rank.", minimum=1, words="batch {}"
     )
-    seq_len: Integer = _outer(
+    seq_len: Integer = outer(
         128,
         "Tokens in a sequence of a language model.",
         minimum=1,
@@ -186,12 +153,30 @@ class Settings:
         title="tokens a sequence",
         words="{} positions",
     )
-    accumulate: Integer = _outer(1, "Micro-batches in a step.", minimum=1, words="{} micro-batches")
-    recompute: bool = _fixed(
+    accumulate: Integer = outer(1, "Micro-batches in a step.", minimum=1, words="{} micro-batches")
+    recompute: bool = fixed(
         False,
         "Recompute blocks (the children of the model's ModuleLists) in backward instead of keeping their activations.",
     )
-    bucket_mb: Number | None = _inner(
+    pace: bool = fixed(
+        False,
+        f"Deal the samples of a step to ranks by their speed, agreed on every {PACE_EVERY} steps. For zerokit.",
+        words="by pace",
+    )
+    cores_per_rank: str | None = fixed(
+        None,
+        "Hold ranks on this machine to so many processor cores each, such as 1,0.5. Needs the right to make control "
+        "groups.",
+        metavar="X,X,…",
+        words="cores {}",
+    )
+    memory_per_rank: str | None = fixed(
+        None,
+        "Hold ranks on this machine to so much memory each, such as 2G,1G.",
+        metavar="SIZE,…",
+        words="memory {}",
+    )
+    bucket_mb: Number | None = inner(
         None,
         "Largest unit of neighbouring small modules, in MiB of fp32.",
         above=0,
@@ -199,66 +184,66 @@ class Settings:
         title="bucket, MiB",
         words="bucket {:g} MiB",
     )
-    device: str | None = _fixed(
+    device: str | None = fixed(
         None, "Device of the ranks.", choices=("cpu", "cuda"), shown_default="cuda if available"
     )
-    image_size: Integer | None = _fixed(
+    image_size: Integer | None = fixed(
         None, "Pixels on each side of an image model's input.", minimum=1, shown_default="the model's"
     )
-    lr: Number = _fixed(
+    lr: Number = fixed(
         1e-3,
         "Learning rate of AdamW, and of Muon, whose updates are scaled to the size of AdamW's.",
         minimum=0,
         title="learning rate",
     )
-    clip: Number | None = _fixed(
+    clip: Number | None = fixed(
         1.0, "Largest gradient norm; 0 turns off clipping and the measurement of the norm.", minimum=0
     )
-    seed: Integer = _fixed(0, "Seed for weights and batches.")
-    data: str | None = _fixed(
+    seed: Integer = fixed(0, "Seed for weights and batches.")
+    data: str | None = fixed(
         None,
         "A file or a folder, 'standard-library' (the text of this Python's own sources) or 'synthetic'.",
         metavar="PATH",
         shown_default="standard-library for language models, else synthetic",
     )
-    steps: Integer = _timed(
+    steps: Integer = timed(
         30,
         "Number of measured steps.",
         minimum=1,
         shown_default=f"30; {STEPS_A_ROUND} in each of several rounds",
     )
-    warmup: Integer | None = _timed(
+    warmup: Integer | None = timed(
         None, "Number of warm-up steps.", minimum=0, shown_default="until step times are steady"
     )
-    target_loss: Number | None = _timed(
+    target_loss: Number | None = timed(
         None,
         "Also report the number of tokens (samples, images) after which the mean loss of five steps reaches X.",
         above=0,
         title="target loss",
     )
-    twin: bool = _timed(
+    twin: bool = timed(
         True,
         "Also train each cell without communication, alternating with it. The difference is the cost of "
         "communication.",
     )
-    save: str | None = _saved(
+    save: str | None = saved(
         None,
         "Write a checkpoint into this run directory at the end, and every --save-every steps. The command fails before "
         "training if the directory already holds later steps.",
         metavar="RUN",
     )
-    save_every: Integer | None = _saved(None, "Also save every K steps.", minimum=1, metavar="K")
-    background: bool = _saved(
+    save_every: Integer | None = saved(None, "Also save every K steps.", minimum=1, metavar="K")
+    background: bool = saved(
         False, "Save in the background while the next steps run; their times include it.", same_cell=False
     )
-    resume: bool = _saved(False, "Continue from the newest checkpoint in --save, if there is one.")
-    elastic: bool = _saved(
+    resume: bool = saved(False, "Continue from the newest checkpoint in --save, if there is one.")
+    elastic: bool = saved(
         False,
         "Continue from --save with the ranks that remain when others are killed, and with more when nodes join. "
         "zerokit restarts ranks on this machine; elsewhere torchrun does. The run ends at step --steps, and "
         "--save-every defaults to a tenth of that. One record covers all parts. Implies --no-twin.",
     )
-    copies: Integer | None = _saved(
+    copies: Integer | None = saved(
         None,
         "Also copy the training state into the memory of K nodes, its own included, beside the steps of an elastic "
         "bench. A restart then resumes from memory. --save-every can be seldom.",
@@ -266,10 +251,10 @@ class Settings:
         metavar="K",
         same_cell=False,
     )
-    copy_every: Integer = _saved(
+    copy_every: Integer = saved(
         10, "Copy every N steps; a restart repeats at most these (--copies).", minimum=1, same_cell=False
     )
-    copy_to: str = _saved(
+    copy_to: str = saved(
         "/dev/shm",
         "A directory of each node's own, in which the job makes one for its copies, and removes it at its end.",
         metavar="DIR",
@@ -301,6 +286,14 @@ class Settings:
                 f"states {self.states!r}: expected device, host, fp8, or the path of a directory with a slash, such as "
                 f"./{self.states}"
             )
+        yield from contradictions_of_unequal(
+            *(self.shares, self.world, self.shape and self.shape[1]),
+            pace=self.pace,
+            limited=bool(self.cores or self.memory_bytes),
+            islands=self.every is not None,
+            elastic=self.elastic,
+            warmup=self.warmup,
+        )
         if self.every is None and (self.fragments != 1 or self.delay):
             yield "--fragments and --delay belong to local steps: give --every too"
         if self.every is not None:
@@ -341,6 +334,16 @@ class Settings:
             yield "--copy-every and --copy-to belong to copies: give --copies K, such as 2, too"
         if self.save is not None and self.engine != "zerokit":
             yield f"--save writes zerokit's checkpoints, which engine {self.engine!r} cannot"
+
+    @property
+    def cores(self) -> tuple[float, ...] | None:
+        """The cores that each rank is held to."""
+        return None if self.cores_per_rank is None else parse_cores(self.cores_per_rank, self.world)
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...] | None:
+        """The memory that each rank is held to."""
+        return None if self.memory_per_rank is None else parse_sizes(self.memory_per_rank, self.world)
 
     @property
     def home(self) -> str:
@@ -384,14 +387,6 @@ class Settings:
         """A digest that is equal for equal settings in any process; an interrupted sweep finds its cells by it."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def parse_mesh(text: str) -> tuple[int, int]:
-    """The outer and the inner axis of "2x4"; raises `UsageError` for other text."""
-    shape = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if shape is None:
-        raise UsageError(f"mesh {text!r}: expected OUTERxINNER, such as 2x4")
-    return int(shape[1]), int(shape[2])
 
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(

@@ -30,12 +30,15 @@ def title_of(name: str) -> str:
 def value_in_words(name: str, value: Any) -> str:
     """A setting's value as shown in a label: "batch 4", "1 node"."""
     words = OPTIONS[name].words if name in OPTIONS else None
+    if isinstance(value, bool):
+        return (words or title_of(name)) if value else f"no {title_of(name)}"
     text = words.format(value) if words else f"{title_of(name)} {value}"
     return re.sub(r"^1 (\S+?)(?:(?<=ch)e)?s\b", r"1 \1", text)
 
 
 # How long was measured, what for, and how often: not what was measured.
 _ASIDE = {"repeat", *(name for name, how in OPTIONS.items() if how.same_cell)}
+_OF_UNEQUAL = ("shares", "cores_per_rank", "memory_per_rank")
 _DESCRIBING = [one.name for one in fields(Settings) if one.name not in _ASIDE]
 
 
@@ -45,15 +48,20 @@ def identity(settings: Settings) -> dict[str, Any]:
 
 
 def varying(cells: Iterable[Settings]) -> list[str]:
-    """The settings in which these cells differ; None does not count."""
+    """The settings in which these cells differ; None does not count, except of what only unequal ranks have."""
     rows = list(cells)
-    return [name for name in _DESCRIBING if len({getattr(row, name) for row in rows} - {None}) > 1]
+    return [
+        name
+        for name in _DESCRIBING
+        if len({getattr(row, name) for row in rows} - (set() if name in _OF_UNEQUAL else {None})) > 1
+    ]
 
 
 def unusual(settings: Settings, without: Iterable[str] = ()) -> list[str]:
-    """The sweepable options that differ from their defaults, as text, `without` these."""
+    """The options that differ from their defaults, as text, `without` these: what is swept, or has words of its own."""
     usual, aside = Settings(), {"engine", "stage", *without}
-    values = {name: getattr(settings, name) for name in DIMENSIONS if name not in aside}
+    worded = (name for name, how in OPTIONS.items() if how.words and name not in DIMENSIONS)
+    values = {name: getattr(settings, name) for name in (*DIMENSIONS, *worded) if name not in aside}
     return [
         value_in_words(name, value)
         for name, value in values.items()

@@ -12,6 +12,8 @@ from zerokit.bench.report.pictures import Picture, Row, colour, data_of, draw_ba
 from zerokit.bench.report.render import document, write_page
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each, hopeless
+from zerokit.planning.memory import PlannedMemory
+from zerokit.text import in_runs
 
 _SHORT = {kind: kind.split()[0] for kind in MEMORY_KINDS}
 """Headings and labels that a narrow page has room for."""
@@ -32,6 +34,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         away=any(one.cell.states != "device" for one in plan.fitting),
         hopeless=hopeless(plan),
         kinds=_SHORT,
+        in_runs=in_runs,
         gib=GIB,
     )
     write_page(text, path)
@@ -48,12 +51,21 @@ def pictures(plan: Plan) -> list[Picture]:
 def _memory(plan: Plan) -> Picture:
     rows = []
     for one in best_of_each([*best_of_each(plan.fitting), *best_of_each(plan.too_large)])[:_MOST_ROWS]:
-        sizes = {**{_SHORT[kind]: size for kind, size in one.memory.peak.items()}, "CUDA": one.memory.context}
-        parts = [(kind, size / GIB, kind) for kind, size in sizes.items()]
-        room = None if one.room_bytes is None else one.room_bytes / GIB
-        rows.append(Row(_name(one), f"{one.memory.needed / GIB:,.1f} GiB", parts, mark=room))
+        if one.mixed is None:
+            rows.append(_bar(_name(one), one.memory, one.room_bytes))
+            continue
+        for part in one.mixed.parts:
+            name = f"{_name(one)}: {part.samples} on {part.kind}"
+            rows.append(_bar(name, part.memory, part.room_bytes))
     title = "Memory of a rank at its peak"
     return draw_bars("memory", title, rows, Scale("GiB", 1.0, 1), {**_ROLES, "CUDA": "muted"})
+
+
+def _bar(name: str, memory: PlannedMemory, room_bytes: int | None) -> Row:
+    sizes = {**{_SHORT[kind]: size for kind, size in memory.peak.items()}, "CUDA": memory.context}
+    parts = [(kind, size / GIB, kind) for kind, size in sizes.items()]
+    room = None if room_bytes is None else room_bytes / GIB
+    return Row(name, f"{memory.needed / GIB:,.1f} GiB", parts, mark=room)
 
 
 def _name(one: PlannedCell) -> str:

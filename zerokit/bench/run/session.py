@@ -36,6 +36,7 @@ from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
 from zerokit.files import path_of
 from zerokit.launch.failures import Failure, WorkerFailed
+from zerokit.launch.limits import Limit, missing
 
 _NOT_THE_JOBS = {
     *("nodes", "nproc_per_node", "mesh", "every", "fragments", "delay"),  # as `remaining` changes them
@@ -97,7 +98,8 @@ _REASON_LENGTH = 8000
 
 
 Launch = Callable[..., None]
-"""`launch(module, arguments, nodes=, nproc_per_node=, log_dir=, poll=)` runs a module on every rank.
+"""`launch(module, arguments, nodes=, nproc_per_node=, log_dir=, poll=)` runs a module on every rank; with
+`limits=`, in rank order, too, where ranks are held to cores or memory.
 
 It returns when all have ended, and raises `ZerokitError` if one failed. `log_dir` is the job's folder: on other
 machines ranks see a copy of its files, and what they write beside them is in `log_dir` at the end, or before. `poll` is
@@ -130,7 +132,8 @@ class Host:
 
     `interrupted` is called between the parts and raises one of `interruptions` if the user wants no more: such a cell
     is killed, any other error failed. `memory` tells what ranks have, None where that is not known here, and
-    `max_restarts` how often an elastic bench is started again.
+    `max_restarts` how often an elastic bench is started again. `unlimited` tells why ranks cannot be held to cores and
+    memory, None where they can.
     """
 
     launch: Launch
@@ -139,6 +142,7 @@ class Host:
     watch: Watch
     memory: Callable[[], Machine] | None = this_machine
     max_restarts: int = 0
+    unlimited: Callable[[], str | None] = missing
 
 
 def record_path(output: Path | None, settings: Settings, now: datetime) -> Path:
@@ -216,10 +220,21 @@ def refusal(settings: Settings, host: Host) -> Outcome | None:
     if reason is None and (missing := ENGINES[settings.engine].missing) is not None:
         reason = f"engine {settings.engine}: {missing}"
     reason = reason or describe(settings.model).missing
+    if reason is None and limits_of(settings):
+        reason = host.unlimited()
     if reason is not None:
         return Outcome(Status.UNSUPPORTED, reason)
     too_large = None if host.memory is None else refuse_if_too_large(settings, host.memory())
     return None if too_large is None else Outcome(Status.OUT_OF_MEMORY, too_large)
+
+
+def limits_of(settings: Settings) -> list[Limit]:
+    """What each rank is held to; empty without limits."""
+    cores, memory = settings.cores, settings.memory_bytes
+    if not cores and not memory:
+        return []
+    no_limit = (None,) * settings.world
+    return [Limit(*each) for each in zip(cores or no_limit, memory or no_limit, strict=True)]
 
 
 def what_happened(error: BaseException, job: Path, oom_kills_before: int | None) -> Outcome:
@@ -290,6 +305,7 @@ def _launch(
 
     host.watch.phase(f"starting {_ranks(settings)}")
     survivable: tuple[type[BaseException], ...] = (WorkerFailed, *host.interruptions)
+    limits = limits_of(settings)
     try:
         host.launch(
             "zerokit.bench.worker",
@@ -298,6 +314,7 @@ def _launch(
             nproc_per_node=settings.nproc_per_node,
             log_dir=work,
             poll=poll,
+            **({"limits": limits} if limits else {}),
         )
     except survivable as error:
         if settings.elastic or not written.exists():

@@ -23,9 +23,10 @@ from typing import Any
 
 from zerokit.bench.catalogue.engines import ENGINES, label_of, require_known, unsupported
 from zerokit.bench.catalogue.workloads import WORKLOADS
+from zerokit.bench.record.options import DEFAULT_REPEATS, STEPS_A_ROUND
 from zerokit.bench.record.record import Record, RecordError, read_record, require_writable, write_text
 from zerokit.bench.record.schema import Count, SchemaError, from_plain, parse, to_plain
-from zerokit.bench.record.settings import DEFAULT_REPEATS, DIMENSIONS, STEPS_A_ROUND, Settings
+from zerokit.bench.record.settings import DIMENSIONS, Settings
 from zerokit.bench.record.status import Status
 from zerokit.bench.record.words import slug, varying
 from zerokit.bench.run.session import Host, refusal, run_cell

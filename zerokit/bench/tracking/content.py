@@ -23,7 +23,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 # Metrics of a run. MLflow's pages draw every key, and more of them hide the ones that matter.
 MOST_KEYS = 60
 # MLflow cuts longer values silently.
-_PARAM_LENGTH = 6000
+PARAM_LENGTH = 6000
 TAG_LENGTH = 8000
 # MLflow refuses other characters in the name of a metric; a slash would begin another section of its charts.
 _NOT_IN_NAMES = re.compile(r"[^\w.\- :]+")
@@ -82,7 +82,7 @@ def run_params(record: Record) -> dict[str, str]:
     if record.settings.elastic and record.status != "ok":
         return {}
     found = {
-        name: "" if value is None else str(value)[:_PARAM_LENGTH]
+        name: "" if value is None else str(value)[:PARAM_LENGTH]
         for name, value in asdict(record.settings).items()
         # What a cell left open stands as empty, for every engine; one that is run again may yet choose it.
         if name != "repeat" and (value is not None or record.status == "ok")
@@ -165,9 +165,14 @@ def _system(record: Record, moment: int, room: int) -> list[_Series]:
 
 
 def moment_ms(record: Record | Sweep) -> int:
-    """When it was created, in milliseconds since the epoch; 0 for text that is no ISO 8601 time."""
+    """When it was created, as `moment_of`."""
+    return moment_of(record.created)
+
+
+def moment_of(text: str) -> int:
+    """A time in milliseconds since the epoch; 0 for text that is no ISO 8601 time."""
     try:
-        return int(datetime.fromisoformat(record.created).timestamp() * 1000)
+        return int(datetime.fromisoformat(text).timestamp() * 1000)
     except ValueError:
         return 0
 
@@ -175,15 +180,9 @@ def moment_ms(record: Record | Sweep) -> int:
 def sweep_note(records: Sequence[Record], baseline: str | None = None) -> str:
     """The sweep's table, for the page of its run: the runs of its cells have everything else."""
     from zerokit.bench.comparison.cells import make_cells
-    from zerokit.bench.comparison.tables import markdown
+    from zerokit.bench.comparison.tables import markdown, within
 
-    rows = markdown(make_cells([Run("", tuple(records))], baseline))
-    text = ""
-    for row in rows:
-        if len(text) + len(row) + 4 > TAG_LENGTH:
-            return f"{text}\n…"
-        text += f"{row}\n"
-    return text
+    return within(markdown(make_cells([Run("", tuple(records))], baseline)), TAG_LENGTH)
 
 
 def sweep_points(records: Sequence[Record]) -> list[Point]:

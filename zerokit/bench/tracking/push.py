@@ -20,6 +20,7 @@ from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
 from zerokit.bench.run.traces import read_trace
 from zerokit.bench.tracking import content
 from zerokit.bench.tracking.content import Status, Tag, moment_ms, sweep_status
+from zerokit.bench.tracking.micro import MAIN, SuiteFile, push_suite, read_suite
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError, ZerokitError
 
@@ -49,10 +50,12 @@ class Found:
     records: list[tuple[Path, Record]]
     sweeps: dict[str, tuple[Sweep, SweepFolder]]
     damaged: list[Done]
+    suites: list[tuple[Path, SuiteFile]] = field(default_factory=list)
+    """Files of pytest-benchmark."""
 
 
 def find_records(paths: Sequence[Path]) -> Found:
-    """Find the records in these files and folders, each once.
+    """Find the records and files of pytest-benchmark in these files and folders, each once.
 
     Other .json files below a folder are left out.
 
@@ -60,20 +63,23 @@ def find_records(paths: Sequence[Path]) -> Found:
     """
     records, folders = dict[str, tuple[Path, Record]](), dict[Path, SweepFolder]()
     sweeps, damaged = dict[str, tuple[Sweep, SweepFolder]](), list[Done]()
+    suites = dict[str, tuple[Path, SuiteFile]]()
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path} does not exist; give a record, or a folder of records")
         empty = path.is_dir()
         for file in json_below(path) if path.is_dir() else [path]:
             try:
-                if path.is_dir() and not is_record(file):
+                if (suite := read_suite(file)) is not None:
+                    suites.setdefault(suite.digest, (file, suite))
+                elif path.is_dir() and not is_record(file):
                     continue
-                record = read_record(file)
+                else:
+                    record = read_record(file)
+                    records.setdefault(record.id, (file, record))
+                    folders[file.parent.parent] = SweepFolder(file.parent.parent)
             except ZerokitError as error:
                 damaged.append(Done(file, "failed", None, str(error).removeprefix(f"{file}: ")))
-            else:
-                records.setdefault(record.id, (file, record))
-                folders[file.parent.parent] = SweepFolder(file.parent.parent)
             empty = False
         if empty:
             raise UsageError(f"{path} has no record")
@@ -85,7 +91,7 @@ def find_records(paths: Sequence[Path]) -> Found:
                 damaged.append(Done(folder.path / FILE, "failed", None, str(error)))
             else:
                 sweeps[sweep.id] = (sweep, folder)
-    return Found(list(records.values()), sweeps, damaged)
+    return Found(list(records.values()), sweeps, damaged, list(suites.values()))
 
 
 class Mirror(Store):
@@ -164,6 +170,10 @@ class Mirror(Store):
         self.write(run_id, tags={Tag.COMPLETE: digest})
         return "new" if begun is None else "completed", run_id
 
+    def push_suite(self, file: SuiteFile) -> tuple[Pushed, str]:
+        """Write a file of pytest-benchmark to its runs; returns what was done, and the id of the file's run."""
+        return push_suite(self, file, self._own)
+
 
 def push(
     found: Found,
@@ -192,6 +202,12 @@ def push(
         shown = mirror.parent(str(record.sweep)) if known else run_id
         view = mirror.view({Tag.PARENT: shown}, content.MAIN) if known else None
         results.append(Done(path, outcome, run_id or None, page=mirror.link(shown), view=view))
+        show(results[-1])
+    for path, suite in found.suites:
+        interrupted()
+        outcome, run_id = mirror.push_suite(suite)
+        view = mirror.view({Tag.PARENT: run_id}, MAIN)
+        results.append(Done(path, outcome, run_id, page=mirror.link(run_id), view=view))
         show(results[-1])
     if going_on:
         return results

@@ -23,6 +23,7 @@ from urllib.parse import quote, urlencode
 from zerokit.bench.record.record import FORMAT, Record, RecordError, Run, in_folder, is_record, read_record
 from zerokit.bench.tracking.content import Point
 from zerokit.bench.tracking.limits import Endless, limited
+from zerokit.bench.tracking.schema import is_database, wrong_schema
 from zerokit.errors import UsageError, ZerokitError, ZerokitWarning
 from zerokit.text import without_secrets
 
@@ -126,13 +127,18 @@ class Client:
 
 
 def connect(uri: str) -> Client:
-    """An MLflow client whose requests time out in seconds; raises `TrackingError`, as its methods do."""
+    """An MLflow client whose requests time out in seconds; raises `TrackingError`, as its methods do.
+
+    A database of another schema is refused: MLflow would upgrade an older one under its other writers.
+    """
     client = _import_client()
     # Creating the SQLite file announces every migration otherwise; what fails is said here, without their tracebacks.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     with failing(f"MLflow at {uri} cannot be used"):
-        if re.match("sqlite|postgresql|mysql|mssql", uri):  # other stores need no SQLAlchemy
+        if is_database(uri):  # other stores need no SQLAlchemy
+            if (wrong := wrong_schema(uri)) is not None:
+                raise TrackingError(f"MLflow at {without_secrets(uri)}: {wrong[0]}. To do: {wrong[1]}")
             from mlflow.store.db import utils
 
             utils.MAX_RETRY_COUNT = 3  # it has no variable for this, and 10 take two minutes

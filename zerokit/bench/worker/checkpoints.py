@@ -210,14 +210,18 @@ class Keeper:
     def _write_journal(self, done: Measured) -> None:
         """What the steps since the last checkpoint have shown goes into the journal, before the next one is there."""
         new = done.loss[self._in_journal :]
-        by_rank = gather(new)
+        by_rank = gather((new, done.count[self._in_journal :]))
         if self._journal is not None:
             norms = done.gradient_norm[self._in_journal :]
-            first, losses = done.trained - len(new) + 1, mean_over_ranks(by_rank)
+            first, losses = done.trained - len(new) + 1, mean_over_ranks(*zip(*by_rank, strict=True))
             note(self._journal, first=first, loss=losses, gradient_norm=norms)
         self._in_journal = len(done.loss)
 
 
-def mean_over_ranks(losses: Sequence[Sequence[float]]) -> list[float]:
-    """Each step's loss over all ranks; `losses` has one list per rank for the same steps."""
-    return [sum(step) / len(step) for step in zip(*losses, strict=True)]
+def mean_over_ranks(losses: Sequence[Sequence[float]], counts: Sequence[Sequence[float]]) -> list[float]:
+    """Each step's loss over all ranks; `losses` has one list per rank for the same steps, and so has `counts`."""
+    steps = zip(zip(*losses, strict=True), zip(*counts, strict=True), strict=True)
+    return [
+        sum(loss * count for loss, count in zip(step, of, strict=True)) / (sum(of) or 1.0)
+        for step, of in steps
+    ]

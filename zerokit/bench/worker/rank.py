@@ -140,12 +140,13 @@ def run(
     traffic, phases = None, None
     if measured.step_ms:  # else a restart had nothing left to train, so there is nothing to measure
         traffic = _traffic(trainer, settings)
-        rank = with_state(rank, trainer, loop)
+        rank = with_state(with_parts(rank, trainer, loop), trainer, loop)
         phases = measure_phases(trainer, loop.batches, accelerator, steps=settings.steps)
-    by_rank = gather((rank, measured.loss, samples))
+    by_rank = gather((rank, measured.loss, measured.count, samples))
     if first:
-        ranks = [one for one, _, _ in by_rank]
-        story = Story([], mean_over_ranks([loss for _, loss, _ in by_rank]), measured.gradient_norm)
+        ranks = [one for one, *_ in by_rank]
+        _, losses, counts, _ = zip(*by_rank, strict=True)
+        story = Story([], mean_over_ranks(losses, counts), measured.gradient_norm)
         if settings.elastic and settings.save is not None:
             story = Journal(path_of(settings.save)).story()
         loss: list[float | None] = list(story.loss)
@@ -162,7 +163,7 @@ def run(
             ranks=ranks,
             traffic=traffic,
             phases=phases,
-            system=[one for _, _, one in by_rank if one is not None],
+            system=[one for *_, one in by_rank if one is not None],
             loss=loss,
             gradient_norm=list(story.gradient_norm),
             skipped_steps=skipped_steps,
@@ -235,7 +236,20 @@ def _rank(
         device_id=device_id(accelerator),
         device_memory=memory,
         window_ms=measured.window_ms,
+        computed_ms=measured.computed_ms,
+        waited_ms=measured.waited_ms,
     )
+
+
+def with_parts(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:
+    """The rank with its part of the state and of a step's samples, where these are not the same for all ranks."""
+    if trainer.zero is not None and (shares := trainer.zero.layout.shares):
+        mesh = trainer.zero.runtime.collectives.mesh
+        by_rank = {mesh.rank(position): share for position, share in enumerate(shares)}
+        rank = replace(rank, share=by_rank[rank.rank])
+    if (dealer := loop.dealer) is not None:
+        rank = replace(rank, samples=dealer.samples, speed=dealer.pace.speeds[rank.rank])
+    return rank
 
 
 def with_state(rank: Rank, trainer: Trainer, loop: Loop) -> Rank:

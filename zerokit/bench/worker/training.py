@@ -9,16 +9,18 @@ The job's samples are numbered through, and a step takes the next ones, whatever
     | rank 0, micro 0 | rank 1, micro 0 | rank 0, micro 1 | rank 1, micro 1 | the next step …
 
 So a run that goes on at another world size from a position, counted in samples, repeats none and leaves none out.
+With `--pace` a step has the same samples, and `dealing` says whose they are.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,12 @@ from torch import Tensor
 from zerokit.bench.engines.trainer import Batch, Trainer
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.clock import Clock, clock_of
+from zerokit.bench.record.by_rank import PACE_EVERY
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.statistics import STEADY_WINDOW, steady
 from zerokit.bench.record.status import Progress, write_progress
 from zerokit.bench.worker.checkpoints import Keeper
+from zerokit.bench.worker.dealing import Dealer
 from zerokit.bench.worker.measured import Measured
 from zerokit.bench.workloads.build import Loaded
 
@@ -38,6 +42,8 @@ from zerokit.bench.workloads.build import Loaded
 _SHORTEST_WARMUP = 2 * STEADY_WINDOW + 1
 # Where the host runs ahead, a line of progress costs the steps some 50 µs if the host is what they wait for.
 _PROGRESS_SECONDS = 0.5
+_WATCHED = 5
+"""Steps at the end of warm-up."""
 
 
 class Loop:
@@ -55,12 +61,15 @@ class Loop:
         make_clock: Callable[[], Clock] | None = None,
     ) -> None:
         self._trainer = trainer
-        self._settings = settings
+        self._loaded, self._settings = loaded, settings
         self._accelerator = accelerator
         self._make_clock = make_clock or (lambda: clock_of(accelerator))
         self._clock = self._make_clock()
         self._batches = Batches(loaded, settings, accelerator.device, ahead=self._clock.runs_ahead)
-        self._unread: list[tuple[list[Tensor], Tensor | None]] = []
+        self._dealer: Dealer | None = None
+        self._computing = trainer.compute_clock()
+        self._watching = self._computing is not None
+        self._unread: list[tuple[list[Tensor], Tensor | None, list[float]]] = []
         self._reported = -math.inf
         self.measured = Measured()
 
@@ -77,6 +86,9 @@ class Loop:
         measured = self.measured
         begin_at = keeper.resume()
         measured.trained, measured.samples = begin_at.step, begin_at.samples
+        if self._settings.pace and self._trainer.zero is not None:
+            device = self._accelerator.device
+            self._dealer = Dealer(self._loaded, self._settings, device, self._trainer.zero, measured.samples)
         agreed: list[float] = []
         while not self._is_warm(agreed):
             self._step()
@@ -85,11 +97,19 @@ class Loop:
             if self._settings.warmup is None:
                 agreed += self._accelerator.maximum([elapsed])
             measured.warmup += 1
-            self._report(file, self._settings.warmup or max(_SHORTEST_WARMUP, measured.warmup))
+            shortest = 2 * PACE_EVERY if self._settings.pace else _SHORTEST_WARMUP
+            self._report(file, self._settings.warmup or max(shortest, measured.warmup))
         steps = self._settings.steps
         if self._settings.elastic:
             steps = max(0, steps - measured.trained)
-        measured.batch_bytes = self._batches.prepare(measured.samples, steps)
+        if self._dealer is None:
+            measured.batch_bytes = self._batches.prepare(measured.samples, steps)
+        elif self._clock.runs_ahead:
+            measured.batch_bytes = self._dealer.prepare(steps, READY_BYTES)
+        if self._clock.runs_ahead:  # marks around every wait would slow the measured steps
+            self._note_idle(measured.step_ms)
+        elif self._computing is not None:
+            self._computing.read()
         self._clock = self._make_clock()
         # All ranks begin the measured steps together. Not `barrier`: NCCL's asks for a device of its own.
         self._accelerator.maximum([0.0])
@@ -104,6 +124,7 @@ class Loop:
             elif time.monotonic() - self._reported >= _PROGRESS_SECONDS:
                 self._reported = time.monotonic()
                 self._report(file, measured.warmup)
+        self._note_idle(measured.step_ms[measured.warmup :])
         measured.window_ms = self._clock.window_ms
         measured.batches_repeat_after = self._batches.repeat_after
         self._batches.drop()
@@ -111,26 +132,46 @@ class Loop:
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's micro-batches of a step, counted from the start of the data, on its device."""
+        if self._dealer is not None:
+            return self._dealer.alike(step)
         return self._batches.of(step * self._settings.samples_per_step)
 
     def next_batches(self) -> list[Batch]:
-        """The micro-batches of the next step."""
+        """The micro-batches of another step."""
+        if self._dealer is not None:
+            return self._dealer.alike(self.measured.trained)
         return self._batches.of(self.measured.samples)
+
+    @property
+    def dealer(self) -> Dealer | None:
+        """Who deals the samples of a step by pace."""
+        return self._dealer
 
     def _is_warm(self, agreed: list[float]) -> bool:
         """Ranks must agree: they use the same times, or none."""
         if self._settings.elastic and self.measured.trained >= self._settings.steps - 1:
             return True
         if self._settings.warmup is None:
-            return steady(agreed)
+            short = self._settings.pace and self.measured.warmup < 2 * PACE_EVERY
+            return not short and steady(agreed)
         return self.measured.warmup >= self._settings.warmup
 
     def _step(self) -> None:
-        batches = self.next_batches()
+        if self._dealer is None:
+            batches = self.next_batches()
+            counts = [1.0] * len(batches)
+        else:
+            dealt = self._dealer.next()
+            batches, counts = [one.batch for one in dealt], [one.count for one in dealt]
+        computing = self._computing if self._watching else None
         self._clock.begin()
-        seen = self._trainer.step(batches)
+        if computing is not None:
+            computing.begin()
+        losses, norm = self._trainer.step(batches)
+        if computing is not None:
+            computing.end()
         self._clock.end()
-        self._unread.append(seen)
+        self._unread.append((losses, norm, counts))
         self.measured.trained += 1
         self.measured.samples += self._settings.samples_per_step
 
@@ -138,12 +179,27 @@ class Loop:
         """Note what the steps since the last reading took and showed; milliseconds of the last one."""
         measured = self.measured
         measured.step_ms += self._clock.read()
-        for losses, norm in self._unread:
-            measured.loss.append(sum(float(loss) for loss in losses) / len(losses))
+        for losses, norm, counts in self._unread:
+            weighted = sum(float(loss) * count for loss, count in zip(losses, counts, strict=True))
+            measured.loss.append(weighted / sum(counts) if any(counts) else 0.0)
+            measured.count.append(1.0 if self._dealer is None else sum(counts))
             if norm is not None:
                 measured.gradient_norm.append(float(norm))
         self._unread.clear()
         return measured.step_ms[-1]
+
+    def _note_idle(self, step_ms: Sequence[float]) -> None:
+        """Note how long the rank computed and waited in the last steps, which took `step_ms`, and watch no more."""
+        if self._computing is None or not self._watching:
+            return
+        self._watching = False
+        computed = self._computing.read()[-len(step_ms) :]
+        if self._clock.runs_ahead:
+            computed = computed[-_WATCHED:]
+        if computed:
+            took = fmean(step_ms[-len(computed) :])
+            self.measured.computed_ms = min(took, 1000.0 * fmean(computed))
+            self.measured.waited_ms = took - self.measured.computed_ms
 
     def _report(self, file: Path | None, warmup: int) -> None:
         """How many steps these processes have made, of how many; of those not read yet, neither time nor loss."""

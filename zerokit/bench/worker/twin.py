@@ -37,7 +37,7 @@ _AHEAD = 5
 Parts = tuple[float, float]
 """Milliseconds of forward with backward, and of the update."""
 _NOT_ITS = (
-    *("wire", "mesh", "outer_stage", "every", "fragments", "delay", "bucket_mb", "states"),
+    *("wire", "mesh", "outer_stage", "every", "fragments", "delay", "bucket_mb", "states", "shares", "pace"),
     *("save", "save_every", "background", "resume", "copies", "copy_every", "copy_to"),
 )
 # A share of the free memory: activations take some as well.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -42,8 +42,8 @@ _GUESSED, _KEPT, _REPLACED = 0.15, 0.1, 0.1
 MASK = 256
 
 
-Batch = Callable[[int], tuple[Tensor, ...]]
-"""Makes the micro-batch that starts at a sample of the job, on the CPU."""
+Batch = Callable[[Sequence[int]], tuple[Tensor, ...]]
+"""Makes the micro-batch of these samples of the job, on the CPU."""
 
 
 def open_source(settings: Settings) -> tuple[Data, Batch]:
@@ -62,12 +62,11 @@ def open_source(settings: Settings) -> tuple[Data, Batch]:
         assert isinstance(config, LinearConfig)
         sample = sample_regression(config.features, settings.seed)
 
-    def batch(first: int) -> tuple[Tensor, ...]:
-        numbers = range(first, first + settings.batch_size)
+    def take(numbers: Sequence[int]) -> tuple[Tensor, ...]:
         samples = [sample(draw_seed(seed=settings.seed, sample=number)) for number in numbers]
         return tuple(torch.stack(parts) for parts in zip(*samples, strict=True))
 
-    return data, batch
+    return data, take
 
 
 def made_up(settings: Settings) -> Data:
@@ -156,16 +155,26 @@ class Loaded:
 
     `data` is the record entry of the training data. `init_fn` initialises one module in place, as
     `ZeroOptimizer(init_fn=)` wants it for a model on meta; None for one that can only be built where it is trained.
-    `own` is None for a catalogued workload.
+    `own` is None for a catalogued workload. `take` makes a micro-batch of any samples.
     """
 
     settings: Settings
     workload: Workload
     data: Data
-    batch: Batch
+    take: Batch
     init_fn: Callable[[nn.Module], None] | None
     own: Own | None = None
     _parameters: int | None = None
+
+    def batch(self, first: int) -> tuple[Tensor, ...]:
+        """The micro-batch that starts at a sample of the job, on the CPU."""
+        return self.take(range(first, first + self.settings.batch_size))
+
+    def count(self, batch: Sequence[Tensor]) -> int | Tensor:
+        """Of how many things the loss of this micro-batch is the mean."""
+        if self.own is None or self.own.count is None:
+            return len(batch[0])
+        return self.own.count(*batch)
 
     def build(self) -> nn.Module:
         """Build the model on the device of the `torch.device` context; `forward(*batch)` returns the scalar loss.
@@ -243,11 +252,15 @@ def load(settings: Settings) -> Loaded:
         raise UsageError(workload.missing)
     if workload.config is None:
         own = resolve(workload.name)
-
-        def batch(first: int) -> tuple[Tensor, ...]:  # whose samples may depend on each other
-            drawn: Any = own.batch(
-                generator(draw_seed(seed=settings.seed, sample=first)), settings.batch_size
+        if settings.pace and own.count is None:
+            raise UsageError(
+                f"{workload.name}: --pace gives ranks micro-batches of different sizes, and the mean over all ranks "
+                "needs what each loss is a mean of: give Own(count=…), such as count=lambda x, y: len(y), or omit "
+                "--pace"
             )
+
+        def take(numbers: Sequence[int]) -> tuple[Tensor, ...]:  # whose samples may depend on each other
+            drawn: Any = own.batch(generator(draw_seed(seed=settings.seed, sample=numbers[0])), len(numbers))
             parts = drawn if isinstance(drawn, tuple | list) else ()
             others = [type(one).__name__ for one in parts if not isinstance(one, Tensor)]
             if others or not parts:
@@ -255,7 +268,7 @@ def load(settings: Settings) -> Loaded:
                 raise UsageError(f"{workload.name}: batch() returned a {found}: expected a tuple of tensors")
             return tuple(parts)
 
-        return Loaded(settings, workload, made_up(settings), batch, own.init_fn, own)
+        return Loaded(settings, workload, made_up(settings), take, own.init_fn, own)
     return Loaded(settings, workload, *open_source(settings), init_module)
 
 

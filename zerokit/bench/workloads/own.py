@@ -32,6 +32,8 @@ class Own:
         units_per_sample: how many of these a sample has.
         init_fn: initialises one module of a model on meta in place, with the weights that `build` would give it.
             Without it the model is built whole on every rank.
+        count: of how many things the loss of a micro-batch is the mean, such as samples, or tokens without padding,
+            from the tensors of the micro-batch. For `--pace`, whose ranks have micro-batches of different sizes.
     """
 
     build: Callable[[], nn.Module]
@@ -39,6 +41,7 @@ class Own:
     unit: Literal["tokens", "images", "samples"] = "samples"
     units_per_sample: int = 1
     init_fn: Callable[[nn.Module], None] | None = None
+    count: Callable[..., int | Tensor] | None = None
 
     def __post_init__(self) -> None:
         number: object = self.units_per_sample

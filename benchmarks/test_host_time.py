@@ -2,34 +2,28 @@
 
 One rank of a fake group of 64 trains 100 small blocks (4 linear layers and 2 norms of width 64) with batch 2, clipping
 and AdamW; nothing is sent. Each engine has a process of its own. They take turns, a few steps each, in alternating
-order; a ratio is the median over the turns of what two engines took in the same one, so that a machine that is slow
-for a while is slow for both.
-
-python benchmarks/host_time.py
-python benchmarks/host_time.py --rounds 25 --json host_time.json
+order; a round is the processor time of a step, the median of those of a turn.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 
+import pytest
 import torch
 import torch.distributed as dist
+from pytest_benchmark.fixture import BenchmarkFixture
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
-
-from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_options, write_json
+from benchmarks.elsewhere import elsewhere, replay
+from benchmarks.measuring import in_rounds
 from zerokit import ZeroOptimizer
 from zerokit.placement import stage_of
 
@@ -38,10 +32,16 @@ _steps: list[Callable[[], None]] = []
 WORLD, BLOCKS, WIDTH, BATCH = 64, 100, 64, 2
 BUCKET_MB = 0.07
 """A block is a unit of its own, as it is in FSDP2."""
-WARM_UP, STEPS = 10, 9
+WARM_UP, STEPS = 5, 5
 """Before the first turn, and in each."""
-ENGINES = ("torch", "stage 0", "stage 1", "stage 2", "stage 3", "fsdp2")
-BARS = {("stage 3", "fsdp2"): 0.25, ("stage 2", "torch"): 1.10}
+ENGINES = (
+    "zerokit, stage 0",
+    "zerokit, stage 1",
+    "zerokit, stage 2",
+    "zerokit, stage 3",
+    "torch alone",
+    "FSDP2",
+)
 
 
 def prepare(engine: str) -> None:
@@ -52,13 +52,13 @@ def prepare(engine: str) -> None:
 
 
 def take_steps(steps: int) -> float:
-    """Milliseconds of processor time of a step, the median of `steps`."""
+    """Seconds of processor time of a step, the median of `steps`."""
     times = []
     for _ in range(steps):
         started = time.process_time()
         _steps[0]()
         times.append(time.process_time() - started)
-    return median(times) * 1e3
+    return median(times)
 
 
 def make_step(engine: str) -> Callable[[], None]:
@@ -83,11 +83,11 @@ def make_step(engine: str) -> Callable[[], None]:
 
     model = Model()
     x = torch.randn(BATCH, WIDTH)
-    if engine.startswith("stage"):
+    if engine.startswith("zerokit"):
         zero = ZeroOptimizer(
             model,
             torch.optim.AdamW,
-            stage=stage_of(int(engine.removeprefix("stage "))),
+            stage=stage_of(int(engine[-1])),
             precision="fp32",
             bucket_mb=BUCKET_MB,
             lr=1e-4,
@@ -100,7 +100,7 @@ def make_step(engine: str) -> Callable[[], None]:
             zero.zero_grad()
 
         return step
-    if engine == "fsdp2":
+    if engine == "FSDP2":
         for one in model.blocks:
             fully_shard(one)
         fully_shard(model)
@@ -115,14 +115,13 @@ def make_step(engine: str) -> Callable[[], None]:
     return plain_step
 
 
-def main() -> int:
-    """Measure each engine in a process of its own; returns 1 when a bar is missed."""
-    arguments = read_options(__doc__, None, rounds=15, engines=list(ENGINES), json=Path)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with contextlib.ExitStack() as stack:
+@pytest.fixture(scope="module")
+def turns(rounds: int) -> dict[str, list[float]]:
+    with pytest.MonkeyPatch.context() as environment, contextlib.ExitStack() as stack:
+        environment.setenv("OMP_NUM_THREADS", "1")
         processes = {
             name: stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), prepare, (name,)))
-            for name in arguments.engines
+            for name in ENGINES
         }
 
         def take(name: str, steps: int = STEPS) -> float:
@@ -130,21 +129,10 @@ def main() -> int:
 
         for name in processes:
             take(name, WARM_UP)
-        turns = in_rounds(list(processes), arguments.rounds, take)
-
-    def say(engine: str, to: str) -> str:
-        return f"{ratio(turns[engine], turns[to]):.2f}" if to in turns else ""
-
-    rows = [
-        [name, f"{median(times):.1f}", say(name, "torch"), say(name, "fsdp2")]
-        for name, times in turns.items()
-    ]
-    print(plain_table("Processor time of a step", ["engine", "ms", "/ torch", "/ FSDP2"], rows))
-    write_json(arguments.json, {"step_ms": turns})
-    known = [pair for pair in BARS if set(pair) <= set(turns)]
-    held = [bar_holds(f"{one} of {to}", ratio(turns[one], turns[to]), BARS[one, to]) for one, to in known]
-    return 0 if all(held) else 1
+        return in_rounds(ENGINES, rounds, take)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.benchmark(group="host time of a step", timer=elsewhere)
+@pytest.mark.parametrize("how", ENGINES)
+def test_host_time(benchmark: BenchmarkFixture, turns: dict[str, list[float]], how: str) -> None:
+    replay(benchmark, turns[how])
