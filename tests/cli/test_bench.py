@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import zerokit
+from tests.bench.trace.reading import require_form, require_traffic, spans_of
 from tests.cli.commands import TINY, processes_of, rank_pid, start, training, wait_for, zerokit_forked
 from tests.cli.inside import Strike, zerokit_inside
 from zerokit.bench.catalogue.workloads import describe
@@ -296,3 +298,37 @@ def test_a_bench_resumes_with_the_same_bits_and_at_another_world_size_and_stage(
     assert refused.returncode == 1
     assert "trained with --seed 0, not 5" in refused.stderr
     assert zerokit_inside(tmp_path, "bench", "--resume", *TINY).returncode == 2
+
+
+def test_a_timeline_of_each_of_zerokits_cells(tmp_path: Path, mlflow_uri: str) -> None:
+    """Beside the sweep's records and page, and in MLflow; the measured steps are as many as without."""
+    from mlflow.tracking import MlflowClient
+
+    options = ("--engine", "zerokit,ddp", "--stage", "0", "--repeats", "1", "--nproc-per-node", "2", *TINY)
+    places = ("--output", "sweep", "--timeline", "sweep/step.json.gz", "--experiment", "timelines")
+    done = zerokit_inside(
+        tmp_path, "bench", *options, *places, "--tracking-uri", mlflow_uri, OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "sweep").glob("step*")
+    records = [read_record(path) for path in sorted((tmp_path / "sweep" / "cells").iterdir())]
+    (record,) = (one for one in records if one.trace is not None)
+    assert record.trace is not None
+    assert record.trace.file == str(file)
+    assert f"trace   {file}  open in https://ui.perfetto.dev" in done.stdout
+    assert record.settings.engine == "zerokit"
+    assert all(len(rank.step_ms) == 4 for rank in record.ranks)
+    content = json.loads(gzip.decompress(file.read_bytes()))
+    assert content["otherData"]["record"] == record.id
+    require_form(content, 2)
+    require_traffic(content, 2)
+    assert len(spans_of(content)) == record.trace.spans
+    assert record.traffic is not None
+    traffic = content["otherData"]["traffic"]
+    assert traffic == record.traffic.by_operation
+    assert f'href="{file.name}"' in (tmp_path / "sweep" / "report.html").read_text()
+    client = MlflowClient(tracking_uri=mlflow_uri)
+    experiment = client.get_experiment_by_name("timelines")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id], f"tags.`zerokit.record_id` = '{record.id}'")
+    assert "timeline.json.gz" in [one.path for one in client.list_artifacts(run.info.run_id)]

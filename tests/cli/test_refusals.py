@@ -55,6 +55,9 @@ REFUSED = {
     "bench --env A=1": "--env is for --launcher ssh or slurm or kubernetes, not for local",
     "bench --launcher env": "no variables of torchrun, srun, mpirun or a TrainJob are set",
     "bench --launcher kubernetes --container-image i --save /runs/a": "--pvc CLAIM",
+    "bench --launcher kubernetes --container-image i --timeline t.json": "--timeline would be lost with its pod",
+    "bench --engine ddp,fsdp2 --timeline t.json": "zerokit's engine, and ddp has none",
+    "bench --timeline .": "--timeline . is a folder: give the name of a file, such as step.json.gz",
     "bench --launcher kubernetes --container-image i --tracking-uri http://me:pass@tracker": (
         "the password in MLFLOW_TRACKING_URI would appear in the manifest"
     ),

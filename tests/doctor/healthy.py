@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerokit.doctor.clock import Offset
 from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices
 from zerokit.doctor.directory import Directory
@@ -19,6 +18,7 @@ from zerokit.doctor.processor import Processor
 from zerokit.doctor.software import Software
 from zerokit.doctor.tracking import Tracking
 from zerokit.doctor.wire import AllReduce, Pair
+from zerokit.offsets import Offset
 
 GIB = 2**30
 SOFTWARE = Software("3.12.4", "0.1.0", "5e1f0c2d9a7b", "2.13.0", "13.0", "2.28.3", "0.8.0", "3.17.2")

@@ -20,7 +20,6 @@ from tests.doctor.healthy import (
     seat,
     world,
 )
-from zerokit.doctor.clock import Offset
 from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices, _same, judge_devices
 from zerokit.doctor.disk import DiskRates
@@ -30,6 +29,7 @@ from zerokit.doctor.interfaces import Interface, nccl_takes
 from zerokit.doctor.pace import Pace, Paces
 from zerokit.doctor.processor import Processor
 from zerokit.doctor.wire import AllReduce, Pair, judge_all_reduce, neighbour
+from zerokit.offsets import Offset
 
 WARNING, FAULT = Severity.WARNING, Severity.FAULT
 

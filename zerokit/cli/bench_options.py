@@ -126,13 +126,30 @@ _RUN = (
         metavar="DIR",
         help="Continue the sweep in DIR: run the cells that are missing, failed or interrupted.",
     ),
+    click.option(
+        "--timeline",
+        type=PATH,
+        metavar="FILE",
+        help="Also write the timeline of one more step on all ranks, for https://ui.perfetto.dev: units' forward and "
+        "backward, gathers, reductions, waits and the update; compressed if FILE ends in .gz. Of several cells, each "
+        "of zerokit's has a file in its first round, which is named after FILE and the cell.",
+    ),
     json_option("Print only the record, or the sweep with its records, on stdout."),
     tracking_uri_option,
     experiment_option,
     click.option("--no-mlflow", is_flag=True, help="Write the record, without MLflow."),
 )
 
-RESULTS = ("output", "continued", "as_json", "tracking_uri", "experiment", "no_mlflow", "baseline")
+RESULTS = (
+    "output",
+    "continued",
+    "timeline",
+    "as_json",
+    "tracking_uri",
+    "experiment",
+    "no_mlflow",
+    "baseline",
+)
 HEADING_OF: Mapping[str, str] = MappingProxyType(
     {
         **{name: how.heading for name, how in OPTIONS.items()},

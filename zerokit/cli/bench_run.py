@@ -41,6 +41,7 @@ from zerokit.bench.run.sweep import (
     product,
     run_sweep,
 )
+from zerokit.bench.run.traces import require_traces, traces_written
 from zerokit.bench.tracking.push import Found, Tracker, find_records
 from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.bench_options import RESULTS
@@ -75,6 +76,7 @@ class Request:
         as_json: whether stdout is for a program.
         max_restarts: of an elastic bench whose ranks are started here.
         baseline: the label of the cell that the others are compared with; None for the first.
+        timeline: the file of a step's timeline, or that by which those of several cells are named; None without.
         given: options of MLflow as given on the command line, for advice that repeats it.
     """
 
@@ -88,6 +90,7 @@ class Request:
     max_restarts: int
     given: str
     baseline: str | None = None
+    timeline: Path | None = None
 
     @property
     def single(self) -> bool:
@@ -97,7 +100,7 @@ class Request:
 
 def parse(context: click.Context, options: dict[str, Any]) -> Request:
     """Parse the command line's options; raises `click.UsageError` if they contradict each other."""
-    output, continued, as_json, tracking_uri, experiment, no_mlflow, baseline, max_restarts = (
+    output, continued, timeline, as_json, tracking_uri, experiment, no_mlflow, baseline, max_restarts = (
         options.pop(name) for name in (*RESULTS, "max_restarts")
     )
     if continued is not None:
@@ -116,6 +119,8 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
         )
     if len(cells) > 1 and output is not None and output.suffix == ".json":
         raise UsageError(f"a sweep needs a folder: --output {output} names a file")
+    if timeline is not None and chosen.name == "kubernetes":
+        raise UsageError("--timeline would be lost with its pod: run the bench inside a pod, with a volume")
     if continued is None:
         _require_baseline(baseline, cells)
     return Request(
@@ -132,6 +137,7 @@ def parse(context: click.Context, options: dict[str, Any]) -> Request:
             for word in given_arguments(context, only=("tracking_uri", "experiment", "no_mlflow"))
         ),
         baseline=baseline,
+        timeline=timeline,
     )
 
 
@@ -208,6 +214,8 @@ def _run_single(request: Request, leader: Leader | None) -> int:
     settings, interrupts, display = request.cells[0], Interrupts(), Display()
     host = _host(request, leader, interrupts, display)
     require_data(settings, host)
+    if request.timeline is not None:
+        require_traces(request.timeline, [settings])
     path, identity, record = _record_file(settings, request.output)
     push = f"zerokit push {shlex.quote(str(path))}{request.given}"
     tracker = Tracker(request.tracking, display.warn, push)
@@ -215,7 +223,7 @@ def _run_single(request: Request, leader: Leader | None) -> int:
         display.warn(refused.reason)  # before MLflow takes its seconds
     with interrupts, display:
         try:
-            record = record or run_cell(settings, path, host, identity=identity)
+            record = record or run_cell(settings, path, host, identity=identity, trace=request.timeline)
         except BaseException:
             with suppress(UsageError):  # nothing has been written yet
                 tracker.push(find_records([path]))
@@ -229,7 +237,8 @@ def _run_single(request: Request, leader: Leader | None) -> int:
         click.echo(printable_json(record.to_json()), nl=False)
     elif well:
         display.table([record])
-    display.files({"record": str(path)}, tracker, to_stderr=request.as_json or not well)
+    written = {"record": str(path)} | traces_written([record])
+    display.files(written, tracker, to_stderr=request.as_json or not well)
     return exit_code([record])
 
 
@@ -244,8 +253,11 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
     host = _host(request, leader, interrupts, display)
     for settings in dict.fromkeys(replace(cell.settings, repeat=0) for cell in sweep.cells):
         require_data(settings, host)
+    if request.timeline is not None:
+        require_traces(request.timeline, [cell.settings for cell in sweep.cells])
     place = f"{shlex.quote(str(folder.path))}{request.given}"
     tracker = Tracker(request.tracking, display.warn, f"zerokit push {place}")
+    again = f" --timeline {shlex.quote(str(request.timeline))}" if request.timeline else ""
     written = {"records": str(folder.path / "cells")}
     with interrupts, folder.alone(), display:
         sweep = prepare(folder, sweep)
@@ -256,9 +268,10 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
                 folder,
                 host,
                 lambda path, record: tracker.push(Found([(path, record)], sweeps, []), going_on=True),
+                request.timeline,
             )
         except BaseException:
-            display.warn(f"to continue from here: zerokit bench --continue {place}")
+            display.warn(f"to continue from here: zerokit bench --continue {place}{again}")
             with suppress(UsageError):  # nothing has been written yet
                 tracker.push(find_records([folder.path]))
             raise
@@ -273,9 +286,9 @@ def _run_sweep(request: Request, leader: Leader | None) -> int:
         click.echo(printable_json(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)))
     else:
         display.table(records, baseline)
-    display.files(written, tracker, to_stderr=request.as_json)
+    display.files(written | traces_written(records), tracker, to_stderr=request.as_json)
     if (code := exit_code(records)) == 1:
-        display.warn(f"to run the failed cells again: zerokit bench --continue {place}")
+        display.warn(f"to run the failed cells again: zerokit bench --continue {place}{again}")
     return code
 
 

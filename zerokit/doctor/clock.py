@@ -1,54 +1,14 @@
-"""The offsets between the ranks' clocks, measured over the process group.
-
-    rank 0   begins ── barrier ──────────────── barrier ── ends       offset = reading − (begin + end) / 2
-    rank r             barrier ── its reading ── barrier              uncertain by (end − begin) / 2
-
-The fastest round of some counts.
-"""
+"""How far the ranks' clocks are apart."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 from zerokit.doctor.findings import Answers, Finding, Verdict, finding, where
+from zerokit.offsets import Offset
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-ROUNDS = 5
 SKEW_NOTICED_S = 0.5
 """NTP keeps clocks within some milliseconds; half a second means that it does not run."""
 SKEW_REFUSED_S = 60.0
 """Object stores refuse requests signed 15 minutes off, Kerberos 5; file times confuse tools long before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offset:
-    """A rank's clock offset from rank 0, in seconds, and its error bound."""
-
-    seconds: float
-    uncertainty_s: float
-
-
-def measure_offsets(group: dist.ProcessGroup, now: Callable[[], float] = time.time) -> list[Offset]:
-    """Compare the clocks of all ranks of a gloo `group`, which call it; `now` reads this one's."""
-    import torch.distributed as dist
-
-    rounds = []
-    for _ in range(ROUNDS):
-        begun = now()
-        dist.barrier(group)
-        read = now()
-        dist.barrier(group)
-        rounds.append((begun, read, now()))
-    everyone = [rounds] * group.size()
-    dist.all_gather_object(everyone, rounds, group=group)
-    fastest = min(range(ROUNDS), key=lambda one: everyone[0][one][2] - everyone[0][one][0])
-    begun, _, ended = everyone[0][fastest]
-    return [Offset(one[fastest][1] - (begun + ended) / 2, (ended - begun) / 2) for one in everyone]
 
 
 def judge_clocks(answers: Answers[Offset]) -> Finding:

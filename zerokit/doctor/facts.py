@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerokit.doctor.clock import Offset
 from zerokit.doctor.copies import Copies
 from zerokit.doctor.devices import Device, Devices, look_at_devices
 from zerokit.doctor.directory import Directory, look_at_directory
@@ -23,6 +22,7 @@ from zerokit.doctor.pace import Paces
 from zerokit.doctor.processor import Processor, look_at_processor
 from zerokit.doctor.software import Software, look_at_software
 from zerokit.doctor.wire import AllReduce, AxisLink, Pair
+from zerokit.offsets import Offset
 
 
 @dataclass(frozen=True, slots=True)

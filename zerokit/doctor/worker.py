@@ -23,7 +23,6 @@ from typing import TypeVar
 
 from zerokit import files
 from zerokit.bench.record.schema import from_plain, to_plain
-from zerokit.doctor.clock import measure_offsets
 from zerokit.doctor.copies import measure_copies
 from zerokit.doctor.devices import Device
 from zerokit.doctor.directory import TRIAL_BYTES, sees, show, take_away
@@ -31,6 +30,7 @@ from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
 from zerokit.doctor.findings import Seat
 from zerokit.doctor.pace import measure_paces, measure_units
 from zerokit.doctor.wire import Pair, measure_all_reduce, measure_axes, measure_pairs
+from zerokit.offsets import measure_offsets
 
 T = TypeVar("T")
 

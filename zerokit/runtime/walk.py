@@ -88,7 +88,7 @@ class ModelWalk(Owner):
         self._casting = casting(model, precision)
         self._me = me = weakref.ref(self)
         owner: weakref.ref[Owner] = weakref.ref(self)
-        self._announcers = announcers(model, anatomy, [unit.unit for unit in self.units])
+        self.announcers = announcers(model, anatomy, [unit.unit for unit in self.units])
         before, after = Hook(me, ModelWalk._before_root), Hook(me, ModelWalk._after_root)
         self.hooks = [
             model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -100,7 +100,7 @@ class ModelWalk(Owner):
             module: [] for module in self._casting if module is not model
         }
         for unit in self.units:
-            for used in self._announcers[unit.index] - {model}:
+            for used in self.announcers[unit.index] - {model}:
                 users.setdefault(used, []).append(unit)
         for used, their in users.items():
             before = Hook(me, ModelWalk._before_unit, their) if their else TracedHook(me, ModelWalk._cast)
@@ -188,7 +188,7 @@ class ModelWalk(Owner):
                     tensor.register_hook(hook)
         engine = self._engine
         with outside_transforms():
-            announced = self._announcers.items() if engine.records else ()
+            announced = self.announcers.items() if engine.records else ()
             lazy = {index for index, modules in announced if modules <= self._called}
             engine.end_forward(training=torch.is_grad_enabled(), lazy=lazy)
         self._in_forward = False

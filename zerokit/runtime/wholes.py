@@ -20,7 +20,7 @@ from zerokit.layout import Interval
 from zerokit.owners import Move, Owners
 from zerokit.placement import Axis
 from zerokit.runtime.collectives import DONE, Collectives, Kind, Parcels, Work
-from zerokit.runtime.collectives.base import Count
+from zerokit.runtime.collectives.legs import Count
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.inner import Part
 from zerokit.runtime.masters import Master, WholeMaster

@@ -15,6 +15,7 @@ import pytest
 from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep
 from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.plans.ask import plan
+from zerokit.bench.record.measured import Trace
 from zerokit.bench.record.record import Run
 from zerokit.bench.report import render as drawing
 from zerokit.bench.report.pictures import make_pictures
@@ -220,3 +221,20 @@ def test_a_page_shows_the_plan_and_no_column_without_figures(device: str, tmp_pa
     assert set(drawn) <= set(re.findall(r'\bid="([^"]+)"', text))
     assert found.why in text.replace("&#39;", "'")
     assert not re.search(r'(?:src|href)="(?!#)', text.partition("<script")[0])
+
+
+def test_timelines_are_linked_from_where_the_page_is(tmp_path: Path) -> None:
+    files = (str(tmp_path / "t" / "a b.json.gz"), "/elsewhere/javascript:alert(1).json", 'a"><b>\0')
+    records = [
+        replace(record, trace=Trace(file, 1.0, 1, 0.0))
+        for record, file in zip(make_sweep(), files, strict=False)
+    ]
+    write_comparison([Run("", tuple(records))], tmp_path / "page.html")
+    links = [attrs for tag, attrs in parsed((tmp_path / "page.html").read_text()).seen if tag == "a"]
+    addresses = [attrs["href"] for attrs in links if "download" in attrs]
+    assert addresses == [
+        "t/a%20b.json.gz",
+        "file:///elsewhere/javascript%3Aalert%281%29.json",
+        "file://a%22%3E%3Cb%3E%00",
+    ]
+    assert "https://ui.perfetto.dev" in [attrs["href"] for attrs in links]

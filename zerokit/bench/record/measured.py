@@ -320,6 +320,19 @@ class MemoryTimeline:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """The timeline of one extra step on all ranks (--timeline), in a `file` on the machine that launched the bench.
+
+    `step_ms` is that step's time on its slowest rank, `uncertainty_ms` the most by which a rank's clock may be off.
+    """
+
+    file: str
+    step_ms: Number
+    spans: Count
+    uncertainty_ms: Number
+
+
+@dataclass(frozen=True, slots=True)
 class Results:
     """Results computed from the ranks' measurements; a step takes as long as its slowest rank.
 

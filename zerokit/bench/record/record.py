@@ -33,6 +33,7 @@ from zerokit.bench.record.measured import (
     Rank,
     Results,
     Samples,
+    Trace,
     Traffic,
     Twin,
     Utilisation,
@@ -91,6 +92,7 @@ class Record:
     phases: Phases | None = None
     twin: Twin | None = None
     timeline: MemoryTimeline | None = None
+    trace: Trace | None = None
     planned: Planned | None = None
     system: list[Samples] = field(default_factory=list)
     loss: list[Number | None] = field(default_factory=list)
@@ -168,12 +170,17 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def write_text(text: str, path: Path) -> None:
+    """`write_bytes` of text."""
+    write_bytes(text.encode(), path)
+
+
+def write_bytes(content: bytes, path: Path) -> None:
     """Write a file whole or not at all, and create its folder if it is missing; links and devices stay such."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():
-        path.write_bytes(text.encode())
+        path.write_bytes(content)
     else:
-        files.write_aside(path.resolve(), text.encode())
+        files.write_aside(path.resolve(), content)
 
 
 def read_record(path: Path) -> Record:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import altair as alt
 import vl_convert
@@ -42,6 +43,7 @@ from zerokit.bench.comparison.tables import (
 from zerokit.bench.record.metrics import METRICS
 from zerokit.bench.record.record import FORMAT, Run, write_text
 from zerokit.bench.report.pictures import COLOURS, CONFIG, NARROW, Picture, make_pictures
+from zerokit.bench.run.traces import VIEWER
 from zerokit.errors import ZerokitError
 
 
@@ -108,7 +110,7 @@ _FOLDER = Path(__file__).parent
 
 def write_comparison(runs: Sequence[Run], path: Path, baseline: str | None = None) -> None:
     """The page of several runs, compared as `make_cells` does. Raises as `write_page`."""
-    write_page(render(runs, baseline), path)
+    write_page(render(runs, baseline, path.parent), path)
 
 
 def write_page(text: str, path: Path) -> None:
@@ -119,10 +121,23 @@ def write_page(text: str, path: Path) -> None:
         raise ZerokitError(f"the page cannot be written to {path}: {error.strerror}") from error
 
 
-def render(runs: Sequence[Run], baseline: str | None = None) -> str:
-    """The page's HTML."""
+def render(runs: Sequence[Run], baseline: str | None = None, folder: Path | None = None) -> str:
+    """The page's HTML; what lies below its `folder` is linked to from there."""
     cells = make_cells(runs, baseline)
-    return document("page.html.jinja", make_pictures(cells), page=page_content(cells, runs))
+    page = page_content(cells, runs) | {"traces": list(_traces(cells, folder)), "viewer": VIEWER}
+    return document("page.html.jinja", make_pictures(cells), page=page)
+
+
+def _traces(cells: Sequence[Cell], folder: Path | None) -> Iterator[tuple[str, str, str]]:
+    """The label of each cell that has a timeline, the address of the file, and its name."""
+    for cell in cells:
+        for record in cell.records:
+            if record.trace is not None:
+                path = Path(record.trace.file)
+                below = folder is not None and path.is_relative_to(folder.absolute())
+                # Quoted, so that no record makes it a script.
+                address = quote(str(path.relative_to(folder.absolute()) if folder and below else path))
+                yield cell.label, address if below else f"file://{address}", path.name
 
 
 def document(template: str, pictures: Sequence[Picture], **content: Any) -> str:

@@ -31,6 +31,7 @@ from zerokit.bench.record.record import Record, RecordError, read_record, requir
 from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Progress, Status, oom_kills, read_outcome, read_progress
+from zerokit.bench.run.traces import WRITTEN, keep, refusal_of_trace
 from zerokit.bench.workloads.inputs import check_inputs
 from zerokit.errors import ZerokitError
 from zerokit.files import path_of
@@ -167,7 +168,13 @@ def require_data(settings: Settings, host: Host) -> None:
 
 
 def run_cell(
-    settings: Settings, path: Path, host: Host, *, sweep: str | None = None, identity: str | None = None
+    settings: Settings,
+    path: Path,
+    host: Host,
+    *,
+    sweep: str | None = None,
+    identity: str | None = None,
+    trace: Path | None = None,
 ) -> Record:
     """Run one cell and write its record to `path`, whether it succeeds or fails.
 
@@ -175,6 +182,7 @@ def run_cell(
     bench writes there meanwhile stays: this one then gets a number, and `host.watch` a warning.
 
     `sweep` is the id of the sweep that the cell belongs to, `identity` that of the record: a new one by default.
+    `trace` is the file of a timeline; a cell that can have none has none.
 
     Raises one of `host.interruptions` after the record of the killed cell is written, and `RecordError` where a record
     cannot be written; the temporary folder that then keeps it is named.
@@ -194,7 +202,7 @@ def run_cell(
     journal = Journal(path_of(settings.save)) if settings.elastic and settings.save else None
     work, kept = Path(tempfile.mkdtemp(prefix="zerokit-bench-")), False
     try:
-        record, error = _train(asked, work, host, journal)
+        record, error = _train(asked, work, host, journal, trace)
         # The ranks' output is there; a reason that names it has to be true.
         kept = record.status is Status.FAILED or str(work) in (record.reason or "")
     finally:
@@ -243,7 +251,7 @@ def what_happened(error: BaseException, job: Path, oom_kills_before: int | None)
 
 
 def _train(
-    asked: Record, work: Path, host: Host, journal: Journal | None
+    asked: Record, work: Path, host: Host, journal: Journal | None, trace: Path | None
 ) -> tuple[Record, BaseException | None]:
     """Launch the ranks; those of an elastic bench that remain again, where others were killed.
 
@@ -254,8 +262,9 @@ def _train(
         folder = work / f"restart-{restarts}" if restarts else work
         kills, part = oom_kills(), journal.count() if journal else 0
         try:
-            record, cut_short = _launch(settings, folder, host, asked)
-            return replace(record, id=asked.id), cut_short
+            record, cut_short = _launch(settings, folder, host, asked, traced=trace is not None)
+            record = replace(record, id=asked.id)
+            return record if trace is None else keep(record, folder, trace, host.watch.warn), cut_short
         except BaseException as error:
             outcome, failed = what_happened(error, folder / JOB, kills), error
             if isinstance(error, host.interruptions):
@@ -275,13 +284,17 @@ def _train(
     return replace(asked, status=outcome.status, reason=reason, created=_now(), parts=parts), failed
 
 
-def _launch(settings: Settings, work: Path, host: Host, asked: Record) -> tuple[Record, BaseException | None]:
+def _launch(
+    settings: Settings, work: Path, host: Host, asked: Record, *, traced: bool
+) -> tuple[Record, BaseException | None]:
     """Launch the ranks and read what rank 0 has written; also returns what interrupted them after that."""
     host.interrupted()
     work.mkdir(exist_ok=True)
     written, job, progress = work / "record.json", work / JOB, work / "progress"
     files = {"record": written.name, "progress": progress.name}
     content = {"settings": to_plain(settings), **files, "sweep": asked.sweep}
+    if traced := traced and refusal_of_trace(settings) is None:
+        content["trace"] = WRITTEN
     if settings.copies is not None:  # found again by whoever goes on with this job, and by no other one
         content["memory"] = str(path_of(settings.copy_to) / f"zerokit-{asked.id}")
     job.write_text(json.dumps(content))
@@ -310,6 +323,8 @@ def _launch(settings: Settings, work: Path, host: Host, asked: Record) -> tuple[
         record = read_record(written)
         before = settings.engine == "zerokit" and not record.bandwidth
         what = _NO_TWIN if not before else f"{_NO_TWIN}, or collectives by themselves before it,"
+        if traced and record.trace is None:
+            what += " or the timeline"
         why = str(error).partition("\n")[0]
         host.watch.warn(f"{what} failed: {why}")
         return record, error if isinstance(error, host.interruptions) else None

@@ -50,6 +50,14 @@ class Trial:
     key: str
     settings: Settings
 
+    def trace(self, path: Path | None) -> Path | None:
+        """The file of its timeline, in the first round: `path` with its number and label before the suffixes."""
+        if path is None or self.settings.repeat:
+            return None
+        suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+        name = f"{path.name.removesuffix(suffix)}-{self.number:03d}-{slug(self.label)}"
+        return path.with_name(f"{name}{suffix}")
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
@@ -259,10 +267,12 @@ def run_sweep(
     folder: SweepFolder,
     host: Host,
     track: Callable[[Path, Record], None] = lambda path, record: None,
+    trace: Path | None = None,
 ) -> list[Record]:
     """Run the cells that have no result yet; returns the records of all cells, in order. Raises what `run_cell` raises.
 
-    `track` receives each new record. A cell that fails, or does not fit, does not end the sweep.
+    `track` receives each new record; timelines are named after `trace`. A cell that fails, or does not fit, ends no
+    sweep.
     """
     records = []
     for cell in sweep.cells:
@@ -276,7 +286,9 @@ def run_sweep(
         if record is None or not done:
             host.watch.began(cell.number, cell.label)
             path, identity = folder.record(cell), None if record is None else record.id
-            record = run_cell(cell.settings, path, host, sweep=sweep.id, identity=identity)
+            record = run_cell(
+                cell.settings, path, host, sweep=sweep.id, identity=identity, trace=cell.trace(trace)
+            )
             track(path, record)
         host.watch.ended(cell.number, cell.label, record, before=done)
         records.append(record)

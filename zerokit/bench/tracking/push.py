@@ -17,6 +17,7 @@ from typing import Literal
 
 from zerokit.bench.record.record import Record, is_record, json_below, read_record
 from zerokit.bench.run.sweep import FILE, Sweep, SweepFolder, sweep_json
+from zerokit.bench.run.traces import read_trace
 from zerokit.bench.tracking import content
 from zerokit.bench.tracking.content import Status, Tag, moment_ms, sweep_status
 from zerokit.bench.tracking.micro import MAIN, SuiteFile, push_suite, read_suite
@@ -161,7 +162,9 @@ class Mirror(Store):
         if record.sweep is not None:
             tags[Tag.PARENT] = self.parent(record.sweep)
         params, points = content.run_params(record), content.run_points(record)
-        self.write(run_id, params=params, tags=tags, points=points, files={"record.json": text})
+        timeline = read_trace(record)
+        files: dict[str, str | bytes] = {"record.json": text} | (dict([timeline]) if timeline else {})
+        self.write(run_id, params=params, tags=tags, points=points, files=files)
         ended = max(moment_ms(record), started)  # of a cell that was refused the record is older than the run
         self.client.set_terminated(run_id, _STATUSES.get(record.status, "FINISHED"), ended)
         self.write(run_id, tags={Tag.COMPLETE: digest})

@@ -4,7 +4,7 @@
 
 The job is `{"settings": {…}, "record": PATH, "progress": PATH or null, "sweep": ID or null}`, with paths relative to
 its own folder, which may be a copy of the launcher's. With copies in the nodes' memory it has their directory as
-"memory". The rank knows the torchrun environment and nothing of who
+"memory", and for a timeline the path of its file as "trace". The rank knows the torchrun environment and nothing of who
 started it. A rank that runs out of memory writes so beside the job (`status`).
 """
 
@@ -40,6 +40,8 @@ from zerokit.bench.record.record import Record, summarise, with_twin, write_reco
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.record.status import Outcome, Status, write_outcome
+from zerokit.bench.trace.events import write_trace
+from zerokit.bench.trace.step import trace_step
 from zerokit.bench.worker.checkpoints import Keeper, mean_over_ranks
 from zerokit.bench.worker.measured import Measured
 from zerokit.bench.worker.training import Loop
@@ -91,8 +93,12 @@ def run(
     progress_path: Path | None,
     sweep: str | None,
     memory: Path | None = None,
+    trace_path: Path | None = None,
 ) -> None:
-    """Run the bench on this rank, inside the process group of all ranks; `memory` is for copies of its state."""
+    """Run the bench on this rank, inside the process group of all ranks.
+
+    `memory` is for copies of its state, `trace_path` for the timeline of an extra step.
+    """
     require_ranks(asked, os.environ)
     accelerator = choose_accelerator(asked.device)
     settings = choose(asked, accelerator)
@@ -170,6 +176,8 @@ def run(
     plan: PlanBeside | None = None
     # Buffers and a second model: where memory ends here, the record of the measured steps is written.
     if measured.step_ms:
+        if trace_path is not None and (traced := trace_step(trainer, loop.batches)) is not None:
+            record = replace(record, trace=write_trace(traced, trace_path))
         timeline = measure_timeline(trainer, loop.batches, median(rank.step_ms))
         if first and trainer.zero is not None:
             name = torch.cuda.get_device_name(accelerator.device) if accelerator.is_cuda else None
@@ -300,7 +308,8 @@ def main(job: Path) -> None:
     progress = job.parent / content["progress"] if content.get("progress") else None
     try:
         memory = Path(content["memory"]) if content.get("memory") else None
-        run(settings, job.parent / content["record"], progress, content.get("sweep"), memory)
+        traced = job.parent / content["trace"] if content.get("trace") else None
+        run(settings, job.parent / content["record"], progress, content.get("sweep"), memory, traced)
     except (MemoryError, RuntimeError) as error:
         # Python, torch's CUDA allocator (a RuntimeError of its own) or its CPU allocator had no more to give.
         known = isinstance(error, MemoryError | torch.OutOfMemoryError)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from zerokit.formulas import Operation, TrafficReport, operation_name
 from zerokit.layout import Cut, Unit
 from zerokit.placement import BOTH, Axis, Mesh
 from zerokit.runtime.collectives.groups import clone, note_user
+from zerokit.runtime.collectives.legs import Count, Leg
+from zerokit.runtime.collectives.observer import Flight, Observer
 from zerokit.runtime.collectives.route import DONE, Hop, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards, same_place
@@ -44,42 +46,17 @@ class Sums:
         return self.values[index]
 
 
-class Count:
-    """How often a collective was started since the traffic was taken, and what it moves each time."""
-
-    __slots__ = ("calls", "moved", "name", "received")
-
-    def __init__(self, name: str, moved: Operation, received: int) -> None:
-        self.name, self.moved, self.received, self.calls = name, moved, received, 0
-
-    def start(self) -> None:
-        self.calls += 1
-
-    def take(self, report: TrafficReport) -> None:
-        """Move the count to a report."""
-        calls, self.calls = self.calls, 0
-        if calls:
-            moved = self.moved
-            total = Operation(calls * moved.calls, calls * moved.elements, calls * moved.bytes)
-            report.count(self.name, total, calls * self.received)
-
-
 class Exchange:
-    """A collective on a unit over the axes of the mesh, prepared once: its hops, and what it counts."""
+    """A collective on a unit over the axes of the mesh, prepared once."""
 
-    __slots__ = ("_collectives", "_counts", "_hops", "_kind", "_unit")
+    __slots__ = ("_collectives", "_kind", "_legs", "_unit")
 
-    def __init__(
-        self, collectives: Collectives, kind: Kind, unit: Unit, hops: Sequence[Hop], counts: Sequence[Count]
-    ) -> None:
-        self._collectives, self._kind, self._unit = collectives, kind, unit.index
-        self._hops, self._counts = hops, counts
+    def __init__(self, collectives: Collectives, kind: Kind, unit: Unit, legs: Sequence[Leg]) -> None:
+        self._collectives, self._kind, self._unit, self._legs = collectives, kind, unit.index, legs
 
     def start(self) -> Work:
         """Start it, and count it."""
-        for count in self._counts:
-            count.start()
-        return self._collectives.start(self._kind, self._unit, self._hops)
+        return self._collectives.start(self._kind, self._unit, self._legs)
 
 
 class Collectives:
@@ -113,6 +90,7 @@ class Collectives:
         self._own_groups: dict[str, dist.ProcessGroup] = {}  # groups that nobody else uses, by their purpose
         self.around_waits: list[Callable[[Callable[[], None]], None]] = []
         """Called with each wait of a device's computation, which they make: clocks leave it out."""
+        self._observers: list[Observer] = []
         self._asks = self.others_answer and self.world > 1
         self._timeout = timeout
 
@@ -138,7 +116,25 @@ class Collectives:
     def take_traffic(self) -> TrafficReport:
         """The traffic since this was last called, which a new count follows."""
         taken, self._traffic = self.traffic, TrafficReport()
+        for observer in self._observers:
+            observer.taken()
         return taken
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """A context in which `observer` learns of collectives and waits."""
+        told: list[tuple[list[Any], Any]] = [
+            (self._observers, observer),
+            (self.reporter.watchers, observer.waits),
+            (self.around_waits, observer.around),
+        ]
+        for those, one in told:
+            those.append(one)
+        try:
+            yield
+        finally:
+            for those, one in told:
+                those.remove(one)
 
     def forget_counts(self) -> None:
         """Forget what counts collectives that were prepared for units before they were cut anew."""
@@ -169,22 +165,21 @@ class Collectives:
 
         This rank's piece is in `own`, or there already.
         """
-        return Exchange(self, Kind.ALL_GATHER, memory.unit, *self._gather(memory, axes, own))
+        return Exchange(self, Kind.ALL_GATHER, memory.unit, self._gather(memory, axes, own))
 
-    def _gather(
-        self, memory: Shards, axes: Sequence[Axis], own: Shards | None = None
-    ) -> tuple[list[Hop], list[Count]]:
-        hops: list[Hop] = []
-        counts: list[Count] = []
+    def _gather(self, memory: Shards, axes: Sequence[Axis], own: Shards | None = None) -> list[Leg]:
+        legs: list[Leg] = []
+        arrived = False
         for axis in (axis for axis in self.mesh.axes if axis in axes):
             route, cut = self.routes[axis], self.mesh.cut(axis, memory.unit, self.rank)
-            counts.append(self._count(Kind.ALL_GATHER, axis, memory.unit, cut, Wire(memory.dtype)))
+            hop = None
             if cut.whole.numel:
                 mine = cut.piece(route.rank)
-                elsewhere = own if own is not None and not hops else memory
+                elsewhere = own if own is not None and not arrived else memory
                 source, place = elsewhere.at(mine), memory.at(mine)
-                hops.append(route.gather(memory, cut, None if same_place(source, place) else source))
-        return hops, counts
+                hop, arrived = route.gather(memory, cut, None if same_place(source, place) else source), True
+            legs.append(Leg(hop, [self._count(Kind.ALL_GATHER, axis, memory.unit, cut, Wire(memory.dtype))]))
+        return legs
 
     def reduction(
         self,
@@ -203,22 +198,19 @@ class Collectives:
         bucket. What else is in the bucket is lost. At last the sums of all ranks of the axes `back` are gathered in
         `out`.
         """
-        hops: list[Hop] = []
-        counts: list[Count] = []
+        legs: list[Leg] = []
         source, exact = bucket, Wire(bucket.dtype)
         for axis in (axis for axis in reversed(self.mesh.axes) if axis in axes):
             route, cut = self.routes[axis], self.mesh.cut(axis, bucket.unit, self.rank)
             last = axis is self.mesh.axes[0]
             narrows = wire is not None and route.size > 1 and (last or wire.every_hop)
             chosen = wire if wire is not None and narrows else exact
-            counts.append(self._count(Kind.REDUCE_SCATTER, axis, bucket.unit, cut, chosen))
             mine = cut.piece(route.rank)
             target = out if out.covers(mine) else source
-            if cut.whole.numel:
-                hops.append(route.reduction(source, cut, target.at(mine), chosen))
+            hop = route.reduction(source, cut, target.at(mine), chosen) if cut.whole.numel else None
+            legs.append(Leg(hop, [self._count(Kind.REDUCE_SCATTER, axis, bucket.unit, cut, chosen)]))
             source = target
-        gathers, counted = self._gather(out, back)
-        return Exchange(self, Kind.REDUCE_SCATTER, bucket.unit, [*hops, *gathers], [*counts, *counted])
+        return Exchange(self, Kind.REDUCE_SCATTER, bucket.unit, [*legs, *self._gather(out, back)])
 
     def counter(self, name: str, kind: Kind, unit: int, moved: Operation, received: int) -> Count:
         """What counts an exchange, of so much over all ranks; so many bytes arrive at this one."""
@@ -228,14 +220,35 @@ class Collectives:
         self, route: Route, kind: Kind, unit: int, parcels: Parcels, counts: Sequence[Count]
     ) -> Work:
         """Start to move pieces of a unit between ranks. What is sent may change after `wait_for_readers`."""
-        for count in counts:
-            count.start()
-        return self.start(kind, unit, [route.exchange(kind, unit, parcels)])
+        return self.start(kind, unit, [Leg(route.exchange(kind, unit, parcels), counts)])
 
-    def start(self, kind: Kind, unit: int, hops: Sequence[Hop]) -> Work:
-        """Start a unit's hops one behind the other; for `Exchange`."""
+    def start(self, kind: Kind, unit: int, legs: Sequence[Leg]) -> Work:
+        """Start a unit's hops one behind the other, and count them; for `Exchange`."""
+        for leg in legs:
+            for count in leg.counts:
+                count.start()
         self._schedule[kind] = (self._schedule[kind] * _HASH_FACTOR + unit + 1) % _HASH_MODULUS
-        return self._chain(kind, hops)
+        for observer in self._observers:
+            legs = [self._watch_leg(leg, observer.flies(kind, unit, leg.counts)) for leg in legs]
+        return self._chain(kind, [leg.hop for leg in legs if leg.hop is not None])
+
+    def _watch_leg(self, leg: Leg, flight: Flight) -> Leg:
+        if leg.hop is not None:
+            return replace(leg, hop=self._watch_hop(leg.hop, flight))
+        flight.begin()
+        flight.end()
+        return leg
+
+    def _watch_hop(self, hop: Hop, flight: Flight) -> Hop:
+        """The hop, which tells `flight` when it begins and has its result."""
+
+        def start(after: Work | None) -> Any:
+            flight.begin()
+            work = hop(after)
+            flight.end()
+            return work
+
+        return start
 
     def wait_for_readers(self) -> None:
         """Wait until this rank's pieces of gathered units and buckets may be changed or dropped."""

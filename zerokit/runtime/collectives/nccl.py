@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from zerokit.patience import Patience
 from zerokit.placement import Axis, Mesh
 from zerokit.runtime.collectives.base import Collectives, Sums
 from zerokit.runtime.collectives.groups import clone
+from zerokit.runtime.collectives.observer import Flight
 from zerokit.runtime.collectives.route import Hop, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards, same_place
@@ -106,6 +107,27 @@ class CudaStream:
         return next((name for name, event in self._launched if not event.query()), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A hop: an operation for a stream."""
+
+    stream: CudaStream
+    operation: Operation
+
+    def __call__(self, after: Work | None) -> Work:
+        return self.stream.launch(self.operation, after)
+
+    def watched(self, flight: Flight) -> Launch:
+        """The hop, which tells `flight` on the stream."""
+
+        def run() -> None:
+            flight.begin()
+            self.operation.run()
+            flight.end()
+
+        return Launch(self.stream, replace(self.operation, run=run))
+
+
 class NcclRoute(Route):
     """One axis: communicators and streams for gathers and reductions, which average where they know `ReduceOp.AVG`."""
 
@@ -139,7 +161,7 @@ class NcclRoute(Route):
         else:
             run = partial(self._gather_unequal, pieces, own)
         name = Kind.ALL_GATHER.of(whole.unit.index)
-        return partial(self._gathers.launch, Operation(name, run, [own], arrives))
+        return Launch(self._gathers, Operation(name, run, [own], arrives))
 
     def _gather_unequal(self, pieces: Sequence[Tensor], own: Tensor) -> None:
         """Sends and receives in one group, as NCCL's documentation has them for pieces of different sizes."""
@@ -170,8 +192,7 @@ class NcclRoute(Route):
                     wire.unpack(term, out, add=rank > 0)
 
         name = Kind.REDUCE_SCATTER.of(bucket.unit.index)
-        operation = Operation(name, reduce, [flat], [out, flat])
-        return partial(self._reductions.launch, operation)
+        return Launch(self._reductions, Operation(name, reduce, [flat], [out, flat]))
 
     def exchange(self, kind: Kind, unit: int, parcels: Parcels) -> Hop:
         # Peer by peer in one buffer each way: a device copies faster than NCCL starts messages.
@@ -195,7 +216,7 @@ class NcclRoute(Route):
                 torch._foreach_copy_(into, arrived.split([piece.numel() for piece in into]))
 
         reads, writes = [piece for _, piece in leaving], [piece for _, piece in arriving]
-        return partial(self._reductions.launch, Operation(kind.of(unit), move, reads, writes))
+        return Launch(self._reductions, Operation(kind.of(unit), move, reads, writes))
 
 
 class _Watched:
@@ -222,6 +243,10 @@ class NcclCollectives(Collectives):
 
     def _chain(self, kind: Kind, hops: Sequence[Hop]) -> Work:
         return self._watched(super()._chain(kind, hops))
+
+    def _watch_hop(self, hop: Hop, flight: Flight) -> Hop:
+        assert isinstance(hop, Launch)
+        return hop.watched(flight)
 
     def wait_for_readers(self) -> None:
         self._around(super().wait_for_readers)

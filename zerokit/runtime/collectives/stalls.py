@@ -31,6 +31,8 @@ class StallReporter:
         self._prefix = f"zerokit/{group.group_name}"
         self._waits = 0
         self.waited_s = 0.0  # seconds spent waiting so far, for measurements of communication
+        self.watchers: list[Callable[[str], Callable[[], None]]] = []
+        """Called with what is waited for as a wait begins; what they return is called as it ends."""
 
     def distinguish(self, number: int) -> None:
         """Set a name that all ranks agreed on, so that entries of earlier optimizers in the store are ignored."""
@@ -39,6 +41,7 @@ class StallReporter:
     @contextmanager
     def waiting(self, what: str | Callable[[], str]) -> Iterator[None]:
         """Mark a wait for `what`; errors inside become `ScheduleError`s that name what each rank waited for."""
+        ends = [watch(what if isinstance(what, str) else what()) for watch in self.watchers]
         start, before = time.monotonic(), self.waited_s
         self._waits += 1
         try:
@@ -46,6 +49,8 @@ class StallReporter:
         except RuntimeError as error:
             raise ScheduleError(self._explain(what if isinstance(what, str) else what(), error)) from error
         finally:
+            for end in ends:
+                end()
             self.waited_s = before + time.monotonic() - start  # waits inside are part of this one
 
     def note(self, what: str) -> None:

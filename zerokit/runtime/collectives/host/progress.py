@@ -20,6 +20,7 @@ from torch import Tensor
 from zerokit.layout import Cut
 from zerokit.patience import Patience
 from zerokit.runtime.collectives.base import Collectives
+from zerokit.runtime.collectives.observer import Flight
 from zerokit.runtime.collectives.route import DONE, Hop, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards
@@ -51,6 +52,31 @@ class HostHop:
 
     def require_alive(self) -> None:
         """Raise `RuntimeError` if it cannot arrive because a rank has ended. By default the route notices."""
+
+
+class WatchedHop(HostHop):
+    """A hop that tells a `flight` of its result."""
+
+    def __init__(self, hop: HostHop, flight: Flight) -> None:
+        self.name, self.attended, self._hop, self._flight = hop.name, hop.attended, hop, flight
+
+    def attempt(self) -> bool:
+        arrived = self._hop.attempt()
+        if arrived:
+            self._flight.end()
+        return arrived
+
+    def released(self) -> bool:
+        return self._hop.released()
+
+    def pause(self, seconds: float) -> None:
+        self._hop.pause(seconds)
+
+    def arrive(self) -> None:
+        self._hop.arrive()
+
+    def require_alive(self) -> None:
+        self._hop.require_alive()
 
 
 class Progress:
@@ -151,6 +177,13 @@ class HostCollectives(Collectives):
             if work.kind is not Kind.REDUCE_SCATTER:
                 work.finish()
         super().wait_for_readers()
+
+    def _watch_hop(self, hop: Hop, flight: Flight) -> Hop:
+        def start(after: Work | None) -> HostHop:
+            flight.begin()
+            return WatchedHop(hop(after), flight)
+
+        return start
 
     def _chain(self, kind: Kind, hops: Sequence[Hop]) -> Work:
         if kind is Kind.REDUCE_SCATTER and self._progress.pending:
