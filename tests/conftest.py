@@ -14,10 +14,10 @@ import pytest
 from tests.support import namespaces, slurm
 
 with contextlib.suppress(ImportError):  # a GPU machine may lack it: the tests marked `gpu` do without
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     # A machine with more at work than cores lets any example take seconds.
-    settings.register_profile("zerokit", deadline=None)
+    settings.register_profile("zerokit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("zerokit")
 
 

@@ -93,7 +93,7 @@ def test_deep_nesting_is_refused_at_any_depth(tmp_path: Path) -> None:
         assert "sweep.json" in done.stderr
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_a_changed_record_is_refused_by_name_or_gives_figures(tmp_path: Path, data: st.DataObject) -> None:
     path = tmp_path / "record.json"

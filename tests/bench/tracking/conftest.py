@@ -22,13 +22,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture
-def tracking(place: Path, request: pytest.FixtureRequest) -> Tracking:
-    return Tracking("sqlite:///mlflow.db", f"{request.module.__name__} {request.node.name}")
+@pytest.fixture(scope="module")
+def uri(place: Path) -> str:
+    """Absolute: MLflow keeps what it has opened by URI, also when tests of this module are run in several parts."""
+    return f"sqlite:///{place}/mlflow.db"
 
 
 @pytest.fixture
-def client(place: Path) -> MlflowClient:
+def tracking(uri: str, request: pytest.FixtureRequest) -> Tracking:
+    return Tracking(uri, f"{request.module.__name__} {request.node.name}")
+
+
+@pytest.fixture
+def client(uri: str) -> MlflowClient:
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(tracking_uri="sqlite:///mlflow.db")
+    return MlflowClient(tracking_uri=uri)

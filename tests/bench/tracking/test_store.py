@@ -51,8 +51,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def store(place: Path) -> Store:
-    return Store(Tracking("sqlite:///mlflow.db", "tests"))
+def store(uri: str) -> Store:
+    return Store(Tracking(uri, "tests"))
 
 
 def test_writing_twice_is_writing_once(store: Store, client: MlflowClient) -> None:

@@ -201,7 +201,8 @@ def _create(uri: str) -> None:
     file = Path(uri.removeprefix("sqlite:///"))
     if not uri.startswith("sqlite:///") or "?" in uri or file.exists() or not file.parent.is_dir():
         return
-    begun = file.with_name(f".{file.name}.begun")
+    # MLflow keeps what it has opened by URI, and this process may have been in another directory then.
+    begun = file.absolute().with_name(f".{file.name}.begun")
     with failing(f"MLflow at {uri} cannot be created"):
         for left in file.parent.glob(f"{begun.name}*"):  # and its journal
             left.unlink()
