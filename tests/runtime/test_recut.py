@@ -520,7 +520,7 @@ def _follow_memory() -> tuple[list[tuple[int, ...]], str]:
 def test_a_look_that_fails_on_one_rank_changes_nothing() -> None:
     broken = False
 
-    def free(device: torch.device) -> int:
+    def free(device: torch.device, sharing: object) -> int:
         if broken and dist.get_rank() == 1:
             raise RuntimeError("the driver does not answer")
         return 1 << 30
