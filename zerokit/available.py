@@ -11,6 +11,7 @@ mount limit a process too, but only version 1 tells: in `hierarchical_memory_lim
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -42,7 +43,7 @@ def memory_pools(root: Path = _ROOT) -> dict[str, int]:
     known = _numbers(root / "proc/meminfo").get("MemAvailable:")
     if known is not None:
         pools[_machine(root)] = known * 1024
-    for name, group in _own_groups("memory", root):
+    for name, group in _named_groups("memory", root):
         if (free := _free(group)) is not None:
             pools[name] = max(0, free)
     return pools
@@ -51,7 +52,7 @@ def memory_pools(root: Path = _ROOT) -> dict[str, int]:
 def cpu_quotas(root: Path = _ROOT) -> dict[str, float]:
     """The cores' worth of time that each group with a quota allows its processes together, by names like pools'."""
     quotas = {}
-    for name, group in _own_groups("cpu", root):
+    for name, group in _named_groups("cpu", root):
         old = (_text(group / f"cpu.cfs_{part}_us") for part in ("quota", "period"))
         words = (_text(group / "cpu.max") or " ".join(old)).split()
         if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # not "max", not -1
@@ -93,11 +94,8 @@ def _free(group: Path) -> int | None:
     return min(known) - used + cached
 
 
-def _own_groups(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
-    """This process's groups in hierarchies that may have this controller, each up to the top of its mount.
-
-    As name and folder; a name is the same in every namespace of this boot, because groups have inodes.
-    """
+def own_groups(controller: str, root: Path = _ROOT) -> Iterator[list[Path]]:
+    """This process's groups in each hierarchy that may have this controller, the innermost first, up to its mount."""
     own: dict[str, PurePosixPath] = {}
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -113,11 +111,15 @@ def _own_groups(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
         below = own[kind].relative_to(shown) if own[kind].is_relative_to(shown) else PurePosixPath()
         if ".." in below.parts:  # of a process that is not below the top of its namespace
             below = PurePosixPath()
-        for inner in (below, *below.parents):
-            folder = root / top.relative_to("/") / inner
-            with suppress(OSError):  # hidden from here
-                state = os.stat(folder)
-                yield f"{_machine(root)}:{state.st_dev}:{state.st_ino}", folder
+        yield [root / top.relative_to("/") / inner for inner in (below, *below.parents)]
+
+
+def _named_groups(controller: str, root: Path) -> Iterator[tuple[str, Path]]:
+    """Those groups; a name is the same in every namespace of this boot, because groups have inodes."""
+    for folder in itertools.chain.from_iterable(own_groups(controller, root)):
+        with suppress(OSError):  # hidden from here
+            state = os.stat(folder)
+            yield f"{_machine(root)}:{state.st_dev}:{state.st_ino}", folder
 
 
 def _unescaped(field: str) -> str:

@@ -99,15 +99,16 @@ MOUNTS = (
 
 
 def test_the_own_group_is_found_inside_and_outside_of_containers(tmp_path: Path) -> None:
-    (tmp_path / "cgroup").write_text(CGROUPS)
-    (tmp_path / "mountinfo").write_text(MOUNTS)
-    assert own_group("cpu", tmp_path) == (Path("/sys/fs/cgroup/cpu"), False)
-    assert own_group("memory", tmp_path) == (Path("/sys/fs/cgroup/memory/docker/a"), False)
-    unified = tmp_path / "unified"
-    (own := unified / "user" / "bench").mkdir(parents=True)
+    (proc := tmp_path / "proc/self").mkdir(parents=True)
+    (proc / "cgroup").write_text(CGROUPS)
+    (proc / "mountinfo").write_text(MOUNTS)
+    groups = tmp_path / "sys/fs/cgroup"
+    assert own_group("cpu", tmp_path) == (groups / "cpu", False)
+    assert own_group("memory", tmp_path) == (groups / "memory/docker/a", False)
+    (own := groups / "user" / "bench").mkdir(parents=True)
     (own / "cgroup.controllers").write_text("cpu memory\n")
-    (tmp_path / "cgroup").write_text("0::/user/bench\n")
-    (tmp_path / "mountinfo").write_text(f"41 31 0:38 / {unified} rw - cgroup2 cgroup2 rw\n")
+    (proc / "cgroup").write_text("0::/user/bench\n")
+    (proc / "mountinfo").write_text("41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
     assert own_group("memory", tmp_path) == (own, True)
     with pytest.raises(OSError, match="no control groups with the controller 'pids' are mounted"):
         own_group("pids", tmp_path)

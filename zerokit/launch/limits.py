@@ -18,6 +18,7 @@ from types import TracebackType
 
 import psutil
 
+from zerokit.available import own_groups
 from zerokit.launch.failures import LaunchError
 
 _PREFIX = "zerokit"
@@ -143,29 +144,18 @@ def _settings(controller: str, limit: Limit, *, unified: bool) -> list[tuple[str
     return []
 
 
-def own_group(controller: str, proc: Path = Path("/proc/self")) -> tuple[Path, bool]:
+def own_group(controller: str, root: Path = Path("/")) -> tuple[Path, bool]:
     """The directory of this process's group that has a controller, and whether it is of version 2.
 
     Raises `OSError` where no hierarchy with the controller is mounted.
     """
-    own: dict[str, str] = {}
-    for line in (proc / "cgroup").read_text().splitlines():
-        _, names, path = line.split(":", 2)
-        own |= dict.fromkeys(names.split(","), path)
-    for line in (proc / "mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        (root, point), (kind, _, options) = before.split()[3:5], after.split()[:3]
-        unified = kind == "cgroup2"
-        path = own.get("" if unified else controller, "")
-        if not path or not (unified or (kind == "cgroup" and controller in options.split(","))):
-            continue
-        # A container sees its own group as the root of the mount.
-        below = (
-            os.path.relpath(path, root) if path == root or path.startswith(f"{root.rstrip('/')}/") else "."
-        )
-        group = Path(point) / below
-        if not unified or controller in (group / "cgroup.controllers").read_text().split():
-            return group, unified
+    for group, *_ in own_groups(controller, root):
+        try:
+            controllers = (group / "cgroup.controllers").read_text().split()
+        except FileNotFoundError:
+            return group, False
+        if controller in controllers:
+            return group, True
     raise OSError(0, f"no control groups with the controller {controller!r} are mounted")
 
 
