@@ -116,7 +116,7 @@ def fullest_rank(step: Step) -> int:
 def _cut_bytes(step: Step) -> NDArray[np.int64]:
     """What each rank holds of all that is not updated whole, padding included, by position.
 
-    Ranks of the same share differ by the alignment of cuts.
+    Ranks of the same share differ by the alignment of cuts, and by the numbers that states have for each group.
     """
     sizes, world = step.sizes, step.placement.mesh.world
     masters = 0 if sizes.wholes is not None else sizes.master + sizes.states
@@ -126,8 +126,14 @@ def _cut_bytes(step: Step) -> NDArray[np.int64]:
         if unit.trainable:
             columns |= {"gradients": sizes.reduce, "optimizer": masters}
         for column, size in columns.items():
-            pieces = np.diff(step.placement.of_unit(unit.index).cut_of(column, unit).bounds)
-            held += np.repeat(pieces * size, world // len(pieces))
+            cut = step.placement.of_unit(unit.index).cut_of(column, unit)
+            nbytes = np.diff(cut.bounds) * size
+            if column == "optimizer" and masters:
+                nbytes += [
+                    sum(sizes.of_group(group).scalars for group, _ in unit.groups_within(cut.piece(number)))
+                    for number in range(len(cut))
+                ]
+            held += np.repeat(nbytes, world // len(cut))
     return held
 
 

@@ -158,8 +158,7 @@ class Loop:
 
     def _step(self) -> None:
         if self._dealer is None:
-            batches = self.next_batches()
-            counts = [1.0] * len(batches)
+            batches, counts = self.next_batches(), None
         else:
             dealt = self._dealer.next()
             batches, counts = [one.batch for one in dealt], [one.count for one in dealt]
@@ -171,7 +170,7 @@ class Loop:
         if computing is not None:
             computing.end()
         self._clock.end()
-        self._unread.append((losses, norm, counts))
+        self._unread.append((losses, norm, counts or [1.0] * len(losses)))
         self.measured.trained += 1
         self.measured.samples += self._settings.samples_per_step
 
