@@ -148,9 +148,11 @@ def test_a_cell_keeps_its_accounts(
             buffers=part.memory.held.buffers,
         )
         if optimizer == "adamw":
-            assert own.total <= part.memory.held.total
+            # With states elsewhere the rank with most of them there stands for its kind: numbers that stay may be more.
+            more = 0 if states == "device" else max(0, own.scalars - part.memory.held.scalars)
+            assert own.total <= part.memory.held.total + more
             alone = estimates.memory(cell, setup, (rank,), part.samples)
-            assert alone.needed <= part.memory.needed
+            assert alone.needed <= part.memory.needed + more
     fits = all(part.memory.needed <= part.kind.device.memory_bytes for part in mixed.parts)
     assert fits == (planned.missing_bytes == 0) == (planned.time is not None)
     assert planned.missing_bytes == max(part.missing_bytes for part in mixed.parts)
