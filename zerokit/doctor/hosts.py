@@ -11,9 +11,9 @@ from zerokit.doctor.findings import Answers, Seat, Verdict, where
 from zerokit.doctor.processor import Processor
 
 _ALIKE = 0.75
-"""Of the most memory, or cores: what is free on equal hosts differs by what else runs there."""
+"""The least part of the most memory, or cores, that passes: what else runs on equal hosts makes them differ."""
 _AS_FAST = 0.6
-"""Of the fastest rank. Two ranks on two equal cores had 0.56 to 1.0 of each other's speed, in six measurements under a
+"""The least part of the fastest rank's speed that passes. Two ranks on two equal cores had 0.56 to 1.0 of each other's speed, in six measurements under a
 load of 23 (2026-11-28); where load exceeds the cores, speeds are not judged."""
 
 

@@ -124,7 +124,7 @@ class Mixture:
         return shares_of(spare)
 
     def _away_rooms(self, cell: Cell, memories: Sequence[PlannedMemory]) -> list[int | None]:
-        """Of what a node's host or disk has room for, each kind's part, in proportion to what it keeps there."""
+        """Each kind's part of the room on a node's host or disk, in proportion to what it keeps there."""
         room, per_node = node_room(self._question.cluster, cell.states), self._question.cluster.ranks_per_node
         if room is None:
             return [None] * len(memories)
