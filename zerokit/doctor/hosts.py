@@ -13,8 +13,8 @@ from zerokit.doctor.processor import Processor
 _ALIKE = 0.75
 """The least part of the most memory, or cores, that passes: what else runs on equal hosts makes them differ."""
 _AS_FAST = 0.6
-"""The least part of the fastest rank's speed that passes. Two ranks on two equal cores had 0.56 to 1.0 of each other's speed, in six measurements under a
-load of 23 (2026-11-28); where load exceeds the cores, speeds are not judged."""
+"""The least part of the fastest rank's speed that passes. Two ranks on two equal cores had 0.56 to 1.0 of each other's
+speed, in six measurements under a load of 23 (2026-11-28); where load exceeds the cores, speeds are not judged."""
 
 
 @dataclass(frozen=True, slots=True)

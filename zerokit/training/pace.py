@@ -50,7 +50,7 @@ class Pace:
         self.rank, self.world = self._collectives.rank, self._collectives.world
         self._clock: ComputeClock = compute_clock(self._collectives)
         self._costs: list[float] = []
-        """Of this rank's samples in each step since the last agreement, and of the one that has begun."""
+        """What this rank's samples cost in each step since the last agreement, and of the one that has begun."""
         self._measured = 0
         """How many of these steps have been measured."""
         self._planned = 0

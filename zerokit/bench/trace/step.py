@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zerokit.runtime import ZeroOptimizer
 
 ROUNDS = 50
-"""Of the comparison of clocks: some 20 ms, for the least uncertain one."""
+"""How often clocks are compared: some 20 ms, for the least uncertain comparison."""
 
 
 def trace_step(trainer: Trainer, batches: Batches) -> dict[str, Any] | None:
