@@ -36,7 +36,7 @@ from zerokit.checkpoint.requests import Memory, Request, requests_for
 RANKS, READERS, SIZE_GB = 64, 48, 0.02
 """Ranks that saved the small tensors whose description is measured, and ranks that load them."""
 BYTES = 16 << 20
-"""Of which a checksum is taken."""
+"""The size of the memory whose checksum is taken."""
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def traces_written(records: Sequence[Record]) -> dict[str, str]:
 def keep(record: Record, work: Path, path: Path, warn: Callable[[str], None]) -> Record:
     """Write the ranks' timeline to the user's file, compressed if it ends in .gz; the record that names it.
 
-    Where that fails, the record names none, and `warn` is told.
+    If that fails, `warn` gets the reason, and the record names no file.
     """
     if record.trace is None:
         return record

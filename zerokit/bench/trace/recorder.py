@@ -34,10 +34,10 @@ _OPERATIONS = {
 
 
 class Recorder:
-    """An `Observer` of collectives, which is told the rest of the step as well.
+    """Notes a step: collectives and waits as an `Observer`, modules' passes and the update by methods of its own.
 
-    `host` tells the host's time, `compute` that of what the model computes, and `flights` that of collectives; `units`
-    are the units' names.
+    `host`, `compute` and `flights` mark times on the host, in the model's computation and in collectives; `units` are
+    the units' names.
     """
 
     def __init__(self, units: Sequence[str], host: Marks, compute: Marks, flights: Marks) -> None:

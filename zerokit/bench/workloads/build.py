@@ -171,7 +171,7 @@ class Loaded:
         return self.take(range(first, first + self.settings.batch_size))
 
     def count(self, batch: Sequence[Tensor]) -> int | Tensor:
-        """Of how many things the loss of this micro-batch is the mean."""
+        """The number of samples, tokens or the like whose mean is the loss of this micro-batch."""
         if self.own is None or self.own.count is None:
             return len(batch[0])
         return self.own.count(*batch)

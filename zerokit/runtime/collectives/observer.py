@@ -10,7 +10,10 @@ from zerokit.runtime.collectives.route import Kind
 
 
 class Flight(Protocol):
-    """A collective over one axis. It is told where the work runs: on a device, that stream is the current one."""
+    """A collective over one axis.
+
+    On a device its methods are called with the stream on which the collective runs as the current one.
+    """
 
     def begin(self) -> None:
         """The work starts."""
