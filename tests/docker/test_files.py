@@ -98,8 +98,8 @@ def test_composes_commands_are_zerokits_and_its_nodes_members_of_one_job() -> No
     for node in ("node-0", "node-1"):
         assert COMPOSE[node]["command"] == COMPOSE["node-0"]["command"]
         one = _member(COMPOSE[node]["environment"])
-        members.append((one.index, one.count, one.nodes, one.whole_node, one.master_addr))
-    assert members == [(0, 2, 2, True, "node-0"), (1, 2, 2, True, "node-0")]
+        members.append((one.index, one.count, one.nodes, one.master_addr))
+    assert members == [(0, 2, 2, "node-0"), (1, 2, 2, "node-0")]
 
 
 def test_compose_waits_for_health_and_keeps_the_root_read_only() -> None:

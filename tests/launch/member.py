@@ -11,14 +11,14 @@ from pathlib import Path
 
 from tests.launch.ranks import WORKLOAD
 from zerokit import versions
-from zerokit.launch import agents, frames, joined, processes
+from zerokit.launch import agents, joined, mail, processes
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.membership import find_membership
 
 
 def be_member(folder: str, what: str, times: str) -> None:
     """The leader launches as often as it is told; both have little patience. Ends this process."""
-    frames.SILENCE_SECONDS, frames.HEARTBEAT_SECONDS = 4.0 if what == "wait" else 60.0, 0.25
+    mail.SILENCE_SECONDS, mail.HEARTBEAT_SECONDS = 4.0 if what == "wait" else 60.0, 0.25
     agents.PEERS_FOLLOW_SECONDS, processes.STOPPED_SECONDS = 0.5, 2.0
     asked = [os.environ.get("ASKED", "bench")]
     if "PACKAGE" in os.environ:
@@ -28,8 +28,7 @@ def be_member(folder: str, what: str, times: str) -> None:
     with Interrupts() as interrupts:
         if not found.leads:
             sys.exit(joined.follow(found, asked, interrupts))
-        leader, code = joined.Leader(found, asked, interrupts), 1
-        try:
+        with joined.Leader(found, asked, interrupts) as leader:
             for number in range(int(times)):
                 log_dir = Path(folder, "logs", str(number))
                 log_dir.mkdir()
@@ -38,14 +37,12 @@ def be_member(folder: str, what: str, times: str) -> None:
                     WORKLOAD,
                     [folder, what, str(log_dir / "job")],
                     nodes=found.nodes,
-                    nproc_per_node=found.nproc_per_node or 1,
+                    nproc_per_node=found.nproc_per_node,
                     log_dir=log_dir,
                     interrupts=interrupts,
                 )
-            code = 3
-        finally:
-            leader.dismiss(code)
-    sys.exit(code)
+            leader.code = 3
+    sys.exit(leader.code)
 
 
 if __name__ == "__main__":

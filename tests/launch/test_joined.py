@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from tests.launch.member import be_member
 from tests.launch.ranks import ROOT, all_ended, started, wait_for
 from tests.support.forked import ForkedProcess
-from zerokit.launch import joined, trust
+from zerokit.launch import joined, leader, mail
 from zerokit.launch.failures import LaunchError
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.membership import Membership, find_membership
@@ -51,13 +51,7 @@ def srun(rank: int, port: int) -> dict[str, str]:
     }
     found = {f"SLURM_{name}": str(value) for name, value in names.items()} | {"SLURM_JOB_ID": "7"}
     found |= {"SLURM_STEP_NODELIST": "a,b", "MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(port)}
-    return found | {trust.SECRET: "0123456789abcdef"}
-
-
-def pod(rank: int, port: int) -> dict[str, str]:
-    """A node whose rank is still to be started."""
-    names = {"NODE_RANK": rank, "NNODES": 2, "NPROC_PER_NODE": 1, "MASTER_PORT": port}
-    return {f"PET_{name}": str(value) for name, value in names.items()} | {"PET_MASTER_ADDR": "127.0.0.1"}
+    return found
 
 
 class Members:
@@ -103,8 +97,7 @@ def members(tmp_path: Path) -> Iterator[Members]:
     ("scheme", "nodes", "times", "what", "size"),
     [
         (torchrun, ["0", "0"], 2, "finish", 4),
-        (pod, ["0", "1"], 1, "noise", 12 << 20),
-        (srun, ["0", "1"], 1, "finish", 4),
+        (srun, ["0", "1"], 1, "noise", 12 << 20),
     ],
 )
 def test_members_launch_together(
@@ -164,12 +157,12 @@ def test_a_rank_that_fails_is_named(members: Members, tmp_path: Path) -> None:
     [
         (
             {"ASKED": "another one"},
-            r"UsageError: all ranks must run the same command, but number 1 on \S+ was given \"'another one'\", "
+            r"UsageError: all ranks must run the same command, but rank 1 of 2, node 0 was given \"'another one'\", "
             "and number 0 'bench'",
         ),
         (
             {"PACKAGE": "zerokit"},
-            r"LaunchError: number 1 on \S+ has .*zerokit's files \w{12}, .*but this machine has .*: install the same",
+            r"LaunchError: rank 1 of 2, node 0 has .*zerokit's files \w{12}, .*but this machine has .*: install",
         ),
     ],
 )
@@ -197,13 +190,12 @@ def member(rank: int, port: int) -> Membership:
 
 
 def test_who_is_not_met_is_told(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "MEET_SECONDS", 1.0)
-    monkeypatch.setenv(trust.SECRET, "0123456789abcdef")
+    monkeypatch.setattr(mail, "MEET_SECONDS", 1.0)
     leads, follows = (member(rank, members.port) for rank in range(2))
     lost = replace(follows, master_addr="no-such-host.invalid", count=4)
     with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not joined within 1 s"):
-        joined.Leader(leads, [], Interrupts())
-    said = r"rank 1 of 2 .* no rendezvous with the others at 127.0.0.1:\d+ within 1 s .*Connection refused"
+        joined.Leader(leads, [], Interrupts()).__enter__()
+    said = r"rank 1 of 2 .* no rendezvous with the others at 127.0.0.1:\d+ within 1 s \(.+\); check that the name"
     with pytest.raises(LaunchError, match=said):
         joined.follow(follows, [], Interrupts())
     with pytest.raises(LaunchError, match=r"no-such-host.invalid, does not resolve on .*: set MASTER_ADDR"):
@@ -223,9 +215,10 @@ def test_a_leader_that_is_gone_is_left(members: Members, tmp_path: Path, number:
     wait_for(lambda: all_ended(tmp_path))
 
 
-def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path, number: int) -> None:
     leader, follower = members.start_two(torchrun, "wait")
-    follower.send_signal(signal.SIGSTOP)
+    follower.send_signal(number)
     _, said = leader.communicate(timeout=800)
     assert leader.returncode == 1
     assert "WorkerFailed: rank 1 of 2, node 0: nothing was heard of it for 4 s" in said
@@ -246,8 +239,9 @@ def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:
 
 def test_cores_are_shared_among_those_that_use_them() -> None:
     def threads(*members: tuple[str, Sequence[int]]) -> list[int]:
-        return joined.share_cores([{"host": host, "cores": cores} for host, cores in members])
+        return leader.share_cores([{"host": host, "cores": cores} for host, cores in members], 1)
 
     assert threads(("a", [0, 1]), ("a", [2, 3]), ("b", [0, 1])) == [2, 2, 2]
     assert threads(("a", range(8)), ("a", range(8)), ("b", range(8))) == [4, 4, 8]
     assert threads(("a", [0]), ("a", [0])) == [1, 1]
+    assert leader.share_cores([{"host": "a", "cores": range(8)}], 4) == [2]

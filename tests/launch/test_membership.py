@@ -6,7 +6,7 @@ import pytest
 
 from zerokit.errors import UsageError
 from zerokit.launch import membership
-from zerokit.launch.membership import DEFAULT_PORT, Membership, find_membership
+from zerokit.launch.membership import Membership, find_membership
 
 
 def variables(prefix: str, text: str) -> dict[str, str]:
@@ -55,7 +55,6 @@ def test_torchrun() -> None:
     assert member.nproc_per_node == 2
     assert (member.master_addr, member.master_port, member.has_store) == ("gpu1", 29511, True)
     assert not member.leads
-    assert not member.whole_node
     assert member.describe() == "rank 3 of 4 that torchrun started"
     alone = {name: TORCHRUN[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
     first = find(alone | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
@@ -94,17 +93,6 @@ def test_mpirun() -> None:
 OF_TWO_NODES = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 
 
-def test_a_pod_is_a_whole_node() -> None:
-    member = find(POD)
-    assert member.whole_node
-    assert (member.index, member.count, member.nproc_per_node) == (1, 2, None)
-    assert (member.master_addr, member.master_port) == ("bench-node-0-0.bench", 29400)
-    assert member.describe().startswith("node 1 of 2")
-    assert find(POD | {"PET_NPROC_PER_NODE": "8", "PET_NNODES": "2:2"}).nproc_per_node == 8
-    del (bare := dict(POD))["PET_MASTER_PORT"]
-    assert find(bare).master_port == DEFAULT_PORT
-
-
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
@@ -121,9 +109,8 @@ def test_a_pod_is_a_whole_node() -> None:
         (SRUN | {"SLURM_STEP_NODELIST": "gpu[1-"}, "not a list of nodes"),
         (OF_TWO_NODES, r"set MASTER_ADDR to its host \(mpirun -x MASTER_ADDR=HOST\)"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, "the same number of ranks"),
-        (POD | {"PET_NNODES": "1:4"}, "expected a fixed number of nodes"),
-        (POD | {"PET_MASTER_PORT": "99999"}, "cannot meet at port 99999: expected 1 to 65535"),
-        (POD | {"PET_NODE_RANK": "2"}, "expected a fixed number of nodes"),
+        (TORCHRUN | {"MASTER_PORT": "99999"}, "cannot meet at port 99999: expected 1 to 65535"),
+        (POD, "start them by `torchrun --no-python zerokit"),
     ],
 )
 def test_contradictions_are_told(environment: dict[str, str], said: str) -> None:

@@ -104,16 +104,23 @@ def test_values_that_would_leave_their_line_and_lines_that_are_no_options_are_re
             Request(1, lines=(line,))
 
 
+@pytest.fixture
+def _n1_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "node_address", lambda host: "127.0.0.1")
+
+
+@pytest.mark.usefixtures("_n1_is_here")
 def test_nodes_run_in_containers() -> None:
-    pyxis = srun_host("n1", "python", Container("image.sqsh", "pyxis")).command
+    pyxis = srun_host("n1", "python", Container("image.sqsh", "pyxis")).command(7, "0")
     assert "--container-image=image.sqsh" in pyxis
     assert "--nodelist=n1" in pyxis
-    apptainer = srun_host("n1", "python", Container("image.sif", "apptainer")).command
+    apptainer = srun_host("n1", "python", Container("image.sif", "apptainer")).command(7, "0")
     at = apptainer.index("apptainer")
-    assert apptainer[at + 1 : at + 4] == ("exec", "--nv", "--bind")
-    assert apptainer[-4:-1] == ("image.sif", "sh", "-c")
+    assert apptainer[at + 1 : at + 4] == ["exec", "--nv", "--bind"]
+    assert apptainer[-4:-1] == ["image.sif", "sh", "-c"]
 
 
+@pytest.mark.usefixtures("_n1_is_here")
 def test_a_node_gets_its_gpus_whatever_the_job_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for job, options in (
         ("GPUS=a100:4,h100:4", ["--gpus=4"]),
@@ -125,7 +132,7 @@ def test_a_node_gets_its_gpus_whatever_the_job_was_asked_for(monkeypatch: pytest
             for word in ("JOB_NUM_NODES=2", *job.split()):
                 changed.setenv(*f"SLURM_{word}".split("="))
             host = srun_host("n1", "python")
-        assert [word for word in host.command if word.startswith("--gpu")] == options
+        assert [word for word in host.command(7, "0") if word.startswith("--gpu")] == options
         assert f"SLURM_{job.partition('=')[0]}" in host.without
 
 

@@ -212,7 +212,7 @@ def choose_launcher(
 
         slots = (HostSlots("each", member.nproc_per_node),)
         # A rank that sees one device says nothing of the others', which may see one each (srun --gpus-per-task).
-        here = member.nodes == 1 and (member.whole_node or len(visible_devices()) != 1)
+        here = member.nodes == 1 and len(visible_devices()) != 1
         return Chosen(name, options, member.nodes, slots, here=here, member=member)
     if name == "ssh":
         return _ssh(options)
@@ -280,18 +280,16 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
     with Interrupts() as interrupts:
         if not member.leads:
             return follow(member, command_line, interrupts)
-        leader, code = Leader(member, command_line, interrupts), 1
-        try:
-            code = run(leader)
-        except click.ClickException as error:
-            code = error.exit_code
-            raise
-        except UsageError:
-            code = 2
-            raise
-        except Interrupted as error:
-            code = 128 + error.signal_number
-            raise
-        finally:
-            leader.dismiss(code)
-    return code
+        with Leader(member, command_line, interrupts) as leader:
+            try:
+                leader.code = run(leader)
+            except click.ClickException as error:
+                leader.code = error.exit_code
+                raise
+            except UsageError:
+                leader.code = 2
+                raise
+            except Interrupted as error:
+                leader.code = 128 + error.signal_number
+                raise
+    return leader.code

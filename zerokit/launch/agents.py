@@ -34,6 +34,10 @@ class Agent(Protocol):
     trouble: str | None
     """Why it failed, if no rank was the cause."""
 
+    @property
+    def mute(self) -> bool:
+        """Whether nothing is heard of it for now."""
+
     def poll(self) -> int | None:
         """0 when all its ranks have ended well, another number when one has failed; None while they run."""
 
@@ -72,7 +76,8 @@ def _attend(agents: Sequence[Agent], interrupts: Interrupts, poll: Callable[[], 
         poll()
         if patience is None and any(agent.poll() for agent in agents):
             patience = Patience(PEERS_FOLLOW_SECONDS)
-        if patience is not None and patience.over:
+        mute = [agent for agent in running(agents) if agent.mute]  # it may be lost, and then the cause
+        if patience is not None and patience.over and not mute:
             return
         time.sleep(POLL_SECONDS)
     poll()

@@ -4,8 +4,6 @@ torchrun            RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, 
 srun                SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NODELIST
 Open MPI's mpirun   OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE; on several nodes with -x MASTER_ADDR=HOST
 other mpiruns       PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS; on several nodes with -genv MASTER_ADDR HOST
-a TrainJob's pod    PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT: it is a whole
-                    node, whose ranks are still to be started
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ class Membership:
         scheme: the launcher that started them, as messages name it.
         index: this one's number.
         count: how many there are.
-        nproc_per_node: ranks of each; None where that is left open.
-        whole_node: whether it stands for a whole node, whose ranks it starts; else it is one rank.
+        nproc_per_node: ranks of each node.
         master_addr: where the others reach number 0.
         master_port: where they meet.
         has_store: whether a store of torchrun's listens there already.
@@ -42,8 +39,7 @@ class Membership:
     scheme: str
     index: int
     count: int
-    nproc_per_node: int | None
-    whole_node: bool
+    nproc_per_node: int
     master_addr: str
     master_port: int
     has_store: bool = False
@@ -65,20 +61,19 @@ class Membership:
 
     def node_of(self, index: int) -> int:
         """The node of the process with this number."""
-        return index if self.whole_node else index // (self.nproc_per_node or 1)
+        return index // self.nproc_per_node
 
     def require_world(self, nodes: int, nproc_per_node: int) -> None:
         """Raise `UsageError` unless these are the ranks that were started."""
-        if nodes != self.nodes or self.nproc_per_node not in (None, nproc_per_node):
+        if (nodes, nproc_per_node) != (self.nodes, self.nproc_per_node):
             raise UsageError(
-                f"{self.scheme} started {self.nodes} nodes with {self.nproc_per_node or 'any number of'} ranks each, "
+                f"{self.scheme} started {self.nodes} nodes with {self.nproc_per_node} ranks each, "
                 f"but {nodes} nodes with {nproc_per_node} ranks each are requested: omit --nodes and --nproc-per-node"
             )
 
     def describe(self) -> str:
         """This member's number and the count, as text."""
-        what = "node" if self.whole_node else "rank"
-        return f"{what} {self.index} of {self.count} that {self.scheme} started"
+        return f"rank {self.index} of {self.count} that {self.scheme} started"
 
 
 def _is_loopback(address: str) -> bool:
@@ -94,23 +89,24 @@ def find_membership(environment: Mapping[str, str]) -> Membership | None:
     Raises `UsageError` where the environment contradicts itself, or lacks something that cannot be guessed.
     """
     # In an allocation mpirun starts a daemon on each node by srun, whose variables its ranks inherit.
-    for find in (_torchrun, _pod, _mpirun, _srun):
+    for find in (_torchrun, _mpirun, _srun):
         if (member := find(environment)) is not None:
             if not 0 < member.master_port < 2**16:
                 raise UsageError(f"the ranks cannot meet at port {member.master_port}: expected 1 to 65535")
             return member
+    if {"PET_NODE_RANK", "PET_NNODES"} <= environment.keys():  # a TrainJob's pod
+        raise UsageError(
+            "PET_NODE_RANK is set, by which torchrun starts the ranks of a node: start them by `torchrun --no-python "
+            "zerokit ...`, or unset it"
+        )
     return None
-
-
-def _is_count(text: str) -> bool:
-    return re.fullmatch(r"[0-9]{1,9}", text) is not None
 
 
 def _numbers(environment: Mapping[str, str], names: str) -> list[int]:
     """The values of variables whose names are separated by blanks."""
     values = [(name, environment.get(name, "")) for name in names.split()]
     for name, value in values:
-        if not _is_count(value):
+        if not re.fullmatch(r"[0-9]{1,9}", value):
             raise UsageError(
                 f"{name} is {value or 'not set'!r:.60}, expected a number: the launcher's environment is incomplete"
             )
@@ -159,7 +155,6 @@ def _one_rank(
         index=rank,
         count=world,
         nproc_per_node=local_world,
-        whole_node=False,
         master_addr=address,
         master_port=port,
         has_store=scheme == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -172,29 +167,6 @@ def _torchrun(environment: Mapping[str, str]) -> Membership | None:
     environment = {"LOCAL_WORLD_SIZE": environment["WORLD_SIZE"], **environment}
     numbers = _numbers(environment, "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_PORT")
     return _one_rank(environment, "torchrun", numbers[:4], "")
-
-
-def _pod(environment: Mapping[str, str]) -> Membership | None:
-    if "PET_NODE_RANK" not in environment or "PET_NNODES" not in environment:
-        return None
-    least, _, most = environment["PET_NNODES"].partition(":")
-    environment = {"PET_MASTER_PORT": str(DEFAULT_PORT), **environment}
-    node, port = _numbers(environment, "PET_NODE_RANK PET_MASTER_PORT")
-    if not _is_count(least) or most not in ("", least) or node >= int(least):
-        raise UsageError(
-            f"PET_NNODES is {environment['PET_NNODES']!r:.60} and PET_NODE_RANK {node}: expected a fixed number of "
-            "nodes, and ranks from 0 below it"
-        )
-    ranks = environment.get("PET_NPROC_PER_NODE", "auto")
-    return Membership(
-        scheme="a TrainJob (or torchrun's PET_ variables)",
-        index=node,
-        count=int(least),
-        nproc_per_node=int(ranks) if _is_count(ranks) else None,  # "auto", "gpu" and "cpu" leave it open
-        whole_node=True,
-        master_addr=environment.get("PET_MASTER_ADDR") or "127.0.0.1",
-        master_port=port,
-    )
 
 
 def _srun(environment: Mapping[str, str]) -> Membership | None:

@@ -48,6 +48,8 @@ class World:
 class Ranks:
     """An `Agent` on this machine. Rank R's output is in `rank-R` of the folder of logs."""
 
+    mute = False
+
     def __init__(
         self,
         world: World,

@@ -1,10 +1,11 @@
-r"""Nodes on other machines, each reached with a command that runs `zerokit.launch.node`: `ssh host …`, `srun …`.
+r"""Nodes on other machines, each reached with a command that runs `zerokit.launch.member`: `ssh host …`, `srun …`.
 
-    launch -- ssh a … node -- rank 0, rank 1
-          \-- ssh b … node -- rank 2, rank 3
+    launch -- ssh a … member -- rank 0, rank 1
+          \-- ssh b … member -- rank 2, rank 3
 
 First every node identifies itself; only then, with one version everywhere, ranks are started. The job's folder is sent
-to every node as it is, and files written in it are sent back, so that the machines need no directory in common.
+to every node as it is, and files written in it are sent back, so that the machines need no directory in common. The
+launcher's store carries all of it: to hosts through ssh itself, which forwards a port there.
 """
 
 from __future__ import annotations
@@ -15,45 +16,51 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from zerokit.launch.agents import await_end, conduct, end_all
-from zerokit.launch.distant import DistantAgent, launch_frame
-from zerokit.launch.failures import LaunchError, tail
-from zerokit.launch.frames import Peer
+from zerokit.launch import mail
+from zerokit.launch.agents import conduct
+from zerokit.launch.failures import LaunchError, name_node, tail
 from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.leader import Lost, Member, dismiss, meet, share_cores, start_ranks
+from zerokit.launch.mail import LEADER, Mail, Message
 from zerokit.launch.ranks import World
 from zerokit.patience import Patience
-from zerokit.versions import describe_difference
 
 FORWARDED = re.compile(
     r"(ZEROKIT|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|CUBLAS|FI|UCX|HF)_\w+|PYTHONPATH|PYTHONHASHSEED"
 )
 """Variables of this process that the ranks get, beside those that the user names."""
-_CONNECT_SECONDS = 30.0
+_CONNECT_SECONDS = 60.0
 _END_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteHost:
-    """A machine that runs one node: its display name, and the command that runs a program on it.
+    """A machine that runs one node.
 
-    The command does not get the variables of this process that are named in `without`.
+    Attributes:
+        name: for messages.
+        command: the command that starts the node, from the port of this process's store and the node's name there.
+        without: variables of this process that the command does not get.
+        forwards: whether the command leads to the store's port, so that no other machine must reach it.
     """
 
     name: str
-    command: tuple[str, ...]
+    command: Callable[[int, str], Sequence[str]]
     without: tuple[str, ...] = ()
+    forwards: bool = True
 
 
 _PYTHON = "name its Python with --remote-python"
 _REMEDIES = {
     "permission denied": "give this user's key to that host (ssh-copy-id), or name another with --ssh-option '-i FILE'",
     "host key verification failed": "connect once by hand (ssh HOST true) to accept the host's key",
+    "remote port forwarding failed": "its sshd must allow TCP forwarding (AllowTcpForwarding), by which nodes reach "
+    "this machine; else start zerokit by torchrun on each node",
     "no module named": f"install zerokit there at the same path, or {_PYTHON}",
     "not found": f"there is no such Python there: {_PYTHON}",
     "no such file or directory": f"there is no such Python there: {_PYTHON}",
@@ -62,62 +69,65 @@ _REMEDIES = {
 """What to do about what ssh, srun or the machine's shell said."""
 
 
-def node_command(python: str) -> str:
-    """A shell line that starts the node program, in the working directory if the machine has it.
+def node_command(python: str, address: str, port: int, name: str) -> str:
+    """A shell line that starts a node, in the working directory if the machine has it.
 
-    As in `ranks.start_rank`, modules are not looked for there.
+    The node finds the launcher's store at this address and port. As in `ranks.start_rank`, modules are not looked for
+    in the working directory.
     """
     path = os.environ.get("PYTHONPATH")
     environment = "" if path is None else f"env PYTHONPATH={shlex.quote(path)} "
     return (
         f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {environment}{shlex.quote(python)} "
-        "-P -m zerokit.launch.node"
+        f"-P -m zerokit.launch.member {address} {port} {name}"
     )
 
 
-class RemoteAgent(DistantAgent):
-    """One node on another machine."""
+class _Node(Member):
+    """A member on another machine, and the connection by which it was started."""
 
-    def __init__(self, node: int, host: RemoteHost, log_dir: Path) -> None:
-        (folder := log_dir / f"node-{node}").mkdir()
-        self._log = folder / "connection.log"
+    def __init__(self, letters: Mail, number: int, host: RemoteHost, port: int, log_dir: Path) -> None:
+        (folder := log_dir / f"node-{number}").mkdir()
+        self._log, self._last_words = folder / "connection.log", Patience(_LAST_WORDS_SECONDS)
+        command = host.command(port, str(number))
         try:
-            with self._log.open("ab") as log:  # as `_keep` does, so that neither writes over the other
+            with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    host.command,
+                    command,
                     env={name: value for name, value in os.environ.items() if name not in host.without},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
                     stderr=log,
                     start_new_session=True,  # a Ctrl-C at the terminal reaches us alone, and we pass it on
                 )
         except OSError as error:
-            raise LaunchError(f"{host.command[0]} cannot be run ({error.strerror}): install it") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        super().__init__(
-            Peer(self._process.stdout, self._process.stdin, self._keep), node, host.name, log_dir
-        )
+            raise LaunchError(f"{command[0]} cannot be run ({error.strerror}): install it") from error
+        super().__init__(letters.peers[str(number)], name_node(number, host.name), host.name)
 
-    def _keep(self, line: bytes) -> None:
-        with self._log.open("ab") as log:
-            log.write(line)
-
-    def lost(self) -> str:
-        """How the connection ended."""
-        self.end()
-        what = "did not start" if self.hello is None else "was lost while its ranks ran: the connection ended"
+    def hear(self) -> Message | None:
+        if (message := super().hear()) is not None or self._process.poll() is None:
+            self._last_words.restart()
+            return message
+        if not self._last_words.over:  # what it said last may be on its way
+            return None
+        what = "was lost while its ranks ran: the connection ended" if self.hello else "did not start"
         said = self._log.read_text(errors="replace").lower()
         remedy = next((remedy for words, remedy in _REMEDIES.items() if words in said), None)
         lines = [f"{self.where} {what} with exit code {self._process.returncode}", tail(self._log), remedy]
-        return "\n".join(line for line in lines if line)
+        raise Lost("\n".join(line for line in lines if line))
 
-    def end(self) -> None:
-        """End the node and the connection by closing its pipe."""
-        self.peer.close()
+    def explain_silence(self) -> str:
+        if self.hello:
+            return super().explain_silence()
+        return (
+            f"{self.where} did not answer in time: check that the machine is up and reachable, or raise "
+            "--connect-timeout"
+        )
+
+    def disconnect(self) -> None:
+        """End the connection: soon, if the node has not answered, and has started nothing."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            # A node that has not said hello has started nothing.
-            self._process.wait(1.0 if self.hello is None else _END_SECONDS)
+            self._process.wait(_END_SECONDS if self.hello else 0.0)
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # a proxy of ssh's as well
@@ -158,47 +168,33 @@ def launch_on(
         WorkerFailed: a rank failed or was killed, or a node was lost.
         Interrupted: SIGINT or SIGTERM came; it was passed on.
     """
-    agents: list[RemoteAgent] = []
+    nodes: list[_Node] = []
     forwarded = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
-    try:
-        agents.extend(RemoteAgent(node, host, log_dir) for node, host in enumerate(hosts))
-        first = _await_hellos(agents, interrupts, connect_seconds)
-        address = master_addr or hosts[0].name.rpartition("@")[2]
-        world = World(
-            len(hosts), nproc_per_node, address, first["port"], {**forwarded, **(environment or {})}
-        )
-        start = launch_frame(world, log_dir, [module, *arguments], follow=follow)
-        for agent in agents:
-            ranks = [agent.node * nproc_per_node, (agent.node + 1) * nproc_per_node]
-            agent.peer.say("start", ranks=ranks, **start)
-    except BaseException:
-        end_all(agents)
-        raise
-    conduct(agents, log_dir, interrupts, poll)
+    server = mail.listen("127.0.0.1" if all(host.forwards for host in hosts) else "", 0)
+    port = server.getsockname()[1]
+    names = [str(number) for number in range(len(hosts))]
+    with Mail(mail.host_store(server), LEADER, names, connect_seconds) as letters:
+        try:
+            nodes.extend(_Node(letters, number, host, port, log_dir) for number, host in enumerate(hosts))
+            meet(nodes, interrupts, "or give the right Python there with --remote-python")
+            address = master_addr or hosts[0].name.rpartition("@")[2]
+            threads = share_cores([one.hello for one in nodes], nproc_per_node)
+            variables = {**forwarded, **(environment or {})}
 
+            def world_of(number: int) -> World:
+                meeting = nodes[0].hello["port"]
+                return World(len(nodes), nproc_per_node, address, meeting, variables, threads[number])
 
-def _await_hellos(agents: Sequence[RemoteAgent], interrupts: Interrupts, seconds: float) -> Mapping[str, Any]:
-    """What the first says of itself."""
-    patience = Patience(seconds)
-    while missing := [agent for agent in agents if agent.hello is None]:
-        interrupts.check()
-        if any(_never_answered(agent) for agent in missing):
-            await_end(missing, 1.0)  # others that fail by the same cause are named too
-            raise LaunchError("\n".join(agent.trouble or "" for agent in missing if _never_answered(agent)))
-        if patience.over:
-            names = ", ".join(agent.where for agent in missing)
-            raise LaunchError(
-                f"{names} did not answer within {seconds:g} s: check that the machine is up and reachable, or "
-                "raise --connect-timeout"
+            agents = start_ranks(
+                dict(enumerate(nodes)),
+                lambda number: range(number * nproc_per_node, (number + 1) * nproc_per_node),
+                world_of,
+                [module, *arguments],
+                log_dir,
+                follow=follow,
             )
-        time.sleep(0.05)
-    hellos = [agent.hello for agent in agents if agent.hello is not None]
-    for agent, hello in zip(agents, hellos, strict=True):
-        if (difference := describe_difference(agent.where, hello.get("versions"))) is not None:
-            raise LaunchError(f"{difference}, or give the right Python there with --remote-python")
-    return hellos[0]
-
-
-def _never_answered(agent: RemoteAgent) -> bool:
-    """Whether it has ended without a hello; asked in this order, as `poll` reads what an ended one said last."""
-    return agent.poll() is not None and agent.hello is None
+            conduct(agents, log_dir, interrupts, poll)
+        finally:
+            dismiss([one for one in nodes if one.hello], 0)
+            for one in nodes:
+                one.disconnect()

@@ -20,6 +20,7 @@ from zerokit.errors import UsageError
 from zerokit.launch.failures import LaunchError, tail
 from zerokit.launch.hosts import expand_hostlist
 from zerokit.launch.interrupts import Interrupted, Interrupts
+from zerokit.launch.network import address_towards
 from zerokit.launch.remote import RemoteHost, node_command
 from zerokit.launch.trust import SECRET
 from zerokit.patience import Patience
@@ -165,7 +166,7 @@ def _gpus_of_a_node() -> int:
 
 def srun_host(host: str, python: str, container: Container | None = None) -> RemoteHost:
     """Start a node of the allocation with a job step on it alone."""
-    command, here = ["sh", "-c", node_command(python)], str(Path.cwd())
+    here = str(Path.cwd())
     options = [
         "--nodes=1",
         "--ntasks=1",
@@ -180,9 +181,14 @@ def srun_host(host: str, python: str, container: Container | None = None) -> Rem
     if "SLURM_GPU_BIND" in os.environ:  # which would hide all but the first one's from the node's ranks
         options.append("--gpu-bind=none")
     if container is not None:
-        command = container.wrap(command, here)
         options += container.srun_options(here)
-    return RemoteHost(host, ("srun", *options, *command), _OF_THE_JOB)
+
+    def command(port: int, name: str) -> Sequence[str]:
+        address = address_towards(node_address(host))
+        words = ["sh", "-c", node_command(python, address, port, name)]
+        return ["srun", *options, *(words if container is None else container.wrap(words, here))]
+
+    return RemoteHost(host, command, _OF_THE_JOB, forwards=False)
 
 
 def render_script(request: Request, command: Sequence[str], made_by: str = "") -> str:

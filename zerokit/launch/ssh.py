@@ -1,22 +1,30 @@
-"""Nodes over ssh: one connection per node; when it ends, the node ends everything."""
+"""Nodes over ssh: one connection per node, which also forwards a port there to the launcher's store."""
 
 from __future__ import annotations
 
+import random
 import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
 
 from zerokit.errors import UsageError
+from zerokit.launch.network import PORTS
 from zerokit.launch.remote import RemoteHost, node_command
 from zerokit.ssh import ssh_command
 
 
 def ssh_host(host: str, options: Sequence[str], python: str, connect_seconds: float) -> RemoteHost:
     """Start a node on a host; `options` are ssh's own, as on its command line."""
-    # The user's shell there may be one that does not know redirections as sh does (csh).
-    line = shlex.join(["exec", "sh", "-c", node_command(python)])
-    return RemoteHost(host, ssh_command(host, options, connect_seconds, line))
+
+    def command(port: int, name: str) -> Sequence[str]:
+        there = random.SystemRandom().choice(PORTS)
+        forward = ("-o", "ExitOnForwardFailure=yes", "-R", f"127.0.0.1:{there}:127.0.0.1:{port}")
+        # The user's shell there may be one that does not know redirections as sh does (csh).
+        line = shlex.join(["exec", "sh", "-c", node_command(python, "127.0.0.1", there, name)])
+        return ssh_command(host, (*options, *forward), connect_seconds, line)
+
+    return RemoteHost(host, command)
 
 
 def ssh_address(host: str, options: Sequence[str]) -> str:

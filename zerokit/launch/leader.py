@@ -1,0 +1,199 @@
+"""The leader's side of a launch on other machines: its members, and an agent for the ranks of each.
+
+leader    meet -- launch ------------------- conduct -- dismiss
+member    hello       start -- ranks -- exit            end, bye
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from zerokit.errors import ZerokitError
+from zerokit.launch import mail
+from zerokit.launch.agents import GRACE_SECONDS, POLL_SECONDS, Agent, await_end
+from zerokit.launch.failures import Failure, LaunchError
+from zerokit.launch.folders import pack_folder, put_file
+from zerokit.launch.interrupts import Interrupts
+from zerokit.launch.mail import Message, Peer
+from zerokit.launch.ranks import World
+from zerokit.patience import Patience
+from zerokit.versions import describe_difference
+
+_END_SECONDS = 10.0
+_OTHERS_SECONDS = 1.0
+
+
+class Lost(LaunchError):
+    """A member is gone."""
+
+
+class Member:
+    """A process that serves this one's launches.
+
+    `where` names it in messages, and `host` its machine; None if that is this one. `hello` is what it said of itself.
+    """
+
+    def __init__(self, peer: Peer, where: str, host: str | None = None) -> None:
+        self.peer, self.where, self.host = peer, where, host
+        self.hello: Mapping[str, Any] = {}
+
+    def hear(self) -> Message | None:
+        """Its next message, if any; raises `Lost`, with the reason, if it is gone."""
+        try:
+            message = self.peer.hear()
+        except EOFError:
+            raise Lost(self.explain_silence()) from None
+        if message is not None and message[0] == "hello":
+            self.greet(message[1])
+            return None
+        return message
+
+    def greet(self, hello: Mapping[str, Any]) -> None:
+        """Take what it says of itself."""
+        self.hello = hello
+
+    def explain_silence(self) -> str:
+        """The reason of a member that is not heard."""
+        return (
+            f"{self.where}: nothing was heard of it for {mail.SILENCE_SECONDS:g} s: its program was killed or is "
+            "stopped, or its machine or the network between is gone"
+        )
+
+
+def meet(members: Sequence[Member], interrupts: Interrupts, remedy: str = "") -> None:
+    """Wait until all have said who they are.
+
+    Raises `LaunchError` if some are gone before, or if one does not have this machine's versions, with a `remedy`.
+    """
+    patience: Patience | None = None
+    while missing := [one for one in members if not one.hello]:
+        interrupts.check()
+        troubles = []
+        for one in missing:
+            try:
+                one.hear()
+            except Lost as error:
+                troubles.append(str(error))
+                patience = patience or Patience(
+                    _OTHERS_SECONDS
+                )  # others that fail by the same cause are named too
+        if patience is not None and (patience.over or len(troubles) == len(missing)):
+            raise LaunchError("\n".join(troubles))
+        time.sleep(POLL_SECONDS)
+    for one in members:
+        if (difference := describe_difference(one.where, one.hello.get("versions"))) is not None:
+            raise LaunchError(", ".join(filter(None, (difference, remedy))))
+
+
+def dismiss(members: Sequence[Member], code: int) -> None:
+    """Send them home with this exit code, and wait until they have heard it."""
+    for one in members:
+        one.peer.say("end", code=code)
+    patience, left = Patience(GRACE_SECONDS), list(members)
+    while left and not patience.over:
+        for one in list(left):
+            try:
+                if (message := one.hear()) is not None and message[0] == "bye":
+                    left.remove(one)
+            except Lost:
+                left.remove(one)
+        time.sleep(POLL_SECONDS)
+
+
+class MemberAgent:
+    """The ranks of a member in one launch, as an `Agent`."""
+
+    def __init__(self, member: Member, launch: str, log_dir: Path) -> None:
+        self._member, self._launch, self._log_dir = member, launch, log_dir
+        self.failures: list[Failure] = []
+        self.trouble: str | None = None
+        self._code: int | None = None
+
+    @property
+    def mute(self) -> bool:
+        """Whether nothing is heard of it for now."""
+        return self._member.peer.mute
+
+    def poll(self) -> int | None:
+        try:
+            while self._code is None and (message := self._member.hear()) is not None:
+                kind, content = message
+                if content.get("launch") == self._launch:  # else of one that was given up
+                    self._take(kind, content)
+        except Lost as error:
+            self._fail(str(error))
+        except (KeyError, TypeError, ValueError, OSError, ZerokitError) as error:
+            self._fail(f"{self._member.where}: what it sent could not be kept: {error}")
+        return self._code
+
+    def _take(self, kind: str, content: Mapping[str, Any]) -> None:
+        if kind == "file":
+            put_file(self._log_dir, **content["file"])
+        elif kind == "exit":
+            self.failures = [replace(Failure(**one), host=self._member.host) for one in content["failures"]]
+            self._code = int(content["code"])
+
+    def _fail(self, trouble: str) -> None:
+        self._code, self.trouble = 1, trouble
+
+    def send_signal(self, number: int) -> None:
+        self._member.peer.say("signal", number=number)
+
+    def end(self) -> None:
+        if self.poll() is None:
+            self.send_signal(9)
+            await_end([self], _END_SECONDS)
+
+
+def start_ranks(
+    members: Mapping[int, Member],
+    ranks_of: Callable[[int], range],
+    world_of: Callable[[int], World],
+    command: Sequence[str],
+    log_dir: Path,
+    *,
+    follow: bool = False,
+) -> list[Agent]:
+    """Start members' ranks.
+
+    Args:
+        members: by number.
+        ranks_of: the ranks of each.
+        world_of: what each is told of all ranks.
+        command: the module that each rank runs, and its arguments; those in `log_dir` become paths in the copies.
+        log_dir: the launch's folder: its files are copied to every member, and what ranks write there comes back.
+        follow: whether logs come back while they grow.
+    """
+    launch, files = uuid.uuid4().hex, pack_folder(log_dir)
+    agents: list[Agent] = []
+    for number, member in sorted(members.items()):
+        ranks = ranks_of(number)
+        member.peer.say(
+            "start",
+            launch=launch,
+            world=asdict(world_of(number)),
+            ranks=[ranks.start, ranks.stop],
+            command=list(command),
+            folder=str(log_dir),
+            files=files,
+            follow=follow,
+        )
+        agents.append(MemberAgent(member, launch, log_dir))
+    return agents
+
+
+def share_cores(hellos: Sequence[Mapping[str, Any]], ranks: int) -> list[int]:
+    """The threads of each rank, from `host` and `cores` of processes with so many ranks; shared cores are divided."""
+    shares = []
+    for one in hellos:
+        sharing = sum(
+            other["host"] == one["host"] and not set(one["cores"]).isdisjoint(other["cores"])
+            for other in hellos
+        )
+        shares.append(max(1, len(one["cores"]) // (sharing * ranks)))
+    return shares

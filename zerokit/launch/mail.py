@@ -1,0 +1,205 @@
+"""Messages between the processes of a launch, in torch's store, which one of them hosts: no call blocks.
+
+    leader>2/5    the leader's message to process 2 with this number, or a piece of it: the store takes no long values
+    >2            a counter that grows with each message to process 2
+    2             a counter that grows while process 2 is alive
+
+Whoever is not heard for `SILENCE_SECONDS` is given up, and so is everybody when the store is gone. Whoever reaches the
+store's port can read and change what is in it, as in every program of torch.distributed (SECURITY.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from zerokit.patience import Patience
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+LEADER = "leader"
+MEET_SECONDS = 60.0
+"""Within which all must have joined."""
+SILENCE_SECONDS = 15.0
+HEARTBEAT_SECONDS = 1.0
+_MUTE_HEARTBEATS = 2
+_PIECE_BYTES = 4 << 20
+"""Half of what the store takes as one value."""
+_POLL_SECONDS = 0.05
+_CLOSE_SECONDS = 5.0
+
+Message = tuple[str, dict[str, Any]]
+
+
+class Peer:
+    """Another process: what is said to it and heard of it. A `Mail` carries both."""
+
+    def __init__(self, own: str, name: str, patience: float) -> None:
+        """`patience`: the seconds within which it must be heard for the first time."""
+        self._name, self._to, self._from = name, f"{own}>{name}", f"{name}>{own}"
+        self._sent = self._read = self._heartbeats = 0
+        self._pieces: list[str] = []
+        self._unsent: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._silence, self._mute = Patience(patience), Patience(_MUTE_HEARTBEATS * HEARTBEAT_SECONDS)
+        self._gone = False
+        self.met = False
+        """Whether it was heard at all."""
+
+    def say(self, kind: str, **content: Any) -> None:
+        """Send a message."""
+        self._unsent.put(json.dumps([kind, content]))
+
+    def hear(self) -> Message | None:
+        """The next message, if any; raises `EOFError` if it is gone and all that it said has been heard."""
+        gone = self._gone or self._silence.over
+        try:
+            return self._received.get_nowait()
+        except queue.Empty:
+            if gone:
+                raise EOFError from None
+            return None
+
+    @property
+    def mute(self) -> bool:
+        """Whether it has missed some heartbeats, which may be the beginning of a silence."""
+        return self._mute.over
+
+    def send(self, store: Store) -> None:
+        """Put what was said into the store."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                message = self._unsent.get_nowait()
+                for start in range(0, len(message), _PIECE_BYTES):
+                    piece = message[start : start + _PIECE_BYTES]
+                    last = "." if start + _PIECE_BYTES >= len(message) else "+"
+                    store.set(f"{self._to}/{self._sent}", last + piece)
+                    self._sent += 1
+                store.add(f">{self._name}", 1)
+
+    def receive(self, store: Store) -> None:
+        """Take what is in the store."""
+        while store.check([key := f"{self._from}/{self._read}"]):
+            piece = store.get(key).decode()
+            store.delete_key(key)
+            self._read += 1
+            self._heard()
+            self._pieces.append(piece[1:])
+            if piece[0] == ".":
+                kind, content = json.loads("".join(self._pieces))
+                self._pieces.clear()
+                self._received.put((kind, content))
+
+    def listen(self, store: Store) -> None:
+        """Look at its heartbeats."""
+        before, self._heartbeats = self._heartbeats, store.add(self._name, 0)
+        if self._heartbeats != before:
+            self._heard()
+
+    def _heard(self) -> None:
+        if not self.met:
+            self.met, self._silence = True, Patience(SILENCE_SECONDS)
+        self._silence.restart()
+        self._mute.restart()
+
+    def leave(self) -> None:
+        """Nothing comes any more."""
+        self._gone = True
+
+
+class Mail:
+    """A context in which a thread carries the messages of this process; it ends when they are delivered."""
+
+    def __init__(
+        self, connect: Callable[[], Store], own: str, others: Iterable[str], patience: float = MEET_SECONDS
+    ) -> None:
+        """`connect` is called by the thread; `others` are who this process talks to."""
+        self.peers = {name: Peer(own, name, patience) for name in others}
+        self.trouble: Exception | None = None
+        """Why there is no store, or none any more."""
+        self._own, self._closing = own, threading.Event()
+        self._thread = threading.Thread(target=self._work, args=(connect,), daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Mail:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join(_CLOSE_SECONDS)  # the store may not respond any more
+
+    def _work(self, connect: Callable[[], Store]) -> None:
+        heartbeat, messages = 0.0, 0
+        try:
+            store = connect()
+            while True:
+                closing = self._closing.is_set()
+                for peer in self.peers.values():
+                    peer.send(store)
+                if (count := store.add(f">{self._own}", 0)) != messages:
+                    messages = count
+                    for peer in self.peers.values():
+                        peer.receive(store)
+                if time.monotonic() >= heartbeat:
+                    heartbeat = time.monotonic() + HEARTBEAT_SECONDS
+                    store.add(self._own, 1)
+                    for peer in self.peers.values():
+                        peer.listen(store)
+                if closing:
+                    break
+                self._closing.wait(_POLL_SECONDS)
+        except (OSError, RuntimeError, ValueError) as error:
+            self.trouble = error
+        for peer in self.peers.values():
+            peer.leave()
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket for `host_store`; an empty `address` is each of this machine's. Raises `OSError`."""
+    if address:
+        return socket.create_server((address, port))
+    try:
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):  # without IPv6; or the port is taken, which the next line says
+        return socket.create_server(("", port))
+
+
+def host_store(server: socket.socket) -> Callable[[], Store]:
+    """The function that makes a store at a socket that listens; it ends with the last reference to it."""
+    make, port = _tcp_store(), server.getsockname()[1]
+    return lambda: make("127.0.0.1", port, is_master=True, master_listen_fd=server.detach())
+
+
+def join_store(address: str, port: int, prefix: str = "") -> Callable[[], Store]:
+    """The function that connects to a store as soon as it is there; it raises `OSError` or `RuntimeError`.
+
+    A `prefix` keeps keys apart from others' in the store.
+    """
+    make = _tcp_store()
+    return lambda: make(socket.getaddrinfo(address, port)[0][4][0], port, prefix, is_master=False)
+
+
+def _tcp_store() -> Callable[..., Store]:
+    # What its code written in C++ prints about lost connections is said by whoever calls it.
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    if level is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # ranks are started with this environment
+
+    def make(address: str, port: int, prefix: str = "", **more: Any) -> Store:
+        seconds = timedelta(seconds=MEET_SECONDS)
+        store = TCPStore(address, port, timeout=seconds, wait_for_workers=False, **more)
+        return PrefixStore(prefix, store) if prefix else store
+
+    return make

@@ -1,0 +1,110 @@
+"""A process that serves launches: it runs ranks here and sends home what they write, until the leader dismisses it.
+
+python -P -m zerokit.launch.member ADDRESS PORT NAME        a node, started by ssh or srun
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zerokit.launch.agents import POLL_SECONDS
+from zerokit.launch.folders import Changes
+from zerokit.launch.mail import LEADER, Mail, Peer, join_store
+from zerokit.launch.network import free_port
+from zerokit.launch.ranks import Ranks, World, cores
+from zerokit.versions import versions
+
+_FILES_SECONDS = 0.5
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def serve(leader: Peer, asked: list[str], check: Callable[[], None]) -> int:
+    """Serve launches; returns the exit code with which the leader dismisses this process.
+
+    `asked` is what this process was asked for, which the leader compares. `check` raises if this machine's user wants
+    no more. Raises `EOFError` if the leader is gone. No rank is alive afterwards.
+    """
+    leader.say(
+        "hello",
+        versions=versions(),
+        host=socket.gethostname(),
+        cores=cores(),
+        port=free_port(""),
+        asked=asked,
+    )
+    while True:
+        check()
+        kind, content = leader.hear() or ("", {})
+        if kind == "end":
+            leader.say("bye")
+            return int(content["code"])
+        if kind != "start":  # it may also be a signal for ranks that have ended by themselves
+            time.sleep(POLL_SECONDS)
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="zerokit-member-"))
+        try:
+            _run(leader, content, folder, check)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[], None]) -> None:
+    """Run this process's ranks of a launch to their end, in a copy of its folder."""
+    changes = Changes(folder, start["files"])
+    command = [word.replace(f"{start['folder']}/", f"{folder}/") for word in start["command"]]
+    agent = Ranks(World(**start["world"]), range(*start["ranks"]), command, folder)
+
+    def send(*, logs: bool) -> None:
+        for file in changes.take(logs=logs):
+            leader.say("file", launch=start["launch"], file=file)
+
+    try:
+        looked = time.monotonic()
+        while (code := agent.poll()) is None:
+            check()
+            if (message := leader.hear()) is not None and message[0] == "signal":
+                agent.send_signal(int(message[1]["number"]))
+            if time.monotonic() - looked > _FILES_SECONDS:
+                send(logs=bool(start["follow"]))
+                looked = time.monotonic()
+            time.sleep(POLL_SECONDS)
+    finally:
+        agent.end()
+    send(logs=True)
+    failures = [asdict(one) for one in agent.failures]
+    leader.say("exit", launch=start["launch"], code=code, failures=failures)
+
+
+def main(address: str, port: str, name: str) -> int:
+    """Serve the launches of whoever started this node."""
+    for number in _SIGNALS:
+        signal.signal(number, _leave)
+    try:
+        with Mail(join_store(address, int(port)), name, [LEADER]) as mail:
+            return serve(mail.peers[LEADER], [], lambda: None)
+    except EOFError:
+        if mail.trouble is not None:
+            print(f"the launcher cannot be reached at {address}:{port}: {mail.trouble}", file=sys.stderr)
+        return 1
+
+
+def _leave(*_: object) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise EOFError
+
+
+if __name__ == "__main__":
+    code = main(*sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # at once: the thread of the mail may wait for a store that does not respond
