@@ -35,7 +35,7 @@ _MUTE_HEARTBEATS = 2
 _PIECE_BYTES = 4 << 20
 """Half of what the store takes as one value."""
 _POLL_SECONDS = 0.05
-_CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 2.0
 
 Message = tuple[str, dict[str, Any]]
 

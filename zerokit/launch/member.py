@@ -19,7 +19,7 @@ from typing import Any
 
 from zerokit.launch.agents import POLL_SECONDS
 from zerokit.launch.folders import Changes
-from zerokit.launch.mail import LEADER, Mail, Peer, join_store
+from zerokit.launch.mail import LEADER, SILENCE_SECONDS, Mail, Peer, join_store
 from zerokit.launch.network import free_port
 from zerokit.launch.ranks import Ranks, World, cores
 from zerokit.versions import versions
@@ -90,10 +90,10 @@ def main(address: str, port: str, name: str) -> int:
     for number in _SIGNALS:
         signal.signal(number, _leave)
     try:
-        with Mail(join_store(address, int(port)), name, [LEADER]) as mail:
+        with Mail(join_store(address, int(port)), name, [LEADER], SILENCE_SECONDS) as mail:  # it is there already
             return serve(mail.peers[LEADER], [], lambda: None)
     except EOFError:
-        if mail.trouble is not None:
+        if not mail.peers[LEADER].met:
             print(f"the launcher cannot be reached at {address}:{port}: {mail.trouble}", file=sys.stderr)
         return 1
 
