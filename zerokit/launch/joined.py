@@ -22,12 +22,12 @@ from zerokit.launch import mail
 from zerokit.launch.agents import conduct
 from zerokit.launch.failures import LaunchError, name_node
 from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.leader import Member, dismiss, meet, share_cores, start_ranks
+from zerokit.launch.leader import Member, dismiss, meet, start_ranks
 from zerokit.launch.mail import LEADER, Mail
 from zerokit.launch.member import serve
 from zerokit.launch.membership import Membership
 from zerokit.launch.network import free_port
-from zerokit.launch.ranks import Ranks, World, cores
+from zerokit.launch.ranks import World
 from zerokit.text import without_secrets
 
 if TYPE_CHECKING:
@@ -86,20 +86,12 @@ class Leader:
         """
         member = self._member
         member.require_world(nodes, nproc_per_node)
-        here = {"host": socket.gethostname(), "cores": cores()}
-        threads = share_cores([here, *(one.hello for _, one in sorted(self._members.items()))], 1)
         address, port = member.master_addr, free_port("")
         if member.on_one_machine:
             address, port = "127.0.0.1", free_port()
-
-        def world_of(number: int) -> World:
-            return World(nodes, nproc_per_node, address, port, threads=threads[number])
-
-        command = [module, *arguments]
-        others = start_ranks(
-            self._members, lambda number: range(number, number + 1), world_of, command, log_dir
-        )
-        conduct([Ranks(world_of(0), [0], command, log_dir), *others], log_dir, interrupts, poll)
+        world = World(nodes, nproc_per_node, address, port)
+        agents = start_ranks(self._members, world, 1, [module, *arguments], log_dir)
+        conduct(agents, log_dir, interrupts, poll)
 
 
 class _Joined(Member):

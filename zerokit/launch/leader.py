@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from zerokit.launch.failures import Failure, LaunchError
 from zerokit.launch.folders import pack_folder, put_file
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.mail import Message, Peer
-from zerokit.launch.ranks import World
+from zerokit.launch.ranks import Ranks, World, describe_machine
 from zerokit.patience import Patience
 from zerokit.versions import describe_difference
 
@@ -152,31 +152,34 @@ class MemberAgent:
 
 def start_ranks(
     members: Mapping[int, Member],
-    ranks_of: Callable[[int], range],
-    world_of: Callable[[int], World],
+    world: World,
+    each: int,
     command: Sequence[str],
     log_dir: Path,
     *,
     follow: bool = False,
 ) -> list[Agent]:
-    """Start members' ranks.
+    """Start all ranks of a launch.
 
     Args:
-        members: by number.
-        ranks_of: the ranks of each.
-        world_of: what each is told of all ranks.
+        members: by number. Where there is no number 0, this process has its ranks.
+        world: what ranks are told, without `threads`: cores are shared by all processes of their machine.
+        each: ranks of each member, in the order of numbers.
         command: the module that each rank runs, and its arguments; those in `log_dir` become paths in the copies.
         log_dir: the launch's folder: its files are copied to every member, and what ranks write there comes back.
         follow: whether logs come back while they grow.
     """
-    launch, files = uuid.uuid4().hex, pack_folder(log_dir)
-    agents: list[Agent] = []
-    for number, member in sorted(members.items()):
-        ranks = ranks_of(number)
+    launch, files, agents = uuid.uuid4().hex, pack_folder(log_dir), list[Agent]()
+    hellos = {0: describe_machine()} | {number: one.hello for number, one in members.items()}
+    for number, threads in zip(hellos, share_cores(list(hellos.values()), each), strict=True):
+        ranks, own = range(number * each, (number + 1) * each), replace(world, threads=threads)
+        if (member := members.get(number)) is None:
+            agents.append(Ranks(own, ranks, command, log_dir))
+            continue
         member.peer.say(
             "start",
             launch=launch,
-            world=asdict(world_of(number)),
+            world=asdict(own),
             ranks=[ranks.start, ranks.stop],
             command=list(command),
             folder=str(log_dir),
@@ -187,7 +190,7 @@ def start_ranks(
     return agents
 
 
-def share_cores(hellos: Sequence[Mapping[str, Any]], ranks: int) -> list[int]:
+def share_cores(hellos: Sequence[Mapping[str, Any]], each: int) -> list[int]:
     """The threads of each rank, from `host` and `cores` of processes with so many ranks; shared cores are divided."""
     shares = []
     for one in hellos:
@@ -195,5 +198,5 @@ def share_cores(hellos: Sequence[Mapping[str, Any]], ranks: int) -> list[int]:
             other["host"] == one["host"] and not set(one["cores"]).isdisjoint(other["cores"])
             for other in hellos
         )
-        shares.append(max(1, len(one["cores"]) // (sharing * ranks)))
+        shares.append(max(1, len(one["cores"]) // (sharing * each)))
     return shares

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from zerokit.launch.agents import POLL_SECONDS
 from zerokit.launch.folders import Changes
 from zerokit.launch.mail import LEADER, SILENCE_SECONDS, Mail, Peer, join_store
 from zerokit.launch.network import free_port
-from zerokit.launch.ranks import Ranks, World, cores
+from zerokit.launch.ranks import Ranks, World, describe_machine
 from zerokit.versions import versions
 
 _FILES_SECONDS = 0.5
@@ -34,14 +33,7 @@ def serve(leader: Peer, asked: list[str], check: Callable[[], None]) -> int:
     `asked` is what this process was asked for, which the leader compares. `check` raises if this machine's user wants
     no more. Raises `EOFError` if the leader is gone. No rank is alive afterwards.
     """
-    leader.say(
-        "hello",
-        versions=versions(),
-        host=socket.gethostname(),
-        cores=cores(),
-        port=free_port(""),
-        asked=asked,
-    )
+    leader.say("hello", versions=versions(), port=free_port(""), asked=asked, **describe_machine())
     while True:
         check()
         kind, content = leader.hear() or ("", {})
@@ -90,7 +82,9 @@ def main(address: str, port: str, name: str) -> int:
     for number in _SIGNALS:
         signal.signal(number, _leave)
     try:
-        with Mail(join_store(address, int(port)), name, [LEADER], SILENCE_SECONDS) as mail:  # it is there already
+        with Mail(
+            join_store(address, int(port)), name, [LEADER], SILENCE_SECONDS
+        ) as mail:  # it is there already
             return serve(mail.peers[LEADER], [], lambda: None)
     except EOFError:
         if not mail.peers[LEADER].met:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import zerokit
 from zerokit.documents import parse_json, read_text
@@ -171,3 +173,8 @@ def cores() -> list[int]:
 def threads_per_rank(ranks: int) -> int:
     """The cores that this process may use, divided among ranks; at least one each."""
     return max(1, len(cores()) // ranks)
+
+
+def describe_machine() -> dict[str, Any]:
+    """This machine's `host` name, and the `cores` that this process may use."""
+    return {"host": socket.gethostname(), "cores": cores()}

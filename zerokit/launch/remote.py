@@ -24,7 +24,7 @@ from zerokit.launch import mail
 from zerokit.launch.agents import conduct
 from zerokit.launch.failures import LaunchError, name_node, tail
 from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.leader import Lost, Member, dismiss, meet, share_cores, start_ranks
+from zerokit.launch.leader import Lost, Member, dismiss, meet, start_ranks
 from zerokit.launch.mail import LEADER, Mail, Message
 from zerokit.launch.ranks import World
 from zerokit.patience import Patience
@@ -178,20 +178,11 @@ def launch_on(
             nodes.extend(_Node(letters, number, host, port, log_dir) for number, host in enumerate(hosts))
             meet(nodes, interrupts, "or give the right Python there with --remote-python")
             address = master_addr or hosts[0].name.rpartition("@")[2]
-            threads = share_cores([one.hello for one in nodes], nproc_per_node)
             variables = {**forwarded, **(environment or {})}
-
-            def world_of(number: int) -> World:
-                meeting = nodes[0].hello["port"]
-                return World(len(nodes), nproc_per_node, address, meeting, variables, threads[number])
-
+            world = World(len(nodes), nproc_per_node, address, nodes[0].hello["port"], variables)
+            command = [module, *arguments]
             agents = start_ranks(
-                dict(enumerate(nodes)),
-                lambda number: range(number * nproc_per_node, (number + 1) * nproc_per_node),
-                world_of,
-                [module, *arguments],
-                log_dir,
-                follow=follow,
+                dict(enumerate(nodes)), world, nproc_per_node, command, log_dir, follow=follow
             )
             conduct(agents, log_dir, interrupts, poll)
         finally:
