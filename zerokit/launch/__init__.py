@@ -1,13 +1,12 @@
 r"""Launchers: they start ranks in torchrun's environment and ensure that all of them end.
 
     local          N simulated nodes: all ranks are here
-    ssh, slurm     a `node` on each machine, reached by a command (`ssh`, `srun`): see `remote`; `slurm` also writes the
-                   batch script of a job
-    kubernetes     objects for pods that are nodes by themselves
-    joined         ranks or nodes that another launcher has started (see `membership`): the first leads, others follow
+    ssh, slurm     a member on each machine, started by a command (`ssh`, `srun`): see `remote`
+    joined         ranks that another launcher has started (see `membership`): the first leads, others are its members
 
 Each has the same call: `launch(module, arguments, nodes=, nproc_per_node=, log_dir=, poll=)`. `ranks` are the processes
-on one machine, each a `rank` around the module; `distant` are those on another, over the messages of `frames`. Both are
-`agents`, which are waited for; `failures` explains why one failed; `processes` kills what must not be left behind;
-`interrupts` takes signals; `hosts` and `network` know names and addresses.
+on one machine, each a `rank` around the module; a `member` has those of another, as its `leader` says, by `mail` in
+torch's store, and its `folders` are copies of the launch's. Both are `agents`, which are waited for; `failures`
+explains why one failed; `processes` kills what must not be left behind; `interrupts` takes signals; `hosts` and
+`network` know names and addresses.
 """

@@ -157,7 +157,7 @@ class Mail:
                 if closing:
                     break
                 self._closing.wait(_POLL_SECONDS)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever ends this thread ends the others' hearing
             self.trouble = error
         for peer in self.peers.values():
             peer.leave()
