@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import yaml
 from click.testing import CliRunner
+from torch.distributed.run import get_args_parser
 
-from tests.launch.manifests import require_known
+from tests.submit.manifests import require_known
 from zerokit.cli import cli
-from zerokit.launch.membership import Membership, find_membership
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -84,22 +84,29 @@ def _parses(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         found.make_context(arguments[0], list(arguments[1:]))
 
 
-def _member(environment: Mapping[str, str]) -> Membership:
-    member = find_membership(environment)
-    assert member is not None
-    return member
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+"""What torchrun gives a rank."""
+
+
+def _node(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int, str, str, int]:
+    """What torchrun reads from its variables; its program is zerokit, with a command that it takes."""
+    with mock.patch.dict(os.environ, environment):
+        asked = get_args_parser().parse_args(words)
+    assert (asked.no_python, asked.training_script) == (True, "zerokit")
+    _parses(asked.training_script_args, RANK)
+    return asked.nnodes, asked.node_rank, asked.nproc_per_node, asked.master_addr, asked.master_port
 
 
 def test_composes_commands_are_zerokits_and_its_nodes_members_of_one_job() -> None:
-    members = []
-    for service in ("node-0", "node-1", "compare"):
-        assert "entrypoint" not in COMPOSE[service]
-        _parses(COMPOSE[service]["command"], COMPOSE[service].get("environment", {}))
+    assert "entrypoint" not in COMPOSE["compare"]
+    _parses(COMPOSE["compare"]["command"], {})
+    found = []
     for node in ("node-0", "node-1"):
-        assert COMPOSE[node]["command"] == COMPOSE["node-0"]["command"]
-        one = _member(COMPOSE[node]["environment"])
-        members.append((one.index, one.count, one.nodes, one.whole_node, one.master_addr))
-    assert members == [(0, 2, 2, True, "node-0"), (1, 2, 2, True, "node-0")]
+        assert COMPOSE[node]["entrypoint"][0] == "torchrun"
+        words = [*COMPOSE[node]["entrypoint"][1:], *COMPOSE[node]["command"]]
+        found.append(_node(words, COMPOSE[node]["environment"]))
+    assert found == [("2", 0, "1", "node-0", 29500), ("2", 1, "1", "node-0", 29500)]
+    assert COMPOSE["node-0"]["command"] == COMPOSE["node-1"]["command"]
 
 
 def test_compose_waits_for_health_and_keeps_the_root_read_only() -> None:
@@ -128,12 +135,14 @@ def test_manifests_are_what_the_command_in_them_prints(form: str, monkeypatch: p
     manifests = {one["kind"]: one for one in yaml.safe_load_all(text)}
     if form == "trainjob":
         container = manifests["TrainJob"]["spec"]["trainer"]
+        _node(container["args"], {})  # Kubeflow sets the variables
     else:
         job = manifests["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
         (container,) = job["template"]["spec"]["containers"]
-        member = _member({one["name"]: one.get("value", "1") for one in container["env"]})
-        assert (member.index, member.nodes, member.nproc_per_node) == (1, job["completions"], 8)
-    _parses(container["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"})
+        variables = {one["name"]: one.get("value", "1") for one in container["env"]}
+        first = "zerokit-bench-node-0-0.zerokit-bench"
+        assert _node(container["args"], variables) == (str(job["completions"]), 1, "8", first, 29500)
+    assert container["command"] == ["torchrun"]
 
 
 def test_a_program_of_ones_own_runs_in_pods_as_the_benchmark_does() -> None:

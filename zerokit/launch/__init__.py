@@ -1,9 +1,7 @@
 r"""Launchers: they start ranks in torchrun's environment and ensure that all of them end.
 
     local          N simulated nodes: all ranks are here
-    ssh, slurm     a `node` on each machine, reached by a command (`ssh`, `srun`): see `remote`; `slurm` also writes the
-                   batch script of a job
-    kubernetes     objects for pods that are nodes by themselves
+    ssh, slurm     a `node` on each machine, reached by a command (`ssh`, `srun`): see `remote`
     joined         ranks or nodes that another launcher has started (see `membership`): the first leads, others follow
 
 Each has the same call: `launch(module, arguments, nodes=, nproc_per_node=, log_dir=, poll=)`. `ranks` are the processes

@@ -13,7 +13,7 @@ import pytest
 from tests.launch.clusters import LONG, ROOT, ZEROKIT, start
 from tests.launch.ranks import wait_for
 from tests.support.slurm import Cluster, cluster
-from zerokit.launch.slurm import Request, log_of, render_script
+from zerokit.submit.slurm import Request, log_of, render_script
 
 pytestmark = pytest.mark.slurm
 
@@ -35,7 +35,9 @@ def test_ranks_share_all_cores_of_their_node(slurm: Cluster, tmp_path: Path) -> 
     program = "import os; print(len(os.sched_getaffinity(0)), flush=True)"
     for ranks in {1, cores}:
         script = tmp_path / f"{ranks}.sbatch"
-        script.write_text(render_script(Request(2, ranks, time="5"), [sys.executable, "-c", program]))
+        script.write_text(
+            render_script(Request(nodes=2, ranks=ranks, time="5"), [sys.executable, "-c", program])
+        )
         done = slurm.run("sbatch", "--wait", "--parsable", str(script))
         assert done.returncode == 0, done.stderr + slurm.logs()
         assert log_of(done.stdout.strip()).read_text().split() == [str(cores // ranks)] * 2 * ranks
