@@ -1,4 +1,4 @@
-"""Submits `zerokit bench` as a job to Slurm or Kubernetes, and shows its records."""
+"""Submits a bench, or a program of the user's, as a job to Slurm or Kubernetes, and shows what comes of it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import click
 
 from zerokit.cli.launcher_options import OPTIONS_OF
 from zerokit.cli.launchers import Chosen, given_arguments, is_given, read_variables
+from zerokit.cli.work import note
+from zerokit.documents import read_text
 from zerokit.text import printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zerokit.cli.bench_run import Request
     from zerokit.cli.display import Display
@@ -97,7 +99,93 @@ def allocation_of(chosen: Chosen, **more: Any) -> Allocation:
 
 def made_by(context: click.Context, without: Sequence[str] = ()) -> str:
     """The command line for a comment, which is one line: the next one would be obeyed."""
-    return printable(shlex.join(["zerokit", str(context.info_name), *given_arguments(context, without)]))
+    program = context.params.get("program", ())
+    words = [*given_arguments(context, without), *(["--", *program] if program else [])]
+    return printable(shlex.join(["zerokit", str(context.info_name), *words]))
+
+
+def submit_program(
+    context: click.Context, chosen: Chosen, program: Sequence[str], *, nodes: int, ranks: int
+) -> int:
+    """Submit a program of the user's, and wait for its end, or print what would be submitted; returns the exit code.
+
+    `program` is what follows `python`.
+    """
+    submits = _program_to_kubernetes if chosen.name == "kubernetes" else _program_to_slurm
+    return submits(context, chosen, program, {"nodes": nodes, "ranks": ranks})
+
+
+def _warn(text: str) -> None:
+    note([text])
+
+
+def _program_to_slurm(
+    context: click.Context, chosen: Chosen, program: Sequence[str], shape: Mapping[str, int]
+) -> int:
+    from zerokit.launch.failures import tail
+    from zerokit.launch.interrupts import Interrupts
+    from zerokit.submit.slurm import follow, log_of, render_program
+
+    name = Path(program[1] if program[0] == "-m" else program[0]).stem
+    allocation = allocation_of(chosen, name=name if re.fullmatch(r"[\w.-]+", name) else "zerokit", **shape)
+    python = chosen.options["remote_python"] or sys.executable
+    script = render_program(allocation, python, program, made_by(context, ("dry_run",)))
+    if (job := _submitted(script, chosen.options, _warn)) is None:
+        return 0
+    with Interrupts() as interrupts:
+        code = follow(job, None, interrupts, _warn)
+    click.echo(printable_lines(tail(log_of(job))))
+    return code
+
+
+def _program_to_kubernetes(
+    context: click.Context, chosen: Chosen, program: Sequence[str], shape: Mapping[str, int]
+) -> int:
+    from zerokit.launch.interrupts import Interrupts
+    from zerokit.submit.kubernetes import PROGRAM, follow, render
+
+    files, path = {}, Path(program[0])
+    if path.is_file():
+        files[path.name] = read_text(path)
+        program = [f"{PROGRAM}/{path.name}", *program[1:]]
+        _warn(f"pods get {path.name} alone: what it imports must be in the image")
+    pods = pods_of(chosen, {}, torchrun=program, files=files, application="zerokit-launch", **shape)
+    objects = render(pods, chosen.options["form"])
+    if _created(pods, objects, chosen.options, made_by(context), _warn):
+        with Interrupts() as interrupts:
+            click.echo(printable_lines(follow(pods, objects, interrupts, _warn)), nl=False)
+    return 0
+
+
+def _created(
+    pods: Pods,
+    objects: Sequence[dict[str, Any]],
+    options: Mapping[str, Any],
+    comment: str,
+    warn: Callable[[str], None],
+) -> bool:
+    """Create the objects if they are to be submitted; False if they were printed instead."""
+    from zerokit.submit.kubernetes import apply, to_yaml
+
+    if not options["submit"]:
+        click.echo(f"# {comment}\n{to_yaml(objects)}", nl=False)
+        return False
+    apply(objects)
+    warn(f"submitted as {options['form']} {pods.name} in namespace {pods.namespace}")
+    return True
+
+
+def _submitted(script: str, options: Mapping[str, Any], warn: Callable[[str], None]) -> str | None:
+    """Submit the script; returns the job's number, None if the script was printed instead."""
+    from zerokit.submit.slurm import log_of, submit
+
+    if options["dry_run"]:
+        # Unchanged for a program, escaped for a terminal.
+        click.echo(printable_lines(script) if sys.stdout.isatty() else script, nl=False)
+        return None
+    job = submit(script)
+    warn(f"submitted as Slurm's job {job}; its log is {log_of(job)}")
+    return job
 
 
 def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, ranks: int) -> int:
@@ -107,7 +195,7 @@ def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, 
     from zerokit.bench.tracking.push import Tracker, find_records
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
-    from zerokit.submit.kubernetes import apply, find_json, follow, render, to_yaml
+    from zerokit.submit.kubernetes import find_json, follow, render
 
     options, cells, tracking = request.chosen.options, request.cells, request.tracking
     if options["submit"] and len(cells) > 1:
@@ -131,13 +219,10 @@ def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, 
             "Python path: pods get no file of this machine",
             err=True,
         )
-    if not options["submit"]:
-        click.echo(f"# {made_by(context)}\n{to_yaml(objects)}", nl=False)
-        return 0
-    path = record_path(request.output, cells[0], datetime.now())
-    apply(objects)
+    path = record_path(request.output, cells[0], datetime.now()) if options["submit"] else Path()
     display = Display()
-    display.warn(f"submitted as {options['form']} {pods.name} in namespace {pods.namespace}")
+    if not _created(pods, objects, options, made_by(context), display.warn):
+        return 0
     with Interrupts() as interrupts, display:
         log = follow(pods, objects, interrupts, display.warn)
     record = Record.from_json(find_json(log))
@@ -153,7 +238,6 @@ def _submit_to_slurm(context: click.Context, request: Request, nodes: int, ranks
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
     from zerokit.submit.slurm import JOB_FOLDER, folder_of, follow, log_of, render_script
-    from zerokit.submit.slurm import submit as sbatch
 
     options = request.chosen.options
     if request.continued is not None:
@@ -170,17 +254,13 @@ def _submit_to_slurm(context: click.Context, request: Request, nodes: int, ranks
     script = render_script(
         allocation_of(request.chosen, nodes=nodes, ranks=ranks), command, made_by(context, ("dry_run",))
     )
-    if options["dry_run"]:
-        # Unchanged for a program, escaped for a terminal.
-        click.echo(printable_lines(script) if sys.stdout.isatty() else script, nl=False)
+    display = Display()
+    if (job := _submitted(script, options, display.warn)) is None:
         return 0
-    job = sbatch(script)
-    display, log = Display(), log_of(job)
-    display.warn(f"submitted as Slurm's job {job}; its log is {log}")
     target = inside or folder_of(job) / name
     with Interrupts() as interrupts, display:
         code = follow(job, target, interrupts, display.warn)
-    _show(target, display, as_json=request.as_json, single=single, log=log)
+    _show(target, display, as_json=request.as_json, single=single, log=log_of(job))
     return code
 
 

@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,8 @@ from zerokit.submit.jobs import Job, NoAnswer, State, ask, await_end
 _NODE = "node"
 _PORT = 29500
 """torchrun's default."""
-_LABEL = "zerokit-bench"
+_MOST_BYTES = 2**20
+"""Of a ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/."""
 _QUEUE = "kueue.x-k8s.io/queue-name"  # https://kueue.sigs.k8s.io/docs/tasks/run/
 _FORWARDED = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
@@ -42,6 +43,8 @@ class Pods(Job):
         name: of everything that is made; a DNS label.
         image: with zerokit; its user is `_USER`.
         torchrun: the words after it: the program of the ranks.
+        files: of the program, text by name, which pods find in `PROGRAM`; they and the job are at most 1 MiB.
+        application: what the job is, as a label.
         namespace, service_account, priority_class, pull_secrets: as Kubernetes calls them.
         queue: Kueue's local queue.
         shared_memory: the most that ranks of a pod may put into /dev/shm; None is half of the node's memory.
@@ -56,6 +59,8 @@ class Pods(Job):
     name: str
     image: str
     torchrun: Sequence[str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    application: str = "zerokit-bench"
     namespace: str = "default"
     secrets: Sequence[str] = ()
     claim: str | None = None
@@ -90,8 +95,12 @@ class Pods(Job):
                     "characters"
                 )
 
+        if sum(len(text.encode()) for text in self.files.values()) > _MOST_BYTES:
+            raise UsageError(
+                f"Kubernetes takes files of 1 MiB, but {', '.join(self.files)} has more: put it in the image"
+            )
         self.refuse_secrets(
-            (),
+            self.torchrun,
             "manifest",
             "put it in a Secret (for MLflow as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD) and pass it "
             "with --env-from",
@@ -115,19 +124,32 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def render(pods: Pods, form: str) -> list[dict[str, Any]]:
-    """The objects to create, in order: a TrainJob's runtime, and the job."""
-    if form == "jobset":
-        return [_job_set(pods)]
-    return [_runtime(pods), _train_job(pods)]  # the TrainJob's webhook looks for its runtime
+    """The objects to create, in order: the program's files, a TrainJob's runtime, and the job."""
+    files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(pods), "data": dict(pods.files)}
+    # The TrainJob's webhook looks for its runtime.
+    job = [_job_set(pods)] if form == "jobset" else [_runtime(pods), _train_job(pods)]
+    return [files, *job] if pods.files else job
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
     """The objects in the form that kubectl reads."""
-    return yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False)
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, default_flow_style=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as they are."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
 
 
 def _metadata(pods: Pods) -> dict[str, Any]:
-    labels = {"app.kubernetes.io/name": _LABEL}
+    labels = {"app.kubernetes.io/name": pods.application}
     return {"name": pods.name, "namespace": pods.namespace, "labels": labels}
 
 
@@ -163,8 +185,8 @@ def _resources(pods: Pods) -> dict[str, Any]:
     return _given(limits=limits, requests=_given(cpu=cpus, memory=pods.memory))
 
 
-RUNS = "/runs"
-"""Where ranks may write; the image's working directory."""
+RUNS, PROGRAM = "/runs", "/program"
+"""Where ranks may write, which is the image's working directory, and where they find a program's files."""
 _USER = 10001
 """The image's (docker/Dockerfile)."""
 
@@ -178,6 +200,8 @@ def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
     shared = {"medium": "Memory", **_given(sizeLimit=pods.shared_memory)}
     volumes: dict[str, tuple[str, dict[str, Any]]] = {"tmp": ("/tmp", {"emptyDir": {}}), "runs": (RUNS, runs)}
     volumes["shared-memory"] = ("/dev/shm", {"emptyDir": shared})
+    if pods.files:
+        volumes["program"] = (PROGRAM, {"configMap": {"name": pods.name}})
     return {
         "restartPolicy": "Never",  # a benchmark that begins anew is another measurement
         "terminationGracePeriodSeconds": 60,  # to end the ranks, to write the record and to tell MLflow
@@ -281,7 +305,7 @@ def _job_set(pods: Pods) -> dict[str, Any]:
         "parallelism": pods.nodes,
         "backoffLimit": 0,
         "template": {
-            "metadata": {"labels": {"app.kubernetes.io/name": _LABEL}},
+            "metadata": {"labels": {"app.kubernetes.io/name": pods.application}},
             "spec": _pod(pods, container),
         },
     }

@@ -1,4 +1,7 @@
-"""Jobs of Slurm: a batch script whose `srun` starts all ranks, submitted by sbatch and followed by scontrol."""
+"""Jobs of Slurm: a batch script whose `srun` starts all ranks, submitted by sbatch and followed by scontrol.
+
+A bench's ranks are tasks of srun, which join each other. A program of the user's has one torchrun a node.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,9 +28,11 @@ from zerokit.submit.jobs import Job, NoAnswer, State, ask, await_end
 _FILES_SECONDS = 60.0
 _WARNING_SECONDS = 60
 _CANCEL_SECONDS = 10.0
-_CORES, _HERE, JOB_FOLDER = "\0cores", "\0here", "\0folder"
-"""In a script's command they stand for a rank's cores, the folder of submission, and that of the job's results."""
-_SHOWN = {_CORES: '"$cores"', _HERE: '"$PWD"', JOB_FOLDER: '"$folder"'}
+_CORES, _HERE, JOB_FOLDER, _FIRST, _JOB = "\0cores", "\0here", "\0folder", "\0first", "\0job"
+"""In a script's command they stand for a task's cores, the folder of submission, that of the job's results, the place
+where torchruns meet, and the job's number."""
+_SHOWN = {_CORES: '"$cores"', _HERE: '"$PWD"', JOB_FOLDER: '"$folder"', _FIRST: '"$first:$port"'}
+_SHOWN |= {_JOB: '"$SLURM_JOB_ID"'}
 
 
 def folder_of(job: str) -> Path:
@@ -49,6 +54,7 @@ class Request(Job):
         partition, account, time: as `sbatch` takes them.
         lines: more lines for the script's head, each without `#SBATCH`.
         container: nodes run in it, if one is given.
+        name: of the job.
     """
 
     partition: str | None = None
@@ -56,6 +62,7 @@ class Request(Job):
     time: str | None = None
     lines: tuple[str, ...] = ()
     container: Container | None = None
+    name: str = "zerokit-bench"
 
     def __post_init__(self) -> None:
         for name in ("memory", "partition", "account", "time"):
@@ -79,6 +86,45 @@ def render_script(request: Request, command: Sequence[str], made_by: str = "") -
 
     Raises `UsageError` if the command or a variable has a password.
     """
+    lines = [
+        "# Shortly before the time limit Slurm tells the ranks to end: zerokit then ends its MLflow run, too.",
+        f'folder="{folder_of("$SLURM_JOB_ID")}"',
+        'mkdir -p "$folder"',
+        "trap : TERM # srun ends first",
+    ]
+    # Ranks end each other, and the first one then writes the record: Slurm must not kill it when another one has ended.
+    options = ["--kill-on-bad-exit=0", "--wait=0"]
+    return _render(request, [f"--signal=TERM@{_WARNING_SECONDS}"], lines, options, command, made_by)
+
+
+def render_program(request: Request, python: str, program: Sequence[str], made_by: str = "") -> str:
+    """The batch script that starts one torchrun a node, by this `python`, and so a program; see `render_script`.
+
+    `program` is what torchrun takes: a script or `-m` and a module, and arguments.
+    """
+    each, cores = request.ranks, request.cpus_per_task and request.cpus_per_task * request.ranks
+    lines = [
+        "# torchruns meet on the first node, at a port of this job.",
+        'first=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}',
+        "port=$((20000 + SLURM_JOB_ID % 10000))",
+        f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$((cores > {each} ? cores / {each} : 1))}}",
+    ]
+    torchrun = [python, "-P", "-m", "torch.distributed.run", "--nnodes", str(request.nodes)]
+    torchrun += ["--nproc-per-node", str(each), "--rdzv-backend", "c10d", "--rdzv-endpoint", _FIRST]
+    torchrun += ["--rdzv-id", _JOB, *program]
+    tasks = replace(request, ranks=1, cpus_per_task=cores)
+    return _render(tasks, [], lines, ["--kill-on-bad-exit=1"], torchrun, made_by)
+
+
+def _render(
+    request: Request,
+    asked: Sequence[str],
+    lines: Sequence[str],
+    options: Sequence[str],
+    command: Sequence[str],
+    made_by: str,
+) -> str:
+    """The script: what else is `asked` of sbatch, `lines` after a task's cores are known, and `options` of srun."""
     request.refuse_secrets(
         command,
         "batch script",
@@ -86,7 +132,7 @@ def render_script(request: Request, command: Sequence[str], made_by: str = "") -
     )
     whole = request.cpus_per_task is None
     head = [
-        "--job-name=zerokit-bench",
+        f"--job-name={request.name}",
         f"--nodes={request.nodes}",
         f"--ntasks-per-node={request.ranks}",
         "--exclusive" if whole else f"--cpus-per-task={request.cpus_per_task}",
@@ -97,26 +143,22 @@ def render_script(request: Request, command: Sequence[str], made_by: str = "") -
             for name in ("partition", "account", "time")
             if (value := getattr(request, name))
         ),
-        f"--signal=TERM@{_WARNING_SECONDS}",
+        *asked,
         f"--output={log_of('%j')}",
         *request.lines,
     ]
-    # Ranks end each other, and the first one then writes the record: Slurm must not kill it when another one has ended.
-    srun = ["srun", f"--cpus-per-task={_CORES}", "--kill-on-bad-exit=0", "--wait=0"]
+    srun = ["srun", f"--cpus-per-task={_CORES}", *options]
     srun += list(command) if request.container is None else request.container.wrap(list(command), _HERE)
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {line}" for line in head),
             *([f"# {made_by}"] if made_by else []),
-            "# Shortly before the time limit Slurm tells the ranks to end: zerokit then ends its MLflow run, too.",
             *(f"export {name}={shlex.quote(value)}" for name, value in sorted(request.variables.items())),
-            f'folder="{folder_of("$SLURM_JOB_ID")}"',
-            'mkdir -p "$folder"',
-            "trap : TERM # srun ends first",
             "# By default srun gives each task one core. Here the ranks of a node share all of its cores.",
             "cores=${SLURM_CPUS_PER_TASK:-$((SLURM_CPUS_ON_NODE / SLURM_NTASKS_PER_NODE))}",
             'if [ "$cores" -lt 1 ]; then cores=1; fi',
+            *lines,
             " ".join(map(_quote, srun)),
             "",
         ]
@@ -146,13 +188,13 @@ def submit(script: str) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def follow(job: str, results: Path, interrupts: Interrupts, show: Callable[[str], None]) -> int:
+def follow(job: str, results: Path | None, interrupts: Interrupts, show: Callable[[str], None]) -> int:
     """Wait until a job submitted from this folder ends; returns its exit code.
 
-    `results` is what it writes; `show` is called with its state when that changes.
+    `results` is what it writes, if anything; `show` is called with its state when that changes.
 
     Raises:
-        LaunchError: the job ended without results; the message has Slurm's reason.
+        LaunchError: the job ended without its results; the message has Slurm's reason.
         Interrupted: SIGINT or SIGTERM came; the job was cancelled.
     """
     otherwise = f"watch it with squeue --jobs={job} and end it with scancel {job}"
@@ -169,7 +211,7 @@ def follow(job: str, results: Path, interrupts: Interrupts, show: Callable[[str]
         raise
     final = ", ".join(f"{name} {value}" for name, value in told.items())
     by_itself = told["JobState"] in ("COMPLETED", "FAILED")
-    if not _await_file(results, _FILES_SECONDS if by_itself else 2.0, interrupts):
+    if results is not None and not _await_file(results, _FILES_SECONDS if by_itself else 2.0, interrupts):
         lines = [f"Slurm's job {job} ended before the bench did: {final}", tail(log_of(job))]
         raise LaunchError("\n".join(filter(None, lines)))
     exited, _, number = told["ExitCode"].partition(":")
