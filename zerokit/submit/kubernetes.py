@@ -97,7 +97,7 @@ class Pods(Job):
 
         if sum(len(text.encode()) for text in self.files.values()) > _MOST_BYTES:
             raise UsageError(
-                f"Kubernetes takes files of 1 MiB, but {', '.join(self.files)} has more: put it in the image"
+                f"Kubernetes takes at most 1 MiB of files, but {', '.join(self.files)} is larger: put it in the image"
             )
         self.refuse_secrets(
             self.torchrun,
