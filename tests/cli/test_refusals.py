@@ -70,8 +70,8 @@ REFUSED = {
     "bench --launcher slurm --continue x": "inside an allocation",
     "bench --launcher slurm --nodes 1,3 --dry-run": "fixed number of nodes",
     "bench --launcher slurm --dry-run --follow": "a job's output is in its log",
-    "bench --launcher slurm --dry-run --env HF_TOKEN=x": "a password would appear",
-    "bench --launcher slurm --dry-run --tracking-uri http://me:pass@tracker": "a password would appear",
+    "bench --launcher slurm --dry-run --env HF_TOKEN=x": "the password in HF_TOKEN would appear in the batch",
+    "bench --launcher slurm --dry-run --tracking-uri http://me:pass@tracker": "the password in the command would",
     # Other commands.
     "bnech": "No such command 'bnech'. Did you mean bench?",
     "compare": "at least one RUN",

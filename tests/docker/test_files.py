@@ -14,10 +14,10 @@ from unittest import mock
 import pytest
 import yaml
 from click.testing import CliRunner
+from torch.distributed.run import get_args_parser
 
-from tests.launch.manifests import require_known
+from tests.submit.manifests import require_known
 from zerokit.cli import cli
-from zerokit.launch.membership import Membership, find_membership
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -84,22 +84,29 @@ def _parses(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         found.make_context(arguments[0], list(arguments[1:]))
 
 
-def _member(environment: Mapping[str, str]) -> Membership:
-    member = find_membership(environment)
-    assert member is not None
-    return member
+RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+"""What torchrun gives a rank."""
+
+
+def _node(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int, str, str, int]:
+    """What torchrun reads from its variables; its program is zerokit, with a command that it takes."""
+    with mock.patch.dict(os.environ, environment):
+        asked = get_args_parser().parse_args(words)
+    assert (asked.no_python, asked.training_script) == (True, "zerokit")
+    _parses(asked.training_script_args, RANK)
+    return asked.nnodes, asked.node_rank, asked.nproc_per_node, asked.master_addr, asked.master_port
 
 
 def test_composes_commands_are_zerokits_and_its_nodes_members_of_one_job() -> None:
-    members = []
-    for service in ("node-0", "node-1", "compare"):
-        assert "entrypoint" not in COMPOSE[service]
-        _parses(COMPOSE[service]["command"], COMPOSE[service].get("environment", {}))
+    assert "entrypoint" not in COMPOSE["compare"]
+    _parses(COMPOSE["compare"]["command"], {})
+    found = []
     for node in ("node-0", "node-1"):
-        assert COMPOSE[node]["command"] == COMPOSE["node-0"]["command"]
-        one = _member(COMPOSE[node]["environment"])
-        members.append((one.index, one.count, one.nodes, one.master_addr))
-    assert members == [(0, 2, 2, "node-0"), (1, 2, 2, "node-0")]
+        assert COMPOSE[node]["entrypoint"][0] == "torchrun"
+        words = [*COMPOSE[node]["entrypoint"][1:], *COMPOSE[node]["command"]]
+        found.append(_node(words, COMPOSE[node]["environment"]))
+    assert found == [("2", 0, "1", "node-0", 29500), ("2", 1, "1", "node-0", 29500)]
+    assert COMPOSE["node-0"]["command"] == COMPOSE["node-1"]["command"]
 
 
 def test_compose_waits_for_health_and_keeps_the_root_read_only() -> None:
@@ -114,30 +121,46 @@ def test_compose_waits_for_health_and_keeps_the_root_read_only() -> None:
     assert (COMPOSE["page"]["command"][-1], "index.html") == (str(written.parent), written.name)
 
 
-@pytest.mark.parametrize("form", ["trainjob", "jobset"])
-def test_manifests_are_what_the_command_in_them_prints(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (DOCKER / f"kubernetes/{form}.yaml").read_text()
-    command, *_ = text.splitlines()
+def _printed(text: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> str:
+    """What the command in a file's comment prints, with the variables that the files show."""
+    line = re.search(r"^# zerokit (.*)$", text, re.MULTILINE)
+    assert line is not None
     for name in list(os.environ):
         if name.startswith(("ZEROKIT_", "NCCL_", "GLOO_", "OMP_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
-    printed = CliRunner().invoke(cli, shlex.split(command.removeprefix("# zerokit ")))
+    name, *words = shlex.split(line[1])
+    printed = CliRunner().invoke(cli, [name, *more, *words])
     assert printed.exit_code == 0, printed.output
-    assert printed.output == text
+    return printed.stdout
+
+
+@pytest.mark.parametrize("form", ["trainjob", "jobset"])
+def test_manifests_are_what_the_command_in_them_prints(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCKER / f"kubernetes/{form}.yaml").read_text()
+    assert _printed(text, monkeypatch) == text
     manifests = {one["kind"]: one for one in yaml.safe_load_all(text)}
     if form == "trainjob":
         container = manifests["TrainJob"]["spec"]["trainer"]
+        _node(container["args"], {})  # Kubeflow sets the variables
     else:
         job = manifests["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
         (container,) = job["template"]["spec"]["containers"]
-        member = _member({one["name"]: one.get("value", "1") for one in container["env"]})
-        assert (member.index, member.nodes, member.nproc_per_node) == (1, job["completions"], 8)
-    _parses(container["args"], {"PET_NNODES": "2", "PET_NODE_RANK": "1"})
+        variables = {one["name"]: one.get("value", "1") for one in container["env"]}
+        first = "zerokit-bench-node-0-0.zerokit-bench"
+        assert _node(container["args"], variables) == (str(job["completions"]), 1, "8", first, 29500)
+    assert container["command"] == ["torchrun"]
 
 
-def test_a_program_of_ones_own_runs_in_pods_as_the_benchmark_does() -> None:
-    """The same runtime, but for the program and its name."""
+def test_a_program_of_ones_own_runs_in_pods_as_the_benchmark_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the README. The same runtime, but for the program and its name."""
+    text = (DOCKER / "kubernetes/train.yaml").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(next(block for block in blocks if "init_process_group" in block))
+    monkeypatch.chdir(tmp_path)
+    assert _printed(text, monkeypatch) == text
     made, bench = (
         {one["kind"]: one for one in yaml.safe_load_all((DOCKER / f"kubernetes/{form}.yaml").read_text())}
         for form in ("train", "trainjob")
@@ -161,36 +184,34 @@ def test_a_program_of_ones_own_runs_in_pods_as_the_benchmark_does() -> None:
 
 def test_slurm_starts_a_program_of_ones_own_on_every_node(tmp_path: Path) -> None:
     """With programs in the place of Slurm's."""
-    for name, line in (("scontrol", "printf 'node-a\\nnode-b\\n'"), ("srun", 'echo "$@"')):
+    for name, line in (("scontrol", "printf 'node-a\\nnode-b\\n'"), ("srun", 'echo "$OMP_NUM_THREADS" "$@"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
         (tmp_path / name).chmod(0o755)
     variables = {
         "SLURM_JOB_NODELIST": "node-[a-b]",
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_NTASKS_PER_NODE": "1",
         "SLURM_CPUS_ON_NODE": "32",
-        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_ID": "12345",
     }
     done = subprocess.run(
-        ["bash", "-eu", DOCKER / "slurm/train.sbatch", "train.py", "--rate", "a b"],
+        ["bash", "-eu", DOCKER / "slurm/train.sbatch"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"} | variables,
         capture_output=True,
         text=True,
         check=True,
     )
     assert done.stdout == (
-        "--cpus-per-task=32 --kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d "
-        "--rdzv-endpoint node-a:29500 --rdzv-id 7 train.py --rate a b\n"
+        "4 --cpus-per-task=32 --kill-on-bad-exit=1 python -P -m torch.distributed.run --nnodes 2 --nproc-per-node 8 "
+        "--rdzv-backend c10d --rdzv-endpoint node-a:22345 --rdzv-id 12345 train.py\n"
     )
 
 
-def test_slurms_script_is_what_the_command_in_it_prints() -> None:
-    text = (DOCKER / "slurm/bench.sbatch").read_text()
-    line = re.search(r"^# zerokit (.*)$", text, re.MULTILINE)
-    assert line is not None
-    printed = CliRunner().invoke(cli, [*shlex.split(line[1]), "--dry-run"])
-    assert printed.exit_code == 0, printed.output
-    assert printed.output == text
-    started = re.search(r"^srun .* -P -m zerokit (bench .*)$", text, re.MULTILINE)
-    assert started is not None
-    _parses(shlex.split(started[1]), {})
+@pytest.mark.parametrize("name", ["bench", "train"])
+def test_slurms_scripts_are_what_the_command_in_them_prints(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (DOCKER / f"slurm/{name}.sbatch").read_text()
+    assert _printed(text, monkeypatch, "--dry-run") == text
+    if started := re.search(r"^srun .* -P -m zerokit (bench .*)$", text, re.MULTILINE):
+        _parses(shlex.split(started[1]), {})
+    assert (started is None) == (name == "train")

@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from tests.launch.clusters import ROOT, finish, logged_runs, start
-from tests.launch.manifests import require_known
+from tests.submit.manifests import require_known
 from tests.support.forked import run_forked
 from tests.support.namespaces import Hosts, wired_hosts
 from tests.support.slurm import Cluster, cluster
@@ -58,8 +58,14 @@ KUBERNETES = commands("# Kubernetes,")
 JOINING = commands("# torchrun, mpirun:")
 
 
+(_OWN,) = (block for block in _ALL if "train.py" in block)
+OWN = [line.partition("  #")[0].strip() for line in _OWN.splitlines() if "zerokit launch " in line]
+"""Those that start a program of one's own."""
+
+
 def test_no_other_commands_are_printed() -> None:
-    assert (len(_ALL), len(_BLOCKS)) == (5, 4)  # tests/test_docs.py starts a program of one's own
+    assert (len(_ALL), len(_BLOCKS)) == (5, 4)
+    assert len(OWN) == 6  # tests/test_docs.py calls torchrun
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +86,9 @@ def slurm() -> Iterator[Cluster]:
 
 
 def begin(command: str, variables: Mapping[str, str], inside: Sequence[str] = ()) -> subprocess.Popen[str]:
-    assert re.search("zerokit (doctor|bench) ", command), "this test does not know what is to come of it"
+    assert re.search("zerokit (doctor|bench|launch) ", command), (
+        "this test does not know what is to come of it"
+    )
     return start([*inside, "bash", "-euo", "pipefail", "-c", command], {**variables, **SMALL, **INSTALLED})
 
 
@@ -143,10 +151,9 @@ def test_kubernetes(tmp_path: Path, command: str) -> None:
 
 
 @pytest.mark.sshd
-@pytest.mark.parametrize("command", [one for one in JOINING if "\nmpirun " not in one])
+@pytest.mark.parametrize("command", [one for one in JOINING if not one.startswith("mpirun ")])
 def test_torchrun(hosts: Hosts, tmp_path: Path, command: str) -> None:
-    assert "\ntorchrun " in command, "this test does not know how to run it"
-    (tmp_path / "secret").write_text("0123456789abcdef")
+    assert command.startswith("torchrun "), "this test does not know how to run it"
     command = command.replace(f" --nproc-per-node {GPUS} ", " --nproc-per-node 1 ")
     both = [
         begin(command.replace(" R ", f" {number} "), UNTRACKED, hosts.inside(node))
@@ -157,11 +164,47 @@ def test_torchrun(hosts: Hosts, tmp_path: Path, command: str) -> None:
 
 @pytest.mark.sshd
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-@pytest.mark.parametrize("command", [one for one in JOINING if "\nmpirun " in one])
+@pytest.mark.parametrize("command", [one for one in JOINING if one.startswith("mpirun ")])
 def test_mpirun(hosts: Hosts, tmp_path: Path, command: str) -> None:
     (tmp_path / "hosts").write_text("".join(f"{node} slots=1\n" for node in NODES))
-    (tmp_path / "secret").write_text("0123456789abcdef")
     command = command.replace(f" -n {2 * GPUS} ", " -n 2 ")
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     printed = finish(begin(command, UNTRACKED | allowed, hosts.inside("node-0")))
     judge(command, printed, tmp_path, tracked=False)
+
+
+def judge_own(command: str, ranks: int, folder: Path, variables: Mapping[str, str], *inside: str) -> None:
+    """Whether the command has started so many ranks of a program."""
+    (folder / "train.py").write_text(
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], ';')"
+    )
+    printed = finish(begin(command, variables, inside))
+    printed += "".join(path.read_text() for path in folder.glob("zerokit-*.log"))
+    assert set(re.findall(r"rank (\d+) of (\d+) ;", printed)) == {
+        (str(rank), str(ranks)) for rank in range(ranks)
+    }
+
+
+def test_a_program_of_ones_own_runs_here(tmp_path: Path) -> None:
+    judge_own(OWN[0], GPUS, tmp_path, os.environ)
+
+
+@pytest.mark.sshd
+def test_a_program_of_ones_own_runs_over_ssh(hosts: Hosts, tmp_path: Path) -> None:
+    assert "--launcher ssh" in OWN[1]
+    judge_own(OWN[1], 2 * GPUS, tmp_path, os.environ, *hosts.inside("node-0"))
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("command", OWN[2:4])
+def test_a_program_of_ones_own_runs_in_slurm(slurm: Cluster, tmp_path: Path, command: str) -> None:
+    """The names of this cluster's nodes do not resolve."""
+    judge_own(command, 2 * GPUS, tmp_path, slurm.environment | {"MASTER_ADDR": "127.0.0.1"})
+
+
+@pytest.mark.sshd
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_a_program_of_ones_own_runs_by_mpirun(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("".join(f"{node} slots={GPUS}\n" for node in NODES))
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    judge_own(OWN[4], 2 * GPUS, tmp_path, os.environ | allowed, *hosts.inside("node-0"))

@@ -91,7 +91,7 @@ run(Path(folder), logs, "wait", *hosts, master_addr=ssh_address("a", options))
 def launcher(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A launcher on host a, once ranks that wait run on both hosts. Its output says what became of it."""
     python = tmp_path / "hasty-python"
-    python.write_text(f"#!/bin/sh\nshift 3; exec {sys.executable} -m tests.launch.hasty_node \"$@\"\n")
+    python.write_text(f'#!/bin/sh\nshift 3; exec {sys.executable} -m tests.launch.hasty_node "$@"\n')
     python.chmod(0o755)
     words = ["-c", LAUNCHER, str(hosts.config), str(python), str(tmp_path)]
     with subprocess.Popen(

@@ -28,6 +28,7 @@ from zerokit.text import printable, printable_lines
 # Name, and the line that `zerokit --help` shows without importing the command.
 COMMANDS = {
     "bench": "Train models with several engines, measure them, write records, a report and MLflow runs.",
+    "launch": "Start a program of your own as the bench starts its ranks: here, over ssh, in Slurm or Kubernetes.",
     "plan": "Predict which stages and meshes fit, how fast they are, and which to choose.",
     "compare": "Compare benches: figures, differences, noise, and a page with pictures.",
     "push": "Write records on disk to MLflow.",

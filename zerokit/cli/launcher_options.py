@@ -34,8 +34,8 @@ _option(
     LAUNCHERS,
     "--launcher",
     type=click.Choice(LAUNCHERS),
-    help="What starts the ranks: local simulates nodes on this machine; env joins ranks that torchrun, srun, "
-    "mpirun or a TrainJob has started.  [default: env if started by one of these, else local]",
+    help="What starts the ranks: local simulates nodes on this machine; env joins ranks that torchrun, srun "
+    "or mpirun has started.  [default: env if started by one of these, else local]",
 )
 _option(_SSH, "--hosts", metavar="HOST,…", help="the hosts of the nodes; the first is node 0.")
 _option(
@@ -107,7 +107,7 @@ _option(
 _option(_KUBERNETES, "--namespace", metavar="NAME", default="default")
 _option(_KUBERNETES, "--job-name", metavar="NAME", help="the job's name.  [default: zerokit- and the time]")
 _option(
-    _KUBERNETES, "--pvc", metavar="CLAIM", help="a volume claim for /runs, where --save writes checkpoints."
+    _KUBERNETES, "--pvc", metavar="CLAIM", help="a volume claim for /runs, where ranks write checkpoints."
 )
 _option(
     _KUBERNETES,
@@ -166,7 +166,7 @@ _option(
     _KUBERNETES,
     "--submit",
     is_flag=True,
-    help="submit the job with kubectl, wait for it, and fetch the record.",
+    help="submit the job with kubectl, wait for it, and fetch the record or the log.",
 )
 _option(_SLURM, "--dry-run", is_flag=True, help="print the batch script without submitting it.")
 

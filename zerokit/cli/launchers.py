@@ -1,4 +1,4 @@
-"""Chooses what starts the ranks of `zerokit bench`, from `launcher_options` and the environment."""
+"""Chooses what starts ranks, from `launcher_options` and the environment."""
 
 from __future__ import annotations
 
@@ -146,11 +146,13 @@ class Chosen:
         )
 
 
-def _followed(launch: Launch, *what: Any, log_dir: Path, poll: Callable[[], None], **more: Any) -> None:
-    """A launch whose ranks' output is shown on stderr."""
+def _followed(
+    launch: Launch, *what: Any, log_dir: Path, poll: Callable[[], None], to_stderr: bool = True, **more: Any
+) -> None:
+    """A launch whose ranks' output is shown."""
     from zerokit.launch.logs import RankLogs
 
-    logs = RankLogs(log_dir, lambda line: click.echo(printable(line), err=True))
+    logs = RankLogs(log_dir, lambda line: click.echo(printable(line), err=to_stderr))
 
     def look() -> None:
         poll()

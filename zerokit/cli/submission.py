@@ -1,4 +1,4 @@
-"""Submits `zerokit bench` as a job to Slurm or Kubernetes, and fetches its records."""
+"""Submits a bench, or a program of the user's, as a job to Slurm or Kubernetes, and shows what comes of it."""
 
 from __future__ import annotations
 
@@ -6,75 +6,208 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from zerokit.cli.launcher_options import OPTIONS_OF
-from zerokit.cli.launchers import given_arguments, is_given, read_variables
-from zerokit.launch.trust import SECRET
-from zerokit.text import printable, printable_json, printable_lines, without_secrets, without_secrets_named
+from zerokit.cli.launchers import Chosen, given_arguments, is_given, read_variables
+from zerokit.cli.work import note
+from zerokit.documents import read_text
+from zerokit.text import printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from zerokit.cli.bench_run import Request
     from zerokit.cli.display import Display
+    from zerokit.submit.kubernetes import Pods
+    from zerokit.submit.slurm import Request as Allocation
 
-_OUTSIDE = (*OPTIONS_OF, "output", "as_json")
-"""Options of the submission alone: inside the job they are settled."""
-_OF_RANKS = ("nodes", "nproc_per_node")
-"""What ranks know from who has started them."""
-
-
-_TO_SLURM = ("gpus_per_node", "cpus_per_task", "memory", "partition", "account")
-_TO_PODS = ("namespace", "gpus_per_node", "memory", "secrets", "service_account", "queue", "priority_class")
+_Job = TypeVar("_Job", "Pods", "Allocation")
+_OUTSIDE = (*OPTIONS_OF, "output", "as_json", "nodes", "nproc_per_node")
+"""Options of the submission alone: inside the job they are settled, and ranks know their number."""
 
 
 def submit(context: click.Context, request: Request) -> int:
     """Submit the bench and wait for its end, or print what would be submitted; returns the exit code."""
+    shapes = {(cell.nodes, cell.nproc_per_node) for cell in request.cells}
+    if len(shapes) > 1:
+        raise click.UsageError(
+            "a job has a fixed number of nodes and ranks: submit one job for each, or run the sweep with "
+            "--launcher slurm inside an allocation (salloc)"
+        )
+    ((nodes, ranks),) = shapes
+    if not is_given(context, "nproc_per_node"):  # one a GPU
+        ranks = request.chosen.options["gpus_per_node"] or ranks
     kubernetes = request.chosen.name == "kubernetes"
-    return (_submit_to_kubernetes if kubernetes else _submit_to_slurm)(context, request)
+    return (_submit_to_kubernetes if kubernetes else _submit_to_slurm)(context, request, nodes, ranks)
 
 
-def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
+_FIELDS = {"time_limit": "time", "sbatch_option": "lines", "pvc": "claim", "shm_size": "shared_memory"}
+_FIELDS |= {"toleration": "tolerations", "pull_secret": "pull_secrets"}
+_FIELDS |= {"resource": "resources", "capability": "capabilities"}
+"""Fields of a job that have other names than their options."""
+
+
+def job_of(kind: type[_Job], chosen: Chosen, **more: Any) -> _Job:
+    """What a queue is asked for: each field is an option, or one of `more`."""
+    options = {_FIELDS.get(name, name): value for name, value in chosen.options.items()} | more
+    return kind(**{field.name: options[field.name] for field in fields(kind) if field.name in options})
+
+
+def pods_of(chosen: Chosen, variables: Mapping[str, str], **more: Any) -> Pods:
+    """The request to Kubernetes; `variables` are given to the ranks beside those of this process and the options."""
+    from zerokit.submit.kubernetes import Pods, forwarded
+
+    options = chosen.options
+    if options["container_image"] is None:
+        raise click.UsageError(
+            "--launcher kubernetes needs --container-image, an image with zerokit (docker/Dockerfile)"
+        )
+    return job_of(
+        Pods,
+        chosen,
+        name=options["job_name"] or f"zerokit-{datetime.now():%Y%m%d-%H%M%S}",
+        image=options["container_image"],
+        variables={**forwarded(os.environ), **variables, **read_variables(options["variables"])},
+        **more,
+    )
+
+
+def allocation_of(chosen: Chosen, **more: Any) -> Allocation:
+    """The request to Slurm."""
+    from zerokit.launch.slurm import Container
+    from zerokit.submit.slurm import Request as Allocation
+
+    options, image, address = chosen.options, chosen.options["container_image"], chosen.options["master_addr"]
+    if options["follow"]:
+        raise click.UsageError(
+            "--follow works for ranks started from here; a job's output is in its log (tail -f)"
+        )
+    return job_of(
+        Allocation,
+        chosen,
+        container=Container(image, options["container_runtime"]) if image else None,
+        variables=({"MASTER_ADDR": address} if address else {}) | read_variables(options["variables"]),
+        **more,
+    )
+
+
+def made_by(context: click.Context, without: Sequence[str] = ()) -> str:
+    """The command line for a comment, which is one line: the next one would be obeyed."""
+    program = context.params.get("program", ())
+    words = [*given_arguments(context, without), *(["--", *program] if program else [])]
+    return printable(shlex.join(["zerokit", str(context.info_name), *words]))
+
+
+def submit_program(
+    context: click.Context, chosen: Chosen, program: Sequence[str], *, nodes: int, ranks: int
+) -> int:
+    """Submit a program of the user's, and wait for its end, or print what would be submitted; returns the exit code.
+
+    `program` is what follows `python`.
+    """
+    submits = _program_to_kubernetes if chosen.name == "kubernetes" else _program_to_slurm
+    return submits(context, chosen, program, {"nodes": nodes, "ranks": ranks})
+
+
+def _warn(text: str) -> None:
+    note([text])
+
+
+def _program_to_slurm(
+    context: click.Context, chosen: Chosen, program: Sequence[str], shape: Mapping[str, int]
+) -> int:
+    from zerokit.launch.failures import tail
+    from zerokit.launch.interrupts import Interrupts
+    from zerokit.submit.slurm import follow, log_of, render_program
+
+    name = Path(program[1] if program[0] == "-m" else program[0]).stem
+    allocation = allocation_of(chosen, name=name if re.fullmatch(r"[\w.-]+", name) else "zerokit", **shape)
+    python = chosen.options["remote_python"] or sys.executable
+    script = render_program(allocation, python, program, made_by(context, ("dry_run",)))
+    if (job := _submitted(script, chosen.options, _warn)) is None:
+        return 0
+    with Interrupts() as interrupts:
+        code = follow(job, None, interrupts, _warn)
+    click.echo(printable_lines(tail(log_of(job))))
+    return code
+
+
+def _program_to_kubernetes(
+    context: click.Context, chosen: Chosen, program: Sequence[str], shape: Mapping[str, int]
+) -> int:
+    from zerokit.launch.interrupts import Interrupts
+    from zerokit.submit.kubernetes import PROGRAM, follow, render
+
+    files, path = {}, Path(program[0])
+    if path.is_file():
+        files[path.name] = read_text(path)
+        program = [f"{PROGRAM}/{path.name}", *program[1:]]
+        _warn(f"pods get {path.name} alone: what it imports must be in the image")
+    pods = pods_of(chosen, {}, torchrun=program, files=files, application="zerokit-launch", **shape)
+    objects = render(pods, chosen.options["form"])
+    if _created(pods, objects, chosen.options, made_by(context), _warn):
+        with Interrupts() as interrupts:
+            click.echo(printable_lines(follow(pods, objects, interrupts, _warn)), nl=False)
+    return 0
+
+
+def _created(
+    pods: Pods,
+    objects: Sequence[dict[str, Any]],
+    options: Mapping[str, Any],
+    comment: str,
+    warn: Callable[[str], None],
+) -> bool:
+    """Create the objects if they are to be submitted; False if they were printed instead."""
+    from zerokit.submit.kubernetes import apply, to_yaml
+
+    if not options["submit"]:
+        click.echo(f"# {comment}\n{to_yaml(objects)}", nl=False)
+        return False
+    apply(objects)
+    warn(f"submitted as {options['form']} {pods.name} in namespace {pods.namespace}")
+    return True
+
+
+def _submitted(script: str, options: Mapping[str, Any], warn: Callable[[str], None]) -> str | None:
+    """Submit the script; returns the job's number, None if the script was printed instead."""
+    from zerokit.submit.slurm import log_of, submit
+
+    if options["dry_run"]:
+        # Unchanged for a program, escaped for a terminal.
+        click.echo(printable_lines(script) if sys.stdout.isatty() else script, nl=False)
+        return None
+    job = submit(script)
+    warn(f"submitted as Slurm's job {job}; its log is {log_of(job)}")
+    return job
+
+
+def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, ranks: int) -> int:
     from zerokit.bench.record.record import Record, write_record
     from zerokit.bench.run.session import record_path
     from zerokit.bench.run.sweep import exit_code
     from zerokit.bench.tracking.push import Tracker, find_records
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
-    from zerokit.launch.kubernetes import Pods, apply, find_json, follow, render, to_yaml
+    from zerokit.submit.kubernetes import find_json, follow, render
 
-    options, cells = request.chosen.options, request.cells
-    if options["container_image"] is None:
-        raise click.UsageError(
-            "--launcher kubernetes needs --container-image, an image with zerokit (docker/Dockerfile)"
-        )
-    nodes, ranks = _one_shape(context, request)
+    options, cells, tracking = request.chosen.options, request.cells, request.tracking
     if options["submit"] and len(cells) > 1:
         raise click.UsageError("a job writes one record: submit each cell of the sweep as its own job")
-    environment, tracked_here = _environment_of_pods(request)
-    arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
-    if tracked_here and "--no-mlflow" not in arguments:
+    served = {}  # pods only reach a server; to another store the record goes from here
+    if tracking is not None and re.match(r"https?://", tracking.uri):
+        served = {"MLFLOW_TRACKING_URI": tracking.uri}
+    arguments = given_arguments(context, _OUTSIDE)
+    if tracking is not None and not served:
         arguments.append("--no-mlflow")
-    pods = Pods(
-        name=options["job_name"] or f"zerokit-{datetime.now():%Y%m%d-%H%M%S}",
-        image=options["container_image"],
-        nodes=nodes,
-        nproc_per_node=ranks,
-        arguments=arguments,
-        environment=environment,
-        claim=options["pvc"],
-        node_selector=dict(_pair("--node-selector", one) for one in options["node_selector"]),
-        tolerations=options["toleration"],
-        pull_secrets=options["pull_secret"],
-        cpus=str(options["cpus_per_task"] * ranks) if options["cpus_per_task"] else None,
-        shared_memory=options["shm_size"],
-        resources=dict(_pair("--resource", one) for one in options["resource"]),
-        capabilities=options["capability"],
-        **{name: options[name] for name in _TO_PODS},
-    )
+    bench = ["--no-python", "zerokit", "bench", "--launcher", "env", "--json", *arguments]
+    pods = pods_of(request.chosen, served, nodes=nodes, ranks=ranks, torchrun=bench)
     if pods.claim is None and any(cell.save is not None for cell in cells):
         raise click.UsageError(
             "checkpoints would be lost with their pod: give a persistent volume with --pvc CLAIM"
@@ -86,136 +219,49 @@ def _submit_to_kubernetes(context: click.Context, request: Request) -> int:
             "Python path: pods get no file of this machine",
             err=True,
         )
-    if not options["submit"]:
-        made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context)]))
-        click.echo(f"# {made_by}\n{to_yaml(objects)}", nl=False)
-        return 0
-    path = record_path(request.output, cells[0], datetime.now())
-    apply(objects)
+    path = record_path(request.output, cells[0], datetime.now()) if options["submit"] else Path()
     display = Display()
-    display.warn(f"submitted as {options['form']} {pods.name} in namespace {pods.namespace}")
+    if not _created(pods, objects, options, made_by(context), display.warn):
+        return 0
     with Interrupts() as interrupts, display:
-        log = follow(pods, options["form"], interrupts, display.warn)
+        log = follow(pods, objects, interrupts, display.warn)
     record = Record.from_json(find_json(log))
     write_record(record, path)
-    if tracked_here:
-        tracker = Tracker(request.tracking, display.warn, f"zerokit push {shlex.quote(str(path))}")
+    if tracking is not None and not served:
+        tracker = Tracker(tracking, display.warn, f"zerokit push {shlex.quote(str(path))}")
         tracker.push(find_records([path]))
     _show(path, display, as_json=request.as_json, single=True, log=None)
     return exit_code([record])
 
 
-_FOR_PODS = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")
-"""Variables that pods get from here; others name files of this machine, or are secrets."""
-
-
-def _environment_of_pods(request: Request) -> tuple[dict[str, str], bool]:
-    """Variables of the ranks, and whether the record goes to MLflow from here: pods can only reach a tracking server.
-
-    Raises `click.UsageError` for a password or a token, which would appear in the manifest.
-    """
-    options, tracking = request.chosen.options, request.tracking
-    environment = {
-        name: value for name, value in os.environ.items() if _FOR_PODS.fullmatch(name) and name != SECRET
-    }
-    served = tracking is not None and re.match(r"https?://", tracking.uri) is not None
-    if tracking is not None and served:
-        environment["MLFLOW_TRACKING_URI"] = tracking.uri
-    environment |= read_variables(options["variables"])
-    for name, value in environment.items():
-        if without_secrets_named(name, value) != value:
-            raise click.UsageError(
-                f"the password in {name} would appear in the manifest: put it in a Secret (for MLflow as "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD) and pass it with --env-from"
-            )
-    return environment, tracking is not None and not served
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise click.UsageError(f"{option} {text}: expected KEY=VALUE")
-    return key, value
-
-
-def _submit_to_slurm(context: click.Context, request: Request) -> int:
-    from zerokit.bench.record.record import require_writable
+def _submit_to_slurm(context: click.Context, request: Request, nodes: int, ranks: int) -> int:
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
-    from zerokit.launch.slurm import JOB_FOLDER, Container, folder_of, follow, log_of, render_script
-    from zerokit.launch.slurm import Request as Allocation
-    from zerokit.launch.slurm import submit as sbatch
+    from zerokit.submit.slurm import JOB_FOLDER, folder_of, follow, log_of, render_script
 
-    options, cells = request.chosen.options, request.cells
+    options = request.chosen.options
     if request.continued is not None:
         raise click.UsageError(
             "--continue needs running nodes: use --launcher slurm inside an allocation (salloc)"
         )
-    if options["follow"]:
-        raise click.UsageError(
-            "--follow works for ranks started from here; a job's output is in its log (tail -f)"
-        )
-    nodes, ranks = _one_shape(context, request)
-    address = options["master_addr"]
-    image = options["container_image"]
-    allocation = Allocation(
-        nodes=nodes,
-        ranks=ranks,
-        time=options["time_limit"],
-        **{name: options[name] for name in _TO_SLURM},
-        lines=options["sbatch_option"],
-        container=Container(image, options["container_runtime"]) if image else None,
-        variables=({"MASTER_ADDR": address} if address else {}) | read_variables(options["variables"]),
-    )
-    single = len(cells) == 1
+    single = len(request.cells) == 1
     inside, name = request.output, "record.json" if single else "sweep"
     if inside is not None and single and inside.suffix != ".json":
         inside /= f"{datetime.now():%Y%m%d-%H%M%S-%f}.json"
-    python = options["remote_python"] or sys.executable
-    arguments = given_arguments(context, (*_OUTSIDE, *_OF_RANKS))
-    command = [python, "-P", "-m", "zerokit", "bench", *arguments, "--launcher", "env"]
-    given = allocation.variables.items()
-    if any(without_secrets(word) != word for word in command) or any(
-        without_secrets_named(name, value) != value for name, value in given
-    ):
-        raise click.UsageError(
-            "a password would appear in the batch script: export the variable (such as MLFLOW_TRACKING_URI) "
-            "instead of giving it as an option; sbatch passes it on"
-        )
+    command = [options["remote_python"] or sys.executable, "-P", "-m", "zerokit", "bench"]
+    command += [*given_arguments(context, _OUTSIDE), "--launcher", "env"]
     command += ["--output", str(inside or f"{JOB_FOLDER}/{name}")]
-    # A comment is one line, and the next one would be run.
-    made_by = printable(shlex.join(["zerokit", "bench", *given_arguments(context, ("dry_run",))]))
-    script = render_script(allocation, command, made_by)
-    if options["dry_run"]:
-        # Unchanged for a program, escaped for a terminal.
-        click.echo(printable_lines(script) if sys.stdout.isatty() else script, nl=False)
+    script = render_script(
+        allocation_of(request.chosen, nodes=nodes, ranks=ranks), command, made_by(context, ("dry_run",))
+    )
+    display = Display()
+    if (job := _submitted(script, options, display.warn)) is None:
         return 0
-    scripts = folder_of("").parent
-    require_writable(scripts)
-    file = scripts / f"{datetime.now():%Y%m%d-%H%M%S-%f}.sbatch"
-    file.write_text(script, encoding="utf-8")
-    job = sbatch(file)
-    display, log = Display(), log_of(job)
-    display.warn(f"submitted as Slurm's job {job}; its log is {log}")
     target = inside or folder_of(job) / name
     with Interrupts() as interrupts, display:
         code = follow(job, target, interrupts, display.warn)
-    _show(target, display, as_json=request.as_json, single=single, log=log)
+    _show(target, display, as_json=request.as_json, single=single, log=log_of(job))
     return code
-
-
-def _one_shape(context: click.Context, request: Request) -> tuple[int, int]:
-    """Nodes, and ranks of each, one a GPU unless the user says otherwise; a job has one number of both."""
-    shapes = {(cell.nodes, cell.nproc_per_node) for cell in request.cells}
-    if len(shapes) > 1:
-        raise click.UsageError(
-            "a job has a fixed number of nodes and ranks: submit one job for each, or run the sweep with "
-            "--launcher slurm inside an allocation (salloc)"
-        )
-    nodes, ranks = shapes.pop()
-    return nodes, ranks if is_given(context, "nproc_per_node") else request.chosen.options[
-        "gpus_per_node"
-    ] or ranks
 
 
 def _show(target: Path, display: Display, *, as_json: bool, single: bool, log: Path | None) -> None:

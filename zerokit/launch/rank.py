@@ -1,14 +1,16 @@
-"""One rank of a launch: it runs a module, ends with who has started it, and records why it failed.
+"""One rank of a launch: it runs a program, ends with who has started it, and records why it failed.
 
-    python -P -m zerokit.launch.rank MODULE [arguments]
+    python -P -m zerokit.launch.rank PROGRAM [arguments]
 
-The reason goes to the file that ZEROKIT_ERROR_FILE names.
+PROGRAM is a module, or a script if it ends in ".py" or has a "/" in it. The reason goes to the file that
+ZEROKIT_ERROR_FILE names.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import json
 import os
 import runpy
@@ -33,25 +35,63 @@ def _record(error: Exception) -> None:
     files.write_aside(target, json.dumps(said).encode(), durable=False)
 
 
-def main(module: str, arguments: list[str]) -> None:
-    """Run `module` as a program and exit; on an error, record it and exit with code 1.
+def main(program: str, arguments: list[str]) -> None:
+    """Run the program; on an error, record it and exit with code 1.
 
-    At once, because the destructors of a process group whose peers are gone may wait for them, and because threads
-    that an engine's library left behind may abort a process that has done its work.
+    At once, because the destructors of a process group whose peers are gone may wait for them. Modules of zerokit also
+    exit at once when they have done their work, because threads that an engine's library left behind may abort the
+    process.
     """
     # Python would turn it into an exception, which a rank that waits inside a collective never sees.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.argv = [module, *arguments]
+    sys.argv = [program, *arguments]
+    own = program.startswith("zerokit.")
     try:
-        if module.startswith("zerokit."):  # all that a launch runs of these use torch
+        if own:  # all that a launch runs of these use torch
             import_torch()
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            _run_as_python_does(program)
     except Exception as error:
         _record(error)
         traceback.print_exc()
         _leave(1)
-    atexit._run_exitfuncs()
-    _leave(0)
+    if own:
+        atexit._run_exitfuncs()
+        _leave(0)
+
+
+def _run_as_python_does(program: str) -> None:
+    """Run a script with its folder first on the path, or a module with the working directory there.
+
+    Python prints whole lines at once, as somebody may be reading them.
+    """
+    _take_devices()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    script = is_script(program)
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, str(Path(program).resolve().parent) if script else str(Path.cwd()))
+    if script:
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def is_script(program: str) -> bool:
+    """Whether the name is that of a file, and not of a module."""
+    return program.endswith(".py") or os.sep in program
+
+
+def _take_devices() -> None:
+    """Show a rank of a simulated node only the devices of this node: programs count them by LOCAL_RANK."""
+    nodes = int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    share = len(devices) // nodes
+    if nodes > 1 and share >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        first = int(os.environ["GROUP_RANK"]) * share
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + share])
 
 
 def _leave(code: int) -> NoReturn:

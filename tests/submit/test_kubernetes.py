@@ -12,36 +12,37 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launch.conftest import Programs
-from tests.launch.manifests import require_known
+from tests.submit.manifests import require_known
+from tests.support.programs import Programs
 from zerokit.errors import UsageError
-from zerokit.launch import kubernetes
 from zerokit.launch.failures import LaunchError
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.kubernetes import Pods, apply, find_json, follow, render, to_yaml
+from zerokit.submit import jobs
+from zerokit.submit.kubernetes import Pods, apply, find_json, follow, render, to_yaml
 
 PODS = Pods(
     name="zerokit-1",
     namespace="team",
     image="registry.example/zerokit:1",
     nodes=2,
-    nproc_per_node=8,
-    arguments=["--stage", "3", "--model", "$(x):y"],
+    ranks=8,
+    torchrun=["--no-python", "zerokit", "bench", "--model", "$(x):y"],
     gpus_per_node=8,
-    environment={"NCCL_DEBUG": "$(x)$$"},
+    variables={"NCCL_DEBUG": "$(x)$$"},
     secrets=["tracker"],
     claim="runs",
-    node_selector={"gpu": "h100"},
+    node_selector=["gpu=h100"],
     tolerations=["nvidia.com/gpu:NoSchedule", "team=us:NoExecute"],
     service_account="bench",
     pull_secrets=["registry"],
-    cpus="64",
+    cpus_per_task=8,
     memory="256Gi",
     shared_memory="16Gi",
-    resources={"rdma/hca": "1"},
+    resources=["rdma/hca=1"],
     queue="team-a",
     priority_class="high",
 )
+BARE: dict[str, Any] = {"name": "a", "image": "image", "nodes": 1, "torchrun": ["train.py"]}
 
 
 def pod_of(pods: Pods, form: str) -> dict[str, Any]:
@@ -100,8 +101,11 @@ def test_pods_have_what_was_asked_for(form: str) -> None:
         "requests": {"cpu": "64", "memory": "256Gi"},
     }
     assert '{"name": "NCCL_DEBUG", "value": "$$(x)$$$$"}' in json.dumps(job)
-    assert '"--json", "--stage", "3", "--model", "$$(x):y"]' in json.dumps(job)
-    bare = pod_of(Pods("a", "default", "image", 1, 1, []), form)
+    assert (
+        '"command": ["torchrun"], "args": ["--no-python", "zerokit", "bench", "--model", "$$(x):y"]'
+        in json.dumps(job)
+    )
+    bare = pod_of(Pods(**BARE), form)
     options = {"nodeSelector", "tolerations", "serviceAccountName", "imagePullSecrets", "priorityClassName"}
     assert options & bare.keys() == set()
     (locking,) = pod_of(replace(PODS, capabilities=["IPC_LOCK"]), form)["containers"]
@@ -111,13 +115,13 @@ def test_pods_have_what_was_asked_for(form: str) -> None:
 def test_names_are_dns_labels_and_tolerations_as_kubectl_writes_taints() -> None:
     for name in ("", "Upper", "a_b", "-a", "a" * 60):
         with pytest.raises(UsageError, match="DNS label"):
-            Pods(name, "default", "image", 1, 1, [])
+            Pods(**BARE | {"name": name})
     for quantity in ("64GB", "-1", "", "a lot"):
         with pytest.raises(UsageError, match="no quantity of Kubernetes"):
-            Pods("a", "default", "image", 1, 1, [], memory=quantity)
+            Pods(**BARE, memory=quantity)
     for text in ("gpu", "gpu:Never", "a=b=c:NoSchedule", ":NoSchedule"):
         with pytest.raises(UsageError, match="expected KEY=VALUE:EFFECT"):
-            Pods("a", "default", "image", 1, 1, [], tolerations=[text])
+            Pods(**BARE, tolerations=[text])
 
 
 def test_the_record_is_found_between_other_lines() -> None:
@@ -131,10 +135,10 @@ def test_the_record_is_found_between_other_lines() -> None:
 @pytest.fixture
 def kubectl(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a `kubectl` that answers from the files `state` and `log`."""
-    monkeypatch.setattr(kubernetes, "_FOLLOW_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "FOLLOW_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     once_silent = "get) cat state || { echo {} > state; exit 1; } ;;"
-    answers = f"create) cat > created ;; {once_silent} logs) cat log ;; delete) ;; *) exit 1 ;;"
+    answers = f"create) cat > created ;; {once_silent} logs) cat log ;; delete) cat > deleted ;; *) exit 1 ;;"
     programs.put("kubectl", f'case "$1" in {answers} esac')
     return tmp_path
 
@@ -154,6 +158,7 @@ def test_what_is_created_is_what_was_rendered(kubectl: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("form", "done"), [("trainjob", "Complete"), ("jobset", "Completed")])
 def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> None:
     """Where it failed, by what node 0 said. A question that got no answer is asked again."""
+    objects = render(PODS, form)
     (kubectl / "log").write_text("the log\n")
     said: list[str] = []
 
@@ -162,16 +167,16 @@ def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> No
         (kubectl / "state").write_text(condition(done))
 
     with Interrupts() as interrupts:
-        assert follow(PODS, form, interrupts, show) == "the log\n"
-        assert said == [f"{form} zerokit-1: waiting"]
+        assert follow(PODS, objects, interrupts, show) == "the log\n"
+        assert said == [f"{form}/zerokit-1: waiting"]
         (kubectl / "state").write_text(condition("Failed"))
         with pytest.raises(LaunchError, match=r"zerokit-1 failed.*\n.*the log"):
-            follow(PODS, form, interrupts, said.append)
+            follow(PODS, objects, interrupts, said.append)
 
 
-def test_an_interrupted_job_is_deleted(kubectl: Path, programs: Programs) -> None:
+def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:
+    objects = render(PODS, "trainjob")
     (kubectl / "state").write_text(condition("Running"))
     with Interrupts() as interrupts, pytest.raises(Interrupted):
-        follow(PODS, "trainjob", interrupts, lambda text: os.kill(os.getpid(), signal.SIGTERM))
-    deleted = [line.split()[-1] for line in programs.asked("kubectl") if line.startswith("delete ")]
-    assert deleted == ["trainjob/zerokit-1", "trainingruntime/zerokit-1"]
+        follow(PODS, objects, interrupts, lambda text: os.kill(os.getpid(), signal.SIGTERM))
+    assert list(yaml.safe_load_all((kubectl / "deleted").read_text())) == objects

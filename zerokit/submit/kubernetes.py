@@ -1,10 +1,9 @@
-"""Nodes as pods: a Kubeflow TrainJob, or a JobSet by itself, in which every pod runs `zerokit bench` as one node.
+"""Nodes as pods: a Kubeflow TrainJob, or a JobSet by itself, in which every pod runs torchrun as one node.
 
 Sources: https://www.kubeflow.org/docs/components/trainer/ (a runtime with `torch` sets torchrun's PET_ variables),
 https://jobset.sigs.k8s.io/docs/concepts/ (names of pods),
-https://kubernetes.io/docs/concepts/security/pod-security-standards/ ("restricted", which the pods keep to). The record
-is read from the log of node 0, where `--json` prints it. Kubeflow's own runtime `torch-distributed` has neither shared
-memory nor a volume, so a TrainJob comes with one.
+https://kubernetes.io/docs/concepts/security/pod-security-standards/ ("restricted", which the pods keep to). Kubeflow's
+own runtime `torch-distributed` has neither shared memory nor a volume, so a TrainJob comes with one.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import yaml
@@ -23,64 +23,53 @@ from zerokit.documents import parse_json
 from zerokit.errors import UsageError
 from zerokit.launch.failures import LaunchError, quote_tail
 from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.membership import DEFAULT_PORT
-from zerokit.launch.trust import SECRET
-from zerokit.patience import Patience
+from zerokit.submit.jobs import Job, NoAnswer, State, ask, await_end
 
 _NODE = "node"
-_FOLLOW_SECONDS = 2.0
-# An API server that is busy or being replaced leaves some questions unanswered, and so does a laptop that slept.
-_ANSWER_SECONDS = 120.0
-_LABEL = "zerokit-bench"
+_PORT = 29500
+"""torchrun's default."""
+_MOST_BYTES = 2**20
+"""Of a ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/."""
 _QUEUE = "kueue.x-k8s.io/queue-name"  # https://kueue.sigs.k8s.io/docs/tasks/run/
+_FORWARDED = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Pods:
-    """A request to Kubernetes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pods(Job):
+    """A request to Kubernetes: a pod for each node. Quantities are written as Kubernetes does: "500m", "64Gi".
 
     Attributes:
         name: of everything that is made; a DNS label.
-        namespace: where.
-        image: with zerokit, its entry point `zerokit`.
-        nodes: pods.
-        nproc_per_node: ranks of each.
-        gpus_per_node: NVIDIA GPUs of each; None asks for none.
-        cpus, memory: what each asks for, as Kubernetes writes quantities: "32", "64Gi".
-        shared_memory: the most that ranks of a pod may put into /dev/shm; None is half of the node's memory.
-        resources: further ones of each, such as those of a device plugin for RDMA, by name.
-        capabilities: of the container, such as IPC_LOCK; with any, pods do not keep to "restricted".
+        image: with zerokit; its user is `_USER`.
+        torchrun: the words after it: the program of the ranks.
+        files: of the program, text by name, which pods find in `PROGRAM`; they and the job are at most 1 MiB.
+        application: what the job is, as a label.
+        namespace, service_account, priority_class, pull_secrets: as Kubernetes calls them.
         queue: Kueue's local queue.
-        priority_class: of the pods.
-        arguments: of `zerokit bench`.
-        environment: further variables of the ranks.
+        shared_memory: the most that ranks of a pod may put into /dev/shm; None is half of the node's memory.
+        resources: further ones of each as NAME=N, such as those of a device plugin for RDMA.
+        capabilities: of the container, such as IPC_LOCK; with any, pods do not keep to "restricted".
         secrets: Secrets whose entries are variables of the ranks, too.
         claim: a PersistentVolumeClaim for what ranks write below `RUNS`; None keeps it while the pod lives.
-        node_selector: labels that nodes must have.
+        node_selector: labels that nodes must have, as KEY=VALUE.
         tolerations: taints that they may have, as kubectl writes them: KEY[=VALUE]:EFFECT.
-        service_account: of the pods; None is the namespace's.
-        pull_secrets: for the image.
     """
 
     name: str
-    namespace: str
     image: str
-    nodes: int
-    nproc_per_node: int
-    arguments: Sequence[str]
-    gpus_per_node: int | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
+    torchrun: Sequence[str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    application: str = "zerokit-bench"
+    namespace: str = "default"
     secrets: Sequence[str] = ()
     claim: str | None = None
-    node_selector: Mapping[str, str] = field(default_factory=dict)
+    node_selector: Sequence[str] = ()
     tolerations: Sequence[str] = ()
     service_account: str | None = None
     pull_secrets: Sequence[str] = ()
-    cpus: str | None = None
-    memory: str | None = None
     shared_memory: str | None = None
-    resources: Mapping[str, str] = field(default_factory=dict)
+    resources: Sequence[str] = ()
     capabilities: Sequence[str] = ()
     queue: str | None = None
     priority_class: str | None = None
@@ -91,8 +80,9 @@ class Pods:
                 raise UsageError(
                     f"toleration {text!r}: expected KEY=VALUE:EFFECT or KEY:EFFECT, like gpu:NoSchedule"
                 )
-        own = {"cpus": self.cpus, "memory": self.memory, "shared memory": self.shared_memory}
-        asked = {**own, **self.resources}
+        _pairs("--node-selector", self.node_selector)
+        own = {"memory": self.memory, "shared memory": self.shared_memory}
+        asked = {**own, **_pairs("--resource", self.resources)}
         for what, quantity in asked.items():
             if quantity is not None and not _QUANTITY.fullmatch(quantity):
                 raise UsageError(
@@ -105,21 +95,61 @@ class Pods:
                     "characters"
                 )
 
+        if sum(len(text.encode()) for text in self.files.values()) > _MOST_BYTES:
+            raise UsageError(
+                f"Kubernetes takes at most 1 MiB of files, but {', '.join(self.files)} is larger: put it in the image"
+            )
+        self.refuse_secrets(
+            self.torchrun,
+            "manifest",
+            "put it in a Secret (for MLflow as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD) and pass it "
+            "with --env-from",
+        )
+
+
+def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    """Raises `UsageError`, which names the option, for a text that is not KEY=VALUE."""
+    pairs = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{option} {text}: expected KEY=VALUE")
+        pairs[key] = value
+    return pairs
+
+
+def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process that pods get; others name files of this machine, or are secrets."""
+    return {name: value for name, value in environment.items() if _FORWARDED.fullmatch(name)}
+
 
 def render(pods: Pods, form: str) -> list[dict[str, Any]]:
-    """The objects to create, in order: a TrainJob's runtime, and the job."""
-    if form == "jobset":
-        return [_job_set(pods)]
-    return [_runtime(pods), _train_job(pods)]  # the TrainJob's webhook looks for its runtime
+    """The objects to create, in order: the program's files, a TrainJob's runtime, and the job."""
+    files = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(pods), "data": dict(pods.files)}
+    # The TrainJob's webhook looks for its runtime.
+    job = [_job_set(pods)] if form == "jobset" else [_runtime(pods), _train_job(pods)]
+    return [files, *job] if pods.files else job
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
     """The objects in the form that kubectl reads."""
-    return yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False)
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, default_flow_style=False)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as they are."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
 
 
 def _metadata(pods: Pods) -> dict[str, Any]:
-    labels = {"app.kubernetes.io/name": _LABEL}
+    labels = {"app.kubernetes.io/name": pods.application}
     return {"name": pods.name, "namespace": pods.namespace, "labels": labels}
 
 
@@ -135,15 +165,11 @@ def _verbatim(text: str) -> str:
 
 
 def _variables(pods: Pods) -> list[dict[str, Any]]:
-    known = [{"name": name, "value": _verbatim(value)} for name, value in pods.environment.items()]
-    # The job's own number, which the server draws at random and every pod has: by it they know each other.
-    number = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/jobset-uid']"}}
-    return [{"name": SECRET, "valueFrom": number}, *known]
+    return [{"name": name, "value": _verbatim(value)} for name, value in pods.variables.items()]
 
 
 def _program(pods: Pods) -> dict[str, Any]:
-    arguments = map(_verbatim, pods.arguments)
-    return {"command": ["zerokit"], "args": ["bench", "--launcher", "env", "--json", *arguments]}
+    return {"command": ["torchrun"], "args": [_verbatim(word) for word in pods.torchrun]}
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -152,13 +178,15 @@ def _given(**fields: Any) -> dict[str, Any]:
 
 
 def _resources(pods: Pods) -> dict[str, Any]:
-    gpus = {"nvidia.com/gpu": str(pods.gpus_per_node)} if pods.gpus_per_node else {}
     # A device's request is its limit; of cores and memory there is no limit, which would throttle a measurement.
-    return _given(limits=gpus | dict(pods.resources), requests=_given(cpu=pods.cpus, memory=pods.memory))
+    limits = {"nvidia.com/gpu": str(pods.gpus_per_node)} if pods.gpus_per_node else {}
+    cpus = str(pods.cpus_per_task * pods.ranks) if pods.cpus_per_task else None
+    limits |= _pairs("--resource", pods.resources)
+    return _given(limits=limits, requests=_given(cpu=cpus, memory=pods.memory))
 
 
-RUNS = "/runs"
-"""Where ranks may write; the image's working directory."""
+RUNS, PROGRAM = "/runs", "/program"
+"""Where ranks may write, which is the image's working directory, and where they find a program's files."""
 _USER = 10001
 """The image's (docker/Dockerfile)."""
 
@@ -172,6 +200,8 @@ def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
     shared = {"medium": "Memory", **_given(sizeLimit=pods.shared_memory)}
     volumes: dict[str, tuple[str, dict[str, Any]]] = {"tmp": ("/tmp", {"emptyDir": {}}), "runs": (RUNS, runs)}
     volumes["shared-memory"] = ("/dev/shm", {"emptyDir": shared})
+    if pods.files:
+        volumes["program"] = (PROGRAM, {"configMap": {"name": pods.name}})
     return {
         "restartPolicy": "Never",  # a benchmark that begins anew is another measurement
         "terminationGracePeriodSeconds": 60,  # to end the ranks, to write the record and to tell MLflow
@@ -197,7 +227,7 @@ def _pod(pods: Pods, container: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
         **_given(
-            nodeSelector=dict(pods.node_selector),
+            nodeSelector=_pairs("--node-selector", pods.node_selector),
             tolerations=[_toleration(one) for one in pods.tolerations],
             serviceAccountName=pods.service_account,
             priorityClassName=pods.priority_class,
@@ -247,10 +277,9 @@ def _train_job(pods: Pods) -> dict[str, Any]:
             "trainer": {
                 "image": pods.image,
                 "numNodes": pods.nodes,
-                "numProcPerNode": pods.nproc_per_node,
+                "numProcPerNode": pods.ranks,
                 **_program(pods),
-                "env": _variables(pods),
-                **_given(resourcesPerNode=_resources(pods)),
+                **_given(env=_variables(pods), resourcesPerNode=_resources(pods)),
             },
         },
     }
@@ -262,10 +291,10 @@ def _job_set(pods: Pods) -> dict[str, Any]:
         **_program(pods),
         "env": [
             {"name": "PET_NNODES", "value": str(pods.nodes)},
-            {"name": "PET_NPROC_PER_NODE", "value": str(pods.nproc_per_node)},
+            {"name": "PET_NPROC_PER_NODE", "value": str(pods.ranks)},
             {"name": "PET_NODE_RANK", "valueFrom": index},
             {"name": "PET_MASTER_ADDR", "value": f"{pods.name}-{_NODE}-0-0.{pods.name}"},
-            {"name": "PET_MASTER_PORT", "value": str(DEFAULT_PORT)},
+            {"name": "PET_MASTER_PORT", "value": str(_PORT)},
             *_variables(pods),
         ],
         **_given(resources=_resources(pods)),
@@ -276,7 +305,7 @@ def _job_set(pods: Pods) -> dict[str, Any]:
         "parallelism": pods.nodes,
         "backoffLimit": 0,
         "template": {
-            "metadata": {"labels": {"app.kubernetes.io/name": _LABEL}},
+            "metadata": {"labels": {"app.kubernetes.io/name": pods.application}},
             "spec": _pod(pods, container),
         },
     }
@@ -295,40 +324,35 @@ def _job_set(pods: Pods) -> dict[str, Any]:
 
 def apply(objects: Sequence[Mapping[str, Any]]) -> None:
     """Create the objects with kubectl; raises `LaunchError` with its message."""
-    _kubectl(["create", "-f", "-"], to_yaml(objects))
+    _kubectl("create", "-f", "-", given=to_yaml(objects))
 
 
-def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], None]) -> str:
-    """Wait until the job ends; returns the log of node 0.
+def follow(
+    pods: Pods, objects: Sequence[Mapping[str, Any]], interrupts: Interrupts, show: Callable[[str], None]
+) -> str:
+    """Wait until the job, the last of the objects, ends; returns the log of node 0.
 
     Raises:
         LaunchError: the job failed; the message has the end of node 0's log.
-        Interrupted: SIGINT or SIGTERM came; the job was deleted.
+        Interrupted: SIGINT or SIGTERM came; the objects were deleted.
     """
-    shown = ""
+    job = f"{objects[-1]['kind'].lower()}/{pods.name}"
+
+    def asked(*words: str) -> str:
+        words = (*words, "-n", pods.namespace)
+        return ask(partial(_kubectl, *words), interrupts, f"kubectl {' '.join(words)}")
+
     try:
-        while (state := _state(pods, form, interrupts)) not in ("Complete", "Completed", "Failed"):
-            if state != shown:
-                show(f"{form} {pods.name}: {state.lower()}")
-                shown = state
-            interrupts.wait(_FOLLOW_SECONDS)
+        last = await_end(lambda: _state(asked("get", job, "-o", "json")), interrupts, f"{job}: ", show)
     except Interrupted:
-        delete(pods, form)
+        _kubectl("delete", "--ignore-not-found", "--wait=false", "-f", "-", given=to_yaml(objects))
         raise
     # The pod with index 0: a JobSet of that name runs it in either form.
     label = f"jobset.sigs.k8s.io/jobset-name={pods.name},batch.kubernetes.io/job-completion-index=0"
-    log = _ask(["logs", "-n", pods.namespace, "-l", label, "--tail=-1", "--prefix=false"], interrupts)
-    if state == "Failed":
-        raise LaunchError(f"{form} {pods.name} failed; the end of node 0's log:\n{quote_tail(log)}")
+    log = asked("logs", "-l", label, "--tail=-1", "--prefix=false")
+    if last.text == "failed":
+        raise LaunchError(f"{job} failed; the end of node 0's log:\n{quote_tail(log)}")
     return log
-
-
-def delete(pods: Pods, form: str) -> None:
-    """Remove the job and its runtime."""
-    for kind in (form, *(["trainingruntime"] if form == "trainjob" else [])):
-        _kubectl(
-            ["delete", "--ignore-not-found", "--wait=false", "-n", pods.namespace, f"{kind}/{pods.name}"]
-        )
 
 
 def find_json(log: str) -> str:
@@ -340,35 +364,18 @@ def find_json(log: str) -> str:
     raise LaunchError(f"node 0's log has no record; it ends with\n{quote_tail(log)}")
 
 
-def _state(pods: Pods, form: str, interrupts: Interrupts) -> str:
-    text = _ask(["get", f"{form}/{pods.name}", "-n", pods.namespace, "-o", "json"], interrupts)
+def _state(text: str) -> State:
     try:
         status = parse_json(text).get("status", {})
     except (ValueError, AttributeError) as error:
         raise LaunchError(f"kubectl has printed no object: {error}") from error
     true = [one["type"] for one in status.get("conditions", []) if one.get("status") == "True"]
-    return next(
-        (kind for kind in ("Failed", "Complete", "Completed") if kind in true),
-        true[-1] if true else "Waiting",
-    )
+    ends = [kind for kind in ("Failed", "Complete", "Completed") if kind in true]
+    return State((ends or true[-1:] or ["Waiting"])[0].lower(), bool(ends))
 
 
-def _ask(words: Sequence[str], interrupts: Interrupts) -> str:
-    """What kubectl answers; raises `LaunchError` when it fails for so long that the job must be left to itself."""
-    patience = Patience(_ANSWER_SECONDS)
-    while True:
-        try:
-            return _kubectl(words)
-        except LaunchError as error:
-            interrupts.check()  # a Ctrl-C at the terminal ends kubectl, too
-            if "NotFound" in str(error):
-                raise
-            if patience.over:
-                raise LaunchError(f"{error}; the job continues: kubectl {' '.join(words)}") from error
-        interrupts.wait(_FOLLOW_SECONDS)
-
-
-def _kubectl(words: Sequence[str], given: str | None = None) -> str:
+def _kubectl(*words: str, given: str | None = None) -> str:
+    """What kubectl prints; raises `NoAnswer` with its message where asking again may help."""
     try:
         done = subprocess.run(["kubectl", *words], input=given, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -376,5 +383,6 @@ def _kubectl(words: Sequence[str], given: str | None = None) -> str:
             f"kubectl cannot be run ({error.strerror}): install it, or pipe the objects to one"
         ) from error
     if done.returncode != 0:
-        raise LaunchError(f"kubectl {' '.join(words[:2])} failed: {done.stderr.strip()}")
+        kind = LaunchError if "NotFound" in done.stderr else NoAnswer
+        raise kind(f"kubectl {' '.join(words[:2])} failed: {done.stderr.strip()}")
     return done.stdout

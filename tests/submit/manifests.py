@@ -8,6 +8,7 @@ from typing import Any
 from kubeflow_trainer_api import models
 
 MODELS = {
+    "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
     "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
     "TrainJob": models.TrainerV1alpha1TrainJob,
     "JobSet": models.JobsetV1alpha2JobSet,
