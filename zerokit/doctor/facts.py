@@ -11,17 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerokit.doctor.copies import Copies
+from zerokit.bench.machine.speeds import AllReduce, AxisLink, Copies, Paces, Pair
 from zerokit.doctor.devices import Device, Devices, look_at_devices
 from zerokit.doctor.directory import Directory, look_at_directory
 from zerokit.doctor.findings import Seat
-from zerokit.doctor.hosts import Host, look_at_host
+from zerokit.doctor.hosts import Host, Processor, look_at_host
 from zerokit.doctor.interfaces import Network, look_at_network
 from zerokit.doctor.limits import Limits, look_at_limits
-from zerokit.doctor.pace import Paces
-from zerokit.doctor.processor import Processor, look_at_processor
 from zerokit.doctor.software import Software, look_at_software
-from zerokit.doctor.wire import AllReduce, AxisLink, Pair
 from zerokit.offsets import Offset
 
 
@@ -66,15 +63,16 @@ class GroupFacts:
 
 def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:
     """Everything that this process sees by itself; `trial_bytes` are written to see how long it takes."""
+    host, processor = look_at_host()
     return RankFacts(
         seat=seat,
         software=look_at_software(),
         devices=look_at_devices(used),
         network=look_at_network(),
         limits=look_at_limits(),
-        processor=look_at_processor(),
+        processor=processor,
         directory=look_at_directory(directory, trial_bytes),
-        host=look_at_host(),
+        host=host,
     )
 
 

@@ -20,8 +20,9 @@ import requests
 from urllib3.exceptions import HTTPError
 
 from zerokit.bench.tracking.schema import is_database, sqlite_path, wrong_schema
-from zerokit.doctor.findings import Finding, Verdict, finding
-from zerokit.doctor.names import within
+from zerokit.doctor.findings import Finding, Verdict, fault, finding, ok, skipped
+from zerokit.doctor.patiently import within
+from zerokit.files import nearest
 from zerokit.text import without_secrets
 
 QUICK_SECONDS, PATIENT_SECONDS = 0.7, 5.0
@@ -142,7 +143,7 @@ def _sqlite(found: Tracking, uri: str, path: Path) -> Tracking:
 
 def _folder(found: Tracking, folder: Path) -> Tracking:
     """Whether files can be made there, or where the folder would be made."""
-    existing = next(one for one in (folder, *folder.parents) if os.path.exists(one))
+    existing = nearest(folder)
     if not existing.is_dir():
         return replace(found, error=f"{existing} is not a directory", reached=False)
     try:
@@ -155,16 +156,16 @@ def _folder(found: Tracking, folder: Path) -> Tracking:
 def judge_tracking(tracking: Tracking) -> list[Finding]:
     """ZD801, and if the store was reached, ZD802 of a server and ZD803 of files."""
     if tracking.kind == "other" and tracking.error is None:
-        unknown = Verdict.skipped(f"{tracking.uri}: a store of this kind cannot be checked from here")
+        unknown = skipped(f"{tracking.uri}: a store of this kind cannot be checked from here")
         return [finding("ZD801", unknown)]
     if not tracking.reached or (tracking.status or 0) >= 500:
         lost = "Benches keep their records and lose nothing, but write no MLflow runs until it works."
         remedy = "correct MLFLOW_TRACKING_URI or --tracking-uri"
         if tracking.kind == "server":
             remedy = f"start the server (mlflow server), or {remedy}; look at firewalls, proxies and gateways"
-        return [finding("ZD801", Verdict.fault(f"{tracking.uri}: {tracking.error}", lost, remedy))]
+        return [finding("ZD801", fault(f"{tracking.uri}: {tracking.error}", lost, remedy))]
     answers = "answers" if tracking.kind == "server" else "can be opened"
-    reached = finding("ZD801", Verdict.ok(f"{tracking.kind} at {tracking.uri} {answers}"))
+    reached = finding("ZD801", ok(f"{tracking.kind} at {tracking.uri} {answers}"))
     if tracking.kind == "server":
         return [reached, finding("ZD802", _judge_access(tracking))]
     return [reached, finding("ZD803", _judge_writes(tracking))]
@@ -172,26 +173,26 @@ def judge_tracking(tracking: Tracking) -> list[Finding]:
 
 def _judge_access(tracking: Tracking) -> Verdict:
     if tracking.error is None:
-        return Verdict.ok("lets us in")
+        return ok("lets us in")
     if "invalid host header" in tracking.error.lower():
         host = urllib.parse.urlsplit(tracking.uri).netloc
-        return Verdict.fault(
+        return fault(
             tracking.error,
             f"The server does not know the name {host}, by which it was asked, and takes the request for a DNS "
             "rebinding attack.",
             f"start it with mlflow server --allowed-hosts {host},localhost:* (or MLFLOW_SERVER_ALLOWED_HOSTS)",
         )
     if tracking.status in (401, 403):
-        return Verdict.fault(
+        return fault(
             tracking.error,
             "The server, or a gateway before it, refuses this user.",
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
         )
-    return Verdict.fault(tracking.error, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
+    return fault(tracking.error, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
 
 
 def _judge_writes(tracking: Tracking) -> Verdict:
     if tracking.error is None:
-        return Verdict.ok("possible")
+        return ok("possible")
     remedy = tracking.remedy or "give this user write access, or choose another store"
-    return Verdict.fault(tracking.error, "Runs cannot be written.", remedy)
+    return fault(tracking.error, "Runs cannot be written.", remedy)
