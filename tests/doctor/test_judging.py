@@ -145,6 +145,14 @@ def test_every_check_has_a_fault_in_these_tests() -> None:
     assert tried | elsewhere == set(CHECKS)
 
 
+def test_a_full_disk_of_one_node_is_named_beside_the_error_that_it_gives() -> None:
+    ranks = world(3)
+    ranks[1] = on("directory", error="No space left on device", free_bytes=0)(ranks[1])
+    findings = judged(ranks)
+    assert bad(findings) == {"ZD601": FAULT, "ZD602": FAULT}
+    assert {one.where for one in findings if one.severity is FAULT} == {"node 1 (host-1)"}
+
+
 def test_rates_say_what_states_elsewhere_cost() -> None:
     """12 bytes of masters and states a parameter: 12 GB / 4 GB/s and 12 / 6 on a disk, 12 / 20 both ways at once."""
     found = {one.code: one.found for one in judged(world(2))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 from zerokit.doctor.devices import judge_devices, judge_one_a_rank, judge_same
@@ -19,7 +20,7 @@ from zerokit.doctor.software import judge_agreement, judge_software
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Examined:
     """What each rank saw by itself, and what they measured together, if they did.
 
@@ -30,18 +31,26 @@ class Examined:
     group: GroupFacts | None
     world: int
 
+    @cached_property
+    def machines(self) -> dict[str, list[RankFacts]]:
+        """The ranks of each machine."""
+        found: dict[str, list[RankFacts]] = {}
+        for one in self.ranks:
+            found.setdefault(one.seat.machine, []).append(one)
+        return found
+
     @property
     def several(self) -> bool:
         """Whether there are several machines."""
-        return len({one.seat.machine for one in self.ranks}) > 1
+        return len(self.machines) > 1
+
+    def beside(self, rank: RankFacts) -> list[RankFacts]:
+        """The ranks of this one's machine."""
+        return self.machines[rank.seat.machine]
 
     def each(self, facts_of: Callable[[RankFacts], T]) -> Answers[T]:
         """The facts of one kind, by seat."""
         return [(one.seat, facts_of(one)) for one in self.ranks]
-
-    def beside(self, rank: RankFacts) -> list[RankFacts]:
-        """The ranks of this one's machine."""
-        return [one for one in self.ranks if one.seat.machine == rank.seat.machine]
 
 
 def judge(examined: Examined) -> list[Finding]:

@@ -29,23 +29,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that one process sees.
+    """The devices that one process sees."""
 
-    Attributes:
-        driver: version of the NVIDIA driver; None without one.
-        present: NVIDIA devices of the machine.
-        visible: those that `CUDA_VISIBLE_DEVICES` leaves.
-        built_for_cuda: whether torch was.
-        usable: devices that torch can use; None where torch was not imported.
-        used: the device of this rank.
-    """
-
-    driver: str | None
-    present: int
-    visible: int
-    built_for_cuda: bool
-    usable: int | None = None
-    used: Device | None = None
+    driver: str | None  # version of the NVIDIA driver; None without one
+    present: int  # NVIDIA devices of the machine
+    visible: int  # those that `CUDA_VISIBLE_DEVICES` leaves
+    built_for_cuda: bool  # whether torch was
+    usable: int | None = None  # devices that torch can use; None where torch was not imported
+    used: Device | None = None  # the device of this rank
 
 
 def look_at_devices(used: Device | None) -> Devices:

@@ -34,25 +34,15 @@ SEEN_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The directory as one rank sees it.
+    """The directory as one rank sees it."""
 
-    Attributes:
-        path: as given.
-        existing: the part of it that exists: the ranks would make the rest.
-        error: why nothing can be written there; None where something was.
-        free_bytes: for this user.
-        free_files: inodes; None where the file system does not count them.
-        bytes_per_s: of writing and syncing a few MiB; None where that was not tried.
-        rates: of large pieces; None where that was not tried, or little is free.
-    """
-
-    path: str
-    existing: str
-    error: str | None
-    free_bytes: int
-    free_files: int | None
-    bytes_per_s: float | None = None
-    rates: DiskRates | None = None
+    path: str  # as given
+    existing: str  # the part of it that exists: the ranks would make the rest
+    error: str | None  # why nothing can be written there; None where something was
+    free_bytes: int  # for this user
+    free_files: int | None  # inodes; None where the file system does not count them
+    bytes_per_s: float | None = None  # of writing and syncing a few MiB; None where that was not tried
+    rates: DiskRates | None = None  # of large pieces; None where that was not tried, or little is free
 
 
 def look_at_directory(path: Path, trial_bytes: int) -> Directory:

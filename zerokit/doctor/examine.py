@@ -11,8 +11,9 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,23 +43,14 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The request to examine some ranks.
+    """The request to examine some ranks."""
 
-    Attributes:
-        nodes: to start ranks on.
-        nproc_per_node: ranks of each.
-        directory: that ranks would write to.
-        tracking_uri: where runs would go.
-        pairs: whether to measure all pairs of nodes.
-        timeout_s: for the ranks, from their start to their end.
-    """
-
-    nodes: int
-    nproc_per_node: int
-    directory: Path
-    tracking_uri: str
-    pairs: bool = False
-    timeout_s: float = 120.0
+    nodes: int  # to start ranks on
+    nproc_per_node: int  # ranks of each
+    directory: Path  # that ranks would write to
+    tracking_uri: str  # where runs would go
+    pairs: bool = False  # whether to measure all pairs of nodes
+    timeout_s: float = 120.0  # for the ranks, from their start to their end
 
     @property
     def world(self) -> int:
@@ -66,29 +58,25 @@ class Plan:
         return self.nodes * self.nproc_per_node
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
-    """The doctor's findings, and the facts behind them.
+    """The doctor's findings, and the facts behind them."""
 
-    Attributes:
-        plan: what was to be examined.
-        quick: whether no ranks were started.
-        created: when, UTC.
-        here: what the process that started the ranks sees.
-        ranks: what ranks saw; of a launch that failed, those that wrote it down.
-        group: what they measured together; None if they never did.
-        tracking: what was seen of the store.
-        findings: in the order of their codes.
-    """
+    plan: Plan  # what was to be examined
+    quick: bool  # whether no ranks were started
+    here: RankFacts  # what the process that started the ranks sees
+    ranks: Sequence[RankFacts]  # what ranks saw; of a launch that failed, those that wrote it down
+    group: GroupFacts | None  # what they measured together; None if they never did
+    tracking: Tracking  # what was seen of the store
+    started: Verdict  # whether the ranks started and ended, ZD901
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))  # when, UTC
 
-    plan: Plan
-    quick: bool
-    created: str
-    here: RankFacts
-    ranks: Sequence[RankFacts]
-    group: GroupFacts | None
-    tracking: Tracking
-    findings: Sequence[Finding]
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """The findings, in the order of their codes."""
+        examined = Examined(self.ranks or [self.here], self.group, self.plan.world)
+        findings = judge(examined) + judge_tracking(self.tracking) + [finding("ZD901", self.started)]
+        return sorted(findings, key=lambda one: one.code)
 
     @property
     def exit_code(self) -> int:
@@ -141,7 +129,7 @@ def examine_quickly(plan: Plan) -> Report:
     """Examine this process alone: no ranks are started, and only a few KiB are written."""
     here = look_around(own_seat({}), plan.directory, 0)
     tracking = look_at_tracking(plan.tracking_uri, quick=True)
-    return _report(plan, True, here, [], None, tracking, skipped("--quick: none were started"))
+    return Report(plan, True, here, [], None, tracking, skipped("--quick: none were started"))
 
 
 def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda text: None) -> Report:
@@ -163,23 +151,7 @@ def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda te
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
     started = trouble or ok(f"{plan.world} on {plan.nodes} nodes, all met")
-    return _report(plan, False, here, ranks, group, tracking, started)
-
-
-def _report(
-    plan: Plan,
-    quick: bool,
-    here: RankFacts,
-    ranks: Sequence[RankFacts],
-    group: GroupFacts | None,
-    tracking: Tracking,
-    started: Verdict,
-) -> Report:
-    findings = judge(Examined(ranks or [here], group, plan.world)) + judge_tracking(tracking)
-    findings.append(finding("ZD901", started))
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    findings.sort(key=lambda one: one.code)
-    return Report(plan, quick, created, here, ranks, group, tracking, findings)
+    return Report(plan, False, here, ranks, group, tracking, started)
 
 
 def _run(plan: Plan, work: Path, launch: Launch) -> Verdict | None:

@@ -38,27 +38,18 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """The facts that ranks measure together; lists are by rank.
+    """The facts that ranks measure together; lists are by rank."""
 
-    Attributes:
-        offsets: of the ranks' clocks.
-        routes: how each rank reads its neighbours' tensors; None for one that is alone on its node.
-        seen: whether each rank saw a file of rank 0 in the run directory; None where it could not write.
-        all_reduce: over all ranks.
-        pairs: of nodes; empty unless asked for.
-        axes: the ranks of a node, and the nodes; without an axis of one rank.
-        paces: how fast hosts compute; None on devices, and for one rank.
-        copies: between devices and pinned memory of their hosts; None on hosts.
-    """
-
-    offsets: list[Offset]
-    routes: list[str | None]
+    offsets: list[Offset]  # of the ranks' clocks
+    routes: list[str | None]  # how ranks read neighbours' tensors; None for one that is alone on its node
+    # Whether each rank saw a file of rank 0 in the run directory; None where it could not write.
     seen: list[bool] | None
-    all_reduce: AllReduce | None
-    pairs: list[Pair] = field(default_factory=list)
+    all_reduce: AllReduce | None  # over all ranks
+    pairs: list[Pair] = field(default_factory=list)  # of nodes; empty unless asked for
+    # The ranks of a node, and the nodes; without an axis of one rank.
     axes: list[AxisLink] = field(default_factory=list)
-    paces: Paces | None = None
-    copies: Copies | None = None
+    paces: Paces | None = None  # how fast hosts compute; None on devices, and for one rank
+    copies: Copies | None = None  # between devices and pinned memory of their hosts; None on hosts
 
 
 def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:

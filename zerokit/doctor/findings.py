@@ -98,25 +98,15 @@ than it could; training that will fail, hang, or lose data. The latter two need 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
+    """One line of the report."""
 
-    Attributes:
-        code: of the check, `CHECKS`.
-        severity: how bad it is.
-        check: the check's title.
-        where: which nodes or ranks; empty where it is true of all that were looked at.
-        found: what was seen.
-        meaning: what follows from it.
-        remedy: what to do; empty where there is nothing to do.
-    """
-
-    code: str
-    severity: Severity
-    check: str
-    where: str
-    found: str
-    meaning: str
-    remedy: str
+    code: str  # of the check, `CHECKS`
+    severity: Severity  # how bad it is
+    check: str  # the check's title
+    where: str  # which nodes or ranks; empty where it is true of all that were looked at
+    found: str  # what was seen
+    meaning: str  # what follows from it
+    remedy: str  # what to do; empty where there is nothing to do
 
 
 def finding(code: str, verdict: Verdict, where: str = "") -> Finding:

@@ -20,32 +20,20 @@ speed, in six measurements under a load of 23 (2026-11-28); where load exceeds t
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """The processor as one process may use it.
+    """The processor as one process may use it."""
 
-    Attributes:
-        cores: how many the machine has.
-        allowed: numbers of the cores that this process may use.
-        quota: cores' worth of time that its control groups may use; None without a limit.
-        load: processes that ran or waited to, a mean over the last minute.
-    """
-
-    cores: int
-    allowed: list[int]
-    quota: float | None
-    load: float
+    cores: int  # how many the machine has
+    allowed: list[int]  # numbers of the cores that this process may use
+    quota: float | None  # cores' worth of time that its control groups may use; None without a limit
+    load: float  # processes that ran or waited to, a mean over the last minute
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What limits a process's memory and processor time; names are shared by the processes that share a limit.
+    """What limits a process's memory and processor time; names are shared by the processes that share a limit."""
 
-    Attributes:
-        memory: bytes that are free on the machine, and in control groups with a limit.
-        quotas: cores' worth of time of control groups that have a quota.
-    """
-
-    memory: dict[str, int]
-    quotas: dict[str, float]
+    memory: dict[str, int]  # bytes that are free on the machine, and in control groups with a limit
+    quotas: dict[str, float]  # cores' worth of time of control groups that have a quota
 
 
 def look_at_host() -> tuple[Host, Processor]:

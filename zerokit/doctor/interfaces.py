@@ -11,7 +11,7 @@ from ipaddress import ip_address
 import psutil
 
 from zerokit.doctor.findings import Answers, Seat, Verdict, fault, ok, skipped, warning, where
-from zerokit.doctor.patiently import within
+from zerokit.patience import within
 
 LOOKUP_SECONDS = 1.0
 """A name server that does not answer makes `getaddrinfo` wait for many seconds: too long for training."""
@@ -42,21 +42,14 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Interfaces, the variables that choose among them, and the host's own name.
+    """Interfaces, the variables that choose among them, and the host's own name."""
 
-    Attributes:
-        interfaces: of this network: those of a container, where there is one.
-        gloo: GLOO_SOCKET_IFNAME.
-        nccl: NCCL_SOCKET_IFNAME.
-        own: addresses of the host's own name: gloo's choice where no interface is given.
-        own_error: why there are none.
-    """
-
-    interfaces: list[Interface]
-    gloo: str | None = None
-    nccl: str | None = None
+    interfaces: list[Interface]  # of this network: those of a container, where there is one
+    gloo: str | None = None  # GLOO_SOCKET_IFNAME
+    nccl: str | None = None  # NCCL_SOCKET_IFNAME
+    # Addresses of the host's own name: gloo's choice where no interface is given.
     own: list[str] = field(default_factory=list)
-    own_error: str | None = None
+    own_error: str | None = None  # why there are none
 
     @property
     def between_nodes(self) -> Interface | None:
@@ -81,8 +74,8 @@ def look_at_network() -> Network:
     try:
         entries = within(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), LOOKUP_SECONDS)
         own = list(dict.fromkeys(_address(str(entry[4][0])) for entry in entries))
-    except OSError as error:
-        own_error = error.strerror or str(error)
+    except (OSError, UnicodeError) as error:  # the latter where it is no name, with 64 letters without a dot
+        own_error = getattr(error, "strerror", None) or str(error)
     gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME") or None for name in ("GLOO", "NCCL"))
     return Network(_interfaces(), gloo, nccl, own, own_error)
 

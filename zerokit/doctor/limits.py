@@ -26,23 +26,14 @@ FILES_A_PEER = 6
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one process; None means unlimited.
+    """The limits of one process; None means unlimited."""
 
-    Attributes:
-        shm_bytes: size of /dev/shm; 0 where there is none.
-        shm_free_bytes: what is free of it.
-        memlock_bytes: memory that may be locked.
-        open_files: descriptors that may be open.
-        cma: the environment's ZEROKIT_CMA.
-        infiniband: whether there is such a device.
-    """
-
-    shm_bytes: int
-    shm_free_bytes: int
-    memlock_bytes: int | None
-    open_files: int | None
-    cma: str
-    infiniband: bool
+    shm_bytes: int  # size of /dev/shm; 0 where there is none
+    shm_free_bytes: int  # what is free of it
+    memlock_bytes: int | None  # memory that may be locked
+    open_files: int | None  # descriptors that may be open
+    cma: str  # the environment's ZEROKIT_CMA
+    infiniband: bool  # whether there is such a device
 
 
 def look_at_limits() -> Limits:

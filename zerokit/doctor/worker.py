@@ -32,19 +32,12 @@ from zerokit.offsets import measure_offsets
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job of the ranks.
+    """The job of the ranks."""
 
-    Attributes:
-        directory: that they would write to; the same path on every node.
-        token: a name for the file that rank 0 leaves there.
-        pairs: whether to measure all pairs of nodes.
-        timeout_s: of a single collective; who started the ranks gives up earlier.
-    """
-
-    directory: str
-    token: str
-    pairs: bool
-    timeout_s: float
+    directory: str  # that they would write to; the same path on every node
+    token: str  # a name for the file that rank 0 leaves there
+    pairs: bool  # whether to measure all pairs of nodes
+    timeout_s: float  # of a single collective; who started the ranks gives up earlier
 
 
 Look = Callable[[Seat, Path, int, Device | None], RankFacts]

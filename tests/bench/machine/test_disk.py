@@ -103,12 +103,12 @@ def test_a_killed_measurement_leaves_nothing(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from zerokit.bench.machine import disk\n"
         "disk.SECONDS = 1e9\n"
-        "own = disk._write\n"
-        "def write(*arguments, **more):\n"
+        "own = disk._move\n"
+        "def move(*arguments, **more):\n"
         "    found = own(*arguments, **more)\n"
         "    print('written', flush=True)\n"
         "    return found\n"
-        "disk._write = write\n"
+        "disk._move = move\n"
         "while True: disk.measure_disk(Path(sys.argv[1]), 40 * disk.PIECE_BYTES)\n"
     )
     process = subprocess.Popen(

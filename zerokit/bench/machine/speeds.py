@@ -7,51 +7,32 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast one rank computes in fp32.
+    """How fast one rank computes in fp32."""
 
-    Attributes:
-        gflops: of products of 512 x 512 matrices, in 10^9 FLOP/s.
-        block_ms: forward and backward of a small feed-forward block.
-        gb_per_s: read and written by the sum of two arrays that no cache holds, in 10^9 bytes a second.
-        page_s: what the first write to a page of fresh memory costs.
-    """
-
-    gflops: float
-    block_ms: float
-    gb_per_s: float
-    page_s: float
+    gflops: float  # of products of 512 x 512 matrices, in 10^9 FLOP/s
+    block_ms: float  # forward and backward of a small feed-forward block
+    gb_per_s: float  # read and written by the sum of two arrays that no cache holds, in 10^9 bytes a second
+    page_s: float  # what the first write to a page of fresh memory costs
 
 
 @dataclass(frozen=True, slots=True)
 class Paces:
-    """How fast ranks compute alone and together.
+    """How fast ranks compute alone and together."""
 
-    Attributes:
-        threads: of each rank.
-        alone: rank 0, while all others wait.
-        together: the slowest rank while all of them compute.
-        by_rank: the products of every rank while all of them compute, in 10^9 FLOP/s.
-    """
-
-    threads: int
-    alone: Pace
-    together: Pace
+    threads: int  # of each rank
+    alone: Pace  # rank 0, while all others wait
+    together: Pace  # the slowest rank while all of them compute
+    # The products of every rank while all of them compute, in 10^9 FLOP/s.
     by_rank: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies of the slowest rank from and to pinned memory while all ranks copy, in 10^9 bytes a second.
+    """Copies of the slowest rank from and to pinned memory while all ranks copy, in 10^9 bytes a second."""
 
-    Attributes:
-        to_device_gb_per_s: from the host alone.
-        to_host_gb_per_s: from the device alone.
-        both_gb_per_s: each way, while the other way is in use as well.
-    """
-
-    to_device_gb_per_s: float
-    to_host_gb_per_s: float
-    both_gb_per_s: float
+    to_device_gb_per_s: float  # from the host alone
+    to_host_gb_per_s: float  # from the device alone
+    both_gb_per_s: float  # each way, while the other way is in use as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +40,12 @@ class UnitSpeeds:
     """Collectives of a unit among ranks of a node that read each other's memory, all ranks at once.
 
     Bandwidths are bytes that a rank receives in a second, in 10^9.
-
-    Attributes:
-        latency_s: the time of a gather of a few bytes.
-        gather_gb_per_s: into memory that is there.
-        fresh_gb_per_s: into memory that the system has just handed out, as at stage 3.
-        reduce_gb_per_s: with the addition.
     """
 
-    latency_s: float
-    gather_gb_per_s: float
-    fresh_gb_per_s: float
-    reduce_gb_per_s: float
+    latency_s: float  # the time of a gather of a few bytes
+    gather_gb_per_s: float  # into memory that is there
+    fresh_gb_per_s: float  # into memory that the system has just handed out, as at stage 3
+    reduce_gb_per_s: float  # with the addition
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +72,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class AxisLink:
-    """Exchanges between neighbours on one axis, all at the same time as in training.
+    """Exchanges between neighbours on one axis, all at the same time as in training."""
 
-    Attributes:
-        axis: "inner", the ranks of a node, or "outer", ranks with the same position on different nodes.
-        ranks: how many ranks the axis has.
-        latency_s: the time of an exchange of four bytes.
-        gb_per_s: bytes that each rank sends, and receives, in a second, in 10^9.
-        size_bytes: of the messages that gave the bandwidth.
-        slowdown: the part of a host's computing speed that an exchange takes while it is in flight; None on devices.
-        units: collectives of zerokit where the ranks of a node read each other's memory; None elsewhere.
-    """
-
-    axis: str
-    ranks: int
-    latency_s: float
-    gb_per_s: float
-    size_bytes: int
+    axis: str  # "inner", the ranks of a node, or "outer", ranks with the same position on different nodes
+    ranks: int  # how many ranks the axis has
+    latency_s: float  # the time of an exchange of four bytes
+    gb_per_s: float  # bytes that each rank sends, and receives, in a second, in 10^9
+    size_bytes: int  # of the messages that gave the bandwidth
+    # The part of a host's computing speed that an exchange takes while it is in flight; None on devices.
     slowdown: float | None = None
+    # Collectives of zerokit where the ranks of a node read each other's memory; None elsewhere.
     units: UnitSpeeds | None = None
