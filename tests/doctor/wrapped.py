@@ -18,13 +18,16 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from zerokit.bench.machine import computing, disk, wire
 from zerokit.doctor import directory, worker
 from zerokit.doctor.devices import Device
 from zerokit.doctor.facts import RankFacts, look_around
 from zerokit.doctor.findings import Seat
+from zerokit.offsets import measure_offsets
 
 _PR_SET_DUMPABLE = 4
 _CAPABILITY_VERSION = 0x20080522
@@ -70,4 +73,6 @@ if __name__ == "__main__":
     disk.MOST_BYTES, disk.SECONDS = 4 * disk.PIECE_BYTES, 0.001
     wire.REPETITIONS, wire.FAST_S = 1, 0.0
     directory.SEEN_SECONDS = 0.5
-    worker.main(Path(sys.argv[1]), _look, _now)
+    mock.patch.object(worker, "look_around", _look).start()
+    mock.patch.object(worker, "measure_offsets", partial(measure_offsets, now=_now)).start()
+    worker.main(Path(sys.argv[1]))

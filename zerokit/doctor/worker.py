@@ -15,8 +15,6 @@ import itertools
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +23,7 @@ from zerokit import files
 from zerokit.bench.record.schema import from_plain, to_plain
 from zerokit.doctor.devices import Device
 from zerokit.doctor.directory import TRIAL_BYTES, seen_by_all
-from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
-from zerokit.doctor.findings import Seat
+from zerokit.doctor.facts import GroupFacts, look_around, own_seat
 from zerokit.offsets import measure_offsets
 
 
@@ -40,11 +37,8 @@ class Job:
     timeout_s: float  # of a single collective; who started the ranks gives up earlier
 
 
-Look = Callable[[Seat, Path, int, Device | None], RankFacts]
-
-
-def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = time.time) -> None:
-    """Run the job on this rank, which looks around by `look`, and whose clock is `now`."""
+def main(job_file: Path) -> None:
+    """Run the job on this rank."""
     job = from_plain(Job, json.loads(job_file.read_text()))
     seat, folder = own_seat(os.environ), job_file.parent
     numbers = itertools.count(1)
@@ -72,7 +66,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
     if accelerator.backend == "gloo":
         accelerator = Accelerator(torch.device("cpu"), "gloo")
     # One rank a node times the disk, or they would time each other.
-    facts = look(seat, Path(job.directory), TRIAL_BYTES if seat.local_rank == 0 else 0, device)
+    facts = look_around(seat, Path(job.directory), TRIAL_BYTES if seat.local_rank == 0 else 0, device)
     _write(folder / f"rank-{seat.rank}.json", json.dumps(to_plain(facts)))
 
     at("meeting the others")
@@ -85,7 +79,7 @@ def main(job_file: Path, look: Look = look_around, now: Callable[[], float] = ti
         by_node.setdefault(one.node, []).append(one.rank)
     nodes = list(by_node.values())
     at("comparing clocks")
-    offsets = measure_offsets(group, now)
+    offsets = measure_offsets(group)
     at("reading neighbours' memory")
     collectives = make_collectives(group, torch.device("cpu"), None, units=1)
     alone = len(by_node[seat.node]) == 1
