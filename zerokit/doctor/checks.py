@@ -62,7 +62,7 @@ def judge(examined: Examined) -> list[Finding]:
             findings += join(code, [(seat, verdict) for seat, verdict in verdicts if verdict is not None])
     together = {code: verdict_of(examined) for code, verdict_of in _TOGETHER.items()}
     if examined.group is not None:
-        together |= {code: judge(examined.group, examined) for code, judge in _MEASURED.items()}
+        together |= {code: verdict_of(examined.group, examined) for code, verdict_of in _MEASURED.items()}
     return findings + [finding(code, verdict) for code, verdict in together.items() if verdict is not None]
 
 

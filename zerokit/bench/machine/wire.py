@@ -6,6 +6,7 @@ Times and bandwidths are by nccl-tests' definitions: the slowest rank's time, by
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import median
@@ -54,6 +55,41 @@ def measure_all_reduce(group: dist.ProcessGroup, accelerator: Accelerator) -> Al
     return AllReduce(size, taken, bus, accelerator.backend, all(right for _, right in (first, *rounds)))
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Messages between this rank and rank `other` of `group`, while other ranks exchange theirs; none with None."""
+
+    other: int | None
+    group: dist.ProcessGroup
+    accelerator: Accelerator
+
+    def of(self, size_bytes: int) -> Callable[[], None]:
+        """A call that exchanges messages of so many bytes."""
+        other, device = self.other, self.accelerator.device
+        if other is None:
+            return lambda: None
+        outgoing, incoming = (torch.zeros(size_bytes // 4, device=device) for _ in range(2))
+
+        def swap() -> None:
+            operations = [  # receives come first: gloo may receive nothing while it sends
+                dist.P2POp(dist.irecv, incoming, other, self.group),
+                dist.P2POp(dist.isend, outgoing, other, self.group),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
+        return swap
+
+    def seconds(self, size_bytes: int) -> float:
+        """The time of such an exchange. Collective."""
+        return self.accelerator.seconds(self.of(size_bytes), self.group, rounds=REPETITIONS)
+
+    def much(self) -> tuple[int, float]:
+        """The size of messages, larger where the wire is fast, and the time of an exchange. Collective."""
+        seconds = self.seconds(SMALL_BYTES)
+        return (LARGE_BYTES, self.seconds(LARGE_BYTES)) if seconds < FAST_S else (SMALL_BYTES, seconds)
+
+
 def measure_axes(
     group: dist.ProcessGroup,
     accelerator: Accelerator,
@@ -69,11 +105,11 @@ def measure_axes(
         longest = max(map(len, lines))
         if longest == 1:
             continue
-        exchange = _exchange_with(neighbour(group.rank(), lines), group, accelerator)
-        latency = accelerator.seconds(exchange(4), group, rounds=REPETITIONS)
-        size, seconds = _much(exchange, group, accelerator)
+        exchange = Exchange(neighbour(group.rank(), lines), group, accelerator)
+        latency = exchange.seconds(4)
+        size, seconds = exchange.much()
         on_host = accelerator.device.type == "cpu"
-        slowdown = measure_slowdown(group, exchange(size), seconds) if on_host else None
+        slowdown = measure_slowdown(group, exchange.of(size), seconds) if on_host else None
         inside = units if axis == "inner" else None
         links.append(AxisLink(axis, longest, latency, size / seconds / 1e9, size, slowdown, inside))
     return links
@@ -86,7 +122,7 @@ def measure_pairs(
     pairs = []
     for first, second in combinations(range(len(nodes)), 2):
         other = neighbour(group.rank(), [[nodes[first][0], nodes[second][0]]])
-        size, seconds = _much(_exchange_with(other, group, accelerator), group, accelerator)
+        size, seconds = Exchange(other, group, accelerator).much()
         pairs.append(Pair(first, second, size, seconds, size / seconds / 1e9))
     return pairs
 
@@ -98,34 +134,3 @@ def neighbour(rank: int, lines: Sequence[Sequence[int]]) -> int | None:
             at = line.index(rank) ^ 1
             return line[at] if at < len(line) else None
     return None
-
-
-Exchange = Callable[[int], Callable[[], None]]
-"""Gives the call that exchanges messages of so many bytes."""
-
-
-def _exchange_with(other: int | None, group: dist.ProcessGroup, accelerator: Accelerator) -> Exchange:
-    """Exchanges with rank `other`; with None, calls that do nothing."""
-
-    def of(size_bytes: int) -> Callable[[], None]:
-        outgoing, incoming = (torch.zeros(size_bytes // 4, device=accelerator.device) for _ in range(2))
-
-        def swap() -> None:
-            operations = [  # receives come first: gloo may receive nothing while it sends
-                dist.P2POp(dist.irecv, incoming, other, group),
-                dist.P2POp(dist.isend, outgoing, other, group),
-            ]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-
-        return swap if other is not None else lambda: None
-
-    return of
-
-
-def _much(exchange: Exchange, group: dist.ProcessGroup, accelerator: Accelerator) -> tuple[int, float]:
-    """The size of messages, larger where the wire is fast, and the time of an exchange."""
-    size, seconds = SMALL_BYTES, accelerator.seconds(exchange(SMALL_BYTES), group, rounds=REPETITIONS)
-    if seconds < FAST_S:
-        size, seconds = LARGE_BYTES, accelerator.seconds(exchange(LARGE_BYTES), group, rounds=REPETITIONS)
-    return size, seconds

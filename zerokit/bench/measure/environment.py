@@ -53,7 +53,7 @@ def look_around(accelerator: Accelerator) -> Environment:
         accelerators=torch.cuda.device_count() if on_cuda else 0,
         cuda=torch.version.cuda if on_cuda else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if accelerator.backend == "nccl" else None,
-        # one that is imported may be on the path, but not installed
+        # What is imported may be on the path, but not installed.
         packages={name: installed(name) or "unknown" for name in _PACKAGES if name in sys.modules},
         variables=measured_variables(os.environ),
         git_commit=git_commit(Path.cwd()),
