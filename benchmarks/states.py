@@ -32,10 +32,10 @@ from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, read_
 from benchmarks.ranks import run_ranks
 from zerokit import Precision, ZeroOptimizer
 from zerokit.bench.catalogue.workloads import GPTConfig
+from zerokit.bench.machine.disk import measure_disk
 from zerokit.bench.machine.host import peak_host_bytes
 from zerokit.bench.workloads.build import build_model
 from zerokit.bench.workloads.models import init_module
-from zerokit.doctor.disk import measure_disk
 from zerokit.placement import stage_of
 
 WORLD, WARMUP = 2, 2

@@ -52,3 +52,10 @@ class MissingPath(CheckpointError, UsageError):
 
 class StorageError(CheckpointError):
     """The operating system refused to read or write a checkpoint's file, which says nothing about the file's bytes."""
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The innermost error, which libraries wrap up to five times."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return error

@@ -169,6 +169,11 @@ def write_aside(path: Path, content: bytes, *, durable: bool = True) -> None:
         calls.sync_directory(path.parent)
 
 
+def nearest(path: Path) -> Path:
+    """The path itself, or the nearest directory above it that exists; one that is hidden from this user does not."""
+    return next(one for one in (path, *path.parents) if os.path.exists(one))
+
+
 def unnamed_file(folder: Path) -> int:
     """The descriptor of a new file that no other process sees, and that goes when this one ends. Raises `OSError`."""
     with suppress(OSError):

@@ -1,8 +1,14 @@
-"""Waits that a suspension does not shorten."""
+"""Waits with an end: some that a suspension does not shorten, and some for answers that cannot be called off."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SHARE = 3.0
 _MOST_SECONDS = 5.0
@@ -31,3 +37,20 @@ class Patience:
         self._spent += min(now - self._asked, self._most)
         self._asked = now
         return self._spent > self._seconds
+
+
+def within(question: Callable[[], T], seconds: float) -> T:
+    """The answer, or its error, or a TimeoutError: a lookup cannot be stopped, so its thread is left behind."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None

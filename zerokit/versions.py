@@ -25,6 +25,13 @@ def program() -> str:
     return digest.hexdigest()[:12]
 
 
+def installed(package: str) -> str | None:
+    """The version of an installed package, by its metadata; None for one that is not installed."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
 def versions() -> dict[str, str]:
     """The versions that this process uses. torch's is read from its metadata, which is faster than importing it."""
     versions_here = {
@@ -32,8 +39,8 @@ def versions() -> dict[str, str]:
         "zerokit": __version__,
         "zerokit's files": program(),
     }
-    with contextlib.suppress(PackageNotFoundError):
-        versions_here["torch"] = version("torch").partition("+")[0]
+    if (torch := installed("torch")) is not None:
+        versions_here["torch"] = torch.partition("+")[0]
     return versions_here
 
 

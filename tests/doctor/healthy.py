@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerokit.doctor.copies import Copies
+from zerokit.bench.machine.disk import DiskRates
+from zerokit.bench.machine.speeds import AllReduce, Copies, Pair
+from zerokit.doctor.checks import Examined, judge
 from zerokit.doctor.devices import Device, Devices
 from zerokit.doctor.directory import Directory
-from zerokit.doctor.disk import DiskRates
-from zerokit.doctor.examine import judge
 from zerokit.doctor.facts import GroupFacts, RankFacts
 from zerokit.doctor.findings import Finding, Seat, Severity
-from zerokit.doctor.hosts import Host
+from zerokit.doctor.hosts import Host, Processor
 from zerokit.doctor.interfaces import Interface, Network
 from zerokit.doctor.limits import Limits
-from zerokit.doctor.processor import Processor
 from zerokit.doctor.software import Software
 from zerokit.doctor.tracking import Tracking
-from zerokit.doctor.wire import AllReduce, Pair
 from zerokit.offsets import Offset
 
 GIB = 2**30
@@ -72,7 +70,7 @@ def group_facts(ranks: list[RankFacts]) -> GroupFacts:
 
 
 def judged(ranks: list[RankFacts], group: GroupFacts | None = None) -> list[Finding]:
-    return judge(ranks, group or group_facts(ranks), len(ranks))
+    return judge(Examined(ranks, group or group_facts(ranks), len(ranks)))
 
 
 def bad(findings: list[Finding]) -> dict[str, Severity]:

@@ -20,15 +20,14 @@ from tests.doctor.healthy import (
     seat,
     world,
 )
-from zerokit.doctor.copies import Copies
-from zerokit.doctor.devices import Device, Devices, _same, judge_devices
-from zerokit.doctor.disk import DiskRates
+from zerokit.bench.machine.disk import DiskRates
+from zerokit.bench.machine.speeds import AllReduce, Copies, Pace, Paces, Pair
+from zerokit.doctor.devices import Device, Devices, judge_devices, judge_same
 from zerokit.doctor.facts import GroupFacts, RankFacts
-from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, by_machine, by_rank, where
+from zerokit.doctor.findings import CHECKS, Finding, Severity, by_machine, by_rank, ok, where
+from zerokit.doctor.hosts import Processor
 from zerokit.doctor.interfaces import Interface, nccl_takes
-from zerokit.doctor.pace import Pace, Paces
-from zerokit.doctor.processor import Processor
-from zerokit.doctor.wire import AllReduce, Pair, judge_all_reduce, neighbour
+from zerokit.doctor.links import judge_all_reduce
 from zerokit.offsets import Offset
 
 WARNING, FAULT = Severity.WARNING, Severity.FAULT
@@ -146,6 +145,14 @@ def test_every_check_has_a_fault_in_these_tests() -> None:
     assert tried | elsewhere == set(CHECKS)
 
 
+def test_a_full_disk_of_one_node_is_named_beside_the_error_that_it_gives() -> None:
+    ranks = world(3)
+    ranks[1] = on("directory", error="No space left on device", free_bytes=0)(ranks[1])
+    findings = judged(ranks)
+    assert bad(findings) == {"ZD601": FAULT, "ZD602": FAULT}
+    assert {one.where for one in findings if one.severity is FAULT} == {"node 1 (host-1)"}
+
+
 def test_rates_say_what_states_elsewhere_cost() -> None:
     """12 bytes of masters and states a parameter: 12 GB / 4 GB/s and 12 / 6 on a disk, 12 / 20 both ways at once."""
     found = {one.code: one.found for one in judged(world(2))}
@@ -199,7 +206,7 @@ def test_cores_are_counted_over_the_ranks_of_a_machine() -> None:
 def test_what_is_no_fault() -> None:
     """A machine without devices, skew below its error, a slow link within a machine, sockets that were asked for."""
     cpu, slow = Devices(None, 0, 0, False, 0), AllReduce(2**24, 0.01, 1.0, "gloo", True)
-    assert bad(judge_devices([(rank_facts(0).seat, cpu)])) == {}
+    assert judge_devices(cpu).severity is Severity.OK
     assert judge_all_reduce(slow, None).severity is Severity.OK
     ranks = world(2)
     noisy = replace(group_facts(ranks), offsets=[Offset(0.0, 0.0), Offset(2.0, 1.9)])
@@ -229,17 +236,6 @@ def test_nccls_rules_for_interfaces(wanted: str, names: list[str]) -> None:
     assert [one.name for one in nccl_takes(interfaces, wanted)] == names
 
 
-@pytest.mark.parametrize("sizes", [(1,), (2,), (3, 3), (2, 1), (4, 4, 4)])
-def test_neighbours_on_an_axis_agree_about_each_other(sizes: tuple[int, ...]) -> None:
-    ranks = iter(range(sum(sizes)))
-    lines = [[next(ranks) for _ in range(size)] for size in sizes]
-    for rank in range(sum(sizes)):
-        other = neighbour(rank, lines)
-        assert other is None or neighbour(other, lines) == rank
-    alone = [rank for rank in range(sum(sizes)) if neighbour(rank, lines) is None]
-    assert alone == [line[-1] for line in lines if len(line) % 2]
-
-
 SEATS = [seat(rank, ranks_a_node=2) for rank in range(8)]
 
 
@@ -252,13 +248,12 @@ def test_places_are_whole_nodes_where_they_can_be() -> None:
 
 
 def test_ranks_with_the_same_verdict_share_a_finding_and_of_a_machine_the_first_is_asked() -> None:
-    answers = [(one, one.rank) for one in SEATS]
-    findings = by_rank("ZD403", answers, lambda rank: Verdict.ok("few" if rank % 2 else "many"))
+    findings = by_rank("ZD403", [(one, ok("few" if one.rank % 2 else "many")) for one in SEATS])
     assert [(one.found, one.where) for one in findings] == [
         ("many", "ranks 0, 2, 4, 6 (host-0, host-1, host-2, host-3)"),
         ("few", "ranks 1, 3, 5, 7 (host-0, host-1, host-2, host-3)"),
     ]
-    findings = by_machine("ZD401", answers, lambda rank: Verdict.ok(str(rank)))
+    findings = by_machine("ZD401", [(one, ok(str(one.rank))) for one in SEATS])
     assert [one.found for one in findings] == ["0", "2", "4", "6"]
     assert [one.where[:6] for one in findings] == [f"node {node}" for node in range(4)]
 
@@ -343,7 +338,8 @@ def test_speeds_on_a_busy_machine_are_not_judged() -> None:
     ],
 )
 def test_unequal_devices_get_shares_by_their_memory(names: list[str], proposed: str) -> None:
-    verdict = _same(names)
+    verdict = judge_same([Device(name, "") for name in names])
+    assert verdict is not None
     assert verdict.severity is WARNING
     assert proposed in verdict.remedy
     assert "Pace" in verdict.remedy

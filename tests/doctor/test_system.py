@@ -23,6 +23,7 @@ _INODES = "mount -t tmpfs -o size=200m,nr_inodes=2 none disk; touch disk/one"
 _READ_ONLY = "mount -t tmpfs none disk; mount -o remount,ro disk"
 _SMALL_MTU = f"{_WIRE} ip link set wire0 mtu 600 up; ip link set wire1 up"
 _NAMELESS = "ip link set lo up; hostname nowhere-to-be-found"
+_LONG_NAME = f"ip link set lo up; hostname {'a' * 64}"
 _STORE = (
     f"mount -t tmpfs none disk; {shlex.quote(sys.executable)} -c 'import sqlite3;"
     'sqlite3.connect("disk/runs.db").execute("CREATE TABLE t (a)")\'; mount -o remount,ro disk'
@@ -44,6 +45,7 @@ FAULTS: list[tuple[str, str, str, dict[str, str]]] = [
     (_NET, "GLOO_SOCKET_IFNAME=wire0", _SMALL_MTU, {"ZD305": "warning: 600 on wire0", "ZD301": "ok: "}),
     # A network namespace too: without it a name server could take its time.
     ("--uts --net", "", _NAMELESS, {"ZD303": "warning: it cannot be looked up"}),
+    ("--uts --net", "", _LONG_NAME, {"ZD303": "warning: it cannot be looked up"}),
 ]  # fmt: skip
 
 

@@ -22,11 +22,12 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from zerokit.doctor import disk, pace, wire, worker
+from zerokit.bench.machine import computing, disk, wire
+from zerokit.doctor import directory, worker
 from zerokit.doctor.devices import Device
-from zerokit.doctor.directory import sees
 from zerokit.doctor.facts import RankFacts, look_around
 from zerokit.doctor.findings import Seat
+from zerokit.offsets import measure_offsets
 
 _PR_SET_DUMPABLE = 4
 _CAPABILITY_VERSION = 0x20080522
@@ -67,8 +68,11 @@ def _be_unreadable() -> None:
 if __name__ == "__main__":
     if "unreadable" in os.environ["WRAPPED"]:
         _be_unreadable()
-    pace._ROUNDS, pace._LONG_ENOUGH_S, pace._EXCHANGES_S, pace._NUMEL = 1, 0.001, 0.01, 1 << 16
+    computing._ROUNDS, computing._LONG_ENOUGH_S = 1, 0.001
+    computing._EXCHANGES_S, computing._NUMEL = 0.01, 1 << 16
     disk.MOST_BYTES, disk.SECONDS = 4 * disk.PIECE_BYTES, 0.001
     wire.REPETITIONS, wire.FAST_S = 1, 0.0
-    mock.patch("zerokit.doctor.worker.sees", partial(sees, seconds=0.5)).start()
-    worker.main(Path(sys.argv[1]), _look, _now)
+    directory.SEEN_SECONDS = 0.5
+    mock.patch.object(worker, "look_around", _look).start()
+    mock.patch.object(worker, "measure_offsets", partial(measure_offsets, now=_now)).start()
+    worker.main(Path(sys.argv[1]))

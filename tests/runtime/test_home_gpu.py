@@ -21,7 +21,8 @@ from tests.runtime.test_cuda import no_synchronisation
 from tests.runtime.test_home_way import Averaged, train_averaged
 from tests.support.devices import SCENES, STAGES, alone_on_gpu, at, placed, run_on
 from tests.support.on_ranks import on_ranks
-from zerokit.doctor.copies import measure_copies
+from zerokit.bench.machine.accelerator import Accelerator
+from zerokit.bench.machine.computing import measure_copies
 
 pytestmark = pytest.mark.gpu
 
@@ -92,7 +93,7 @@ def _seconds(device: str, folder: str) -> dict[str, float]:
                 optimizer.zero_grad()
             found["disk" if states == folder else states] = min(times[2:])
             zerokit.release(model)
-        rates = measure_copies(dist.new_group(backend="gloo"), placed(device))
+        rates = measure_copies(dist.new_group(backend="gloo"), Accelerator(placed(device), "gloo"))
         return found | {
             "GB/s to the device": rates.to_device_gb_per_s,
             "GB/s to the host": rates.to_host_gb_per_s,

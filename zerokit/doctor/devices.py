@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zerokit.bench.machine.host import find_gpus, torch_uses_cuda, visible
 from zerokit.cuts import reduced
-from zerokit.doctor.findings import Answers, Finding, Seat, Verdict, by_machine, by_rank, finding
+from zerokit.doctor.findings import Verdict, fault, ok, warning
 from zerokit.planning.hardware import known_device
 
 _LISTED = 16
@@ -29,23 +29,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices that one process sees.
+    """The devices that one process sees."""
 
-    Attributes:
-        driver: version of the NVIDIA driver; None without one.
-        present: NVIDIA devices of the machine.
-        visible: those that `CUDA_VISIBLE_DEVICES` leaves.
-        built_for_cuda: whether torch was.
-        usable: devices that torch can use; None where torch was not imported.
-        used: the device of this rank.
-    """
-
-    driver: str | None
-    present: int
-    visible: int
-    built_for_cuda: bool
-    usable: int | None = None
-    used: Device | None = None
+    driver: str | None  # version of the NVIDIA driver; None without one
+    present: int  # NVIDIA devices of the machine
+    visible: int  # those that `CUDA_VISIBLE_DEVICES` leaves
+    built_for_cuda: bool  # whether torch was
+    usable: int | None = None  # devices that torch can use; None where torch was not imported
+    used: Device | None = None  # the device of this rank
 
 
 def look_at_devices(used: Device | None) -> Devices:
@@ -72,65 +63,55 @@ def _driver() -> str | None:
     return match.group() if match else "of unknown version"
 
 
-def judge_devices(answers: Answers[Devices]) -> list[Finding]:
-    """ZD201 for each machine; ZD202 and ZD203 if ranks use devices."""
-    findings = by_machine("ZD201", answers, _verdict)
-    used = [(seat, devices.used) for seat, devices in answers if devices.used is not None]
-    if not used:
-        return findings
-    return [*findings, *_one_a_rank(used), finding("ZD203", _same([device.name for _, device in used]))]
-
-
-def _verdict(devices: Devices) -> Verdict:
+def judge_devices(devices: Devices) -> Verdict:
+    """ZD201."""
     if devices.driver is None and devices.present == 0:
         built = "; torch is built for CUDA" if devices.built_for_cuda else ""
-        return Verdict.ok(f"none: CPU only{built}")
+        return ok(f"none: CPU only{built}")
     seen = f"driver {devices.driver}, {devices.present} devices, {devices.visible} visible"
     if not devices.built_for_cuda:
-        return Verdict.fault(
+        return fault(
             f"{seen}; torch is built without CUDA",
             "torch cannot use the devices of this machine and trains on its CPU.",
             "install a build of torch for CUDA, see https://pytorch.org/get-started/locally",
         )
     if devices.visible == 0:
-        return Verdict.warning(
-            f"{seen}",
+        return warning(
+            seen,
             "CUDA_VISIBLE_DEVICES hides all devices, or a container shows none: training runs on the CPU.",
             "unset CUDA_VISIBLE_DEVICES, or start the container with devices (--gpus all)",
         )
     if devices.usable is not None and devices.usable < devices.visible:
-        return Verdict.fault(
+        return fault(
             f"{seen}; torch can use {devices.usable}",
             "The driver is too old for the CUDA that torch was built for, or a device does not answer.",
             "compare nvidia-smi with torch.version.cuda; update the driver, or install torch for an older CUDA",
         )
-    return Verdict.ok(seen)
+    return ok(seen)
 
 
-def _one_a_rank(used: Sequence[tuple[Seat, Device]]) -> list[Finding]:
-    places = [(seat, (seat.machine, device)) for seat, device in used]
-    users: dict[tuple[str, Device], list[str]] = {}
-    for seat, place in places:
-        users.setdefault(place, []).append(str(seat.rank))
-
-    def verdict(place: tuple[str, Device]) -> Verdict:
-        if len(users[place]) == 1:
-            return Verdict.ok("every rank has a device of its own")
-        return Verdict.warning(
-            f"ranks {', '.join(users[place])} share {place[1].name} {place[1].identity}",
-            "NCCL refuses two ranks on one device: gloo would serve them, through the host's memory.",
-            "lower --nproc-per-node to the number of visible devices",
-        )
-
-    return by_rank("ZD202", places, verdict)
+def judge_one_a_rank(used: Device | None, on_machine: Sequence[tuple[int, Device | None]]) -> Verdict | None:
+    """ZD202, from the ranks of the same machine and their devices."""
+    if used is None:
+        return None
+    users = [str(rank) for rank, device in on_machine if device == used]
+    if len(users) == 1:
+        return ok("every rank has a device of its own")
+    return warning(
+        f"ranks {', '.join(users)} share {used.name} {used.identity}",
+        "NCCL refuses two ranks on one device: gloo would serve them, through the host's memory.",
+        "lower --nproc-per-node to the number of visible devices",
+    )
 
 
-def _same(names: Sequence[str]) -> Verdict:
+def judge_same(used: Sequence[Device | None]) -> Verdict | None:
+    """ZD203."""
+    names = [device.name for device in used if device is not None]
     counts = Counter(names)
     listed = ", ".join(f"{count} × {name}" for name, count in counts.items())
-    if len(counts) == 1:
-        return Verdict.ok(listed)
-    return Verdict.warning(
+    if len(counts) < 2:
+        return ok(listed) if counts else None
+    return warning(
         listed,
         "With equal shards and batches the smallest device sets the size, and the slowest one the pace.",
         f"use nodes of one kind, or {_shares(names)}, and Batches(pace=zerokit.Pace(optimizer)), see docs/unequal.md",

@@ -11,27 +11,19 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zerokit import __version__
 from zerokit.bench.record.schema import SchemaError, from_plain, to_plain
-from zerokit.doctor.clock import judge_clocks
-from zerokit.doctor.copies import judge_copies
-from zerokit.doctor.devices import judge_devices
-from zerokit.doctor.directory import judge_directories
+from zerokit.doctor.checks import Examined, judge
 from zerokit.doctor.facts import GroupFacts, RankFacts, look_around, own_seat
-from zerokit.doctor.findings import CHECKS, Finding, Severity, Verdict, finding, machines
-from zerokit.doctor.hosts import judge_hosts
-from zerokit.doctor.interfaces import judge_network
-from zerokit.doctor.limits import judge_limits
-from zerokit.doctor.processor import judge_processors
-from zerokit.doctor.software import judge_software
+from zerokit.doctor.findings import Finding, Severity, Verdict, fault, finding, ok, skipped
 from zerokit.doctor.tracking import Tracking, judge_tracking, look_at_tracking
-from zerokit.doctor.wire import judge_all_reduce, judge_pairs
-from zerokit.doctor.worker import STAGES, Job
+from zerokit.doctor.worker import Job
 from zerokit.documents import parse_json, read_text
 from zerokit.errors import ZerokitError
 from zerokit.launch.agents import DISK_HAS
@@ -51,23 +43,14 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The request to examine some ranks.
+    """The request to examine some ranks."""
 
-    Attributes:
-        nodes: to start ranks on.
-        nproc_per_node: ranks of each.
-        directory: that ranks would write to.
-        tracking_uri: where runs would go.
-        pairs: whether to measure all pairs of nodes.
-        timeout_s: for the ranks, from their start to their end.
-    """
-
-    nodes: int
-    nproc_per_node: int
-    directory: Path
-    tracking_uri: str
-    pairs: bool = False
-    timeout_s: float = 120.0
+    nodes: int  # to start ranks on
+    nproc_per_node: int  # ranks of each
+    directory: Path  # that ranks would write to
+    tracking_uri: str  # where runs would go
+    pairs: bool = False  # whether to measure all pairs of nodes
+    timeout_s: float = 120.0  # for the ranks, from their start to their end
 
     @property
     def world(self) -> int:
@@ -75,29 +58,25 @@ class Plan:
         return self.nodes * self.nproc_per_node
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
-    """The doctor's findings, and the facts behind them.
+    """The doctor's findings, and the facts behind them."""
 
-    Attributes:
-        plan: what was to be examined.
-        quick: whether no ranks were started.
-        created: when, UTC.
-        here: what the process that started the ranks sees.
-        ranks: what ranks saw; of a launch that failed, those that wrote it down.
-        group: what they measured together; None if they never did.
-        tracking: what was seen of the store.
-        findings: in the order of their codes.
-    """
+    plan: Plan  # what was to be examined
+    quick: bool  # whether no ranks were started
+    here: RankFacts  # what the process that started the ranks sees
+    ranks: Sequence[RankFacts]  # what ranks saw; of a launch that failed, those that wrote it down
+    group: GroupFacts | None  # what they measured together; None if they never did
+    tracking: Tracking  # what was seen of the store
+    started: Verdict  # whether the ranks started and ended, ZD901
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))  # when, UTC
 
-    plan: Plan
-    quick: bool
-    created: str
-    here: RankFacts
-    ranks: Sequence[RankFacts]
-    group: GroupFacts | None
-    tracking: Tracking
-    findings: Sequence[Finding]
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """The findings, in the order of their codes."""
+        examined = Examined(self.ranks or [self.here], self.group, self.plan.world)
+        findings = judge(examined) + judge_tracking(self.tracking) + [finding("ZD901", self.started)]
+        return sorted(findings, key=lambda one: one.code)
 
     @property
     def exit_code(self) -> int:
@@ -122,9 +101,7 @@ class Report:
             group       `facts.GroupFacts`, or null
             tracking    `tracking.Tracking`
         """
-        examined = {
-            name: getattr(self.plan, name) for name in ("nodes", "nproc_per_node", "pairs", "timeout_s")
-        }
+        plan = {name: getattr(self.plan, name) for name in ("nodes", "nproc_per_node", "pairs", "timeout_s")}
         facts = {name: getattr(self, name) for name in ("here", "ranks", "group", "tracking")}
         return {
             "format": FORMAT,
@@ -132,7 +109,7 @@ class Report:
             "created": self.created,
             "quick": self.quick,
             "directory": str(self.plan.directory),
-            **examined,
+            **plan,
             "exit_code": self.exit_code,
             "counts": self.counts(),
             "findings": to_plain(self.findings),
@@ -152,9 +129,7 @@ def examine_quickly(plan: Plan) -> Report:
     """Examine this process alone: no ranks are started, and only a few KiB are written."""
     here = look_around(own_seat({}), plan.directory, 0)
     tracking = look_at_tracking(plan.tracking_uri, quick=True)
-    findings = judge([here], None, plan.world) + judge_tracking(tracking)
-    findings.append(finding("ZD901", Verdict.skipped("--quick: none were started")))
-    return Report(plan, True, _now(), here, [], None, tracking, _by_code(findings))
+    return Report(plan, True, here, [], None, tracking, skipped("--quick: none were started"))
 
 
 def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda text: None) -> Report:
@@ -168,56 +143,18 @@ def examine(plan: Plan, launch: Launch, phase: Callable[[str], None] = lambda te
     try:
         trouble = _run(plan, work, launch)
         keep = trouble is not None
-        ranks, group = _read(work, plan.world)
+        # All of what ranks have left, or as far as they came.
+        loaded = (_load(RankFacts, work / f"rank-{rank}.json") for rank in range(plan.world))
+        ranks = [one for one in loaded if one is not None]
+        group = _load(GroupFacts, work / "group.json") if len(ranks) == plan.world else None
     finally:
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
-    findings = judge(ranks or [here], group, plan.world) + judge_tracking(tracking)
-    findings.append(trouble or finding("ZD901", Verdict.ok(f"{plan.world} on {plan.nodes} nodes, all met")))
-    return Report(plan, False, _now(), here, ranks, group, tracking, _by_code(findings))
+    started = trouble or ok(f"{plan.world} on {plan.nodes} nodes, all met")
+    return Report(plan, False, here, ranks, group, tracking, started)
 
 
-def judge(ranks: Sequence[RankFacts], group: GroupFacts | None, world: int) -> list[Finding]:
-    """The findings that follow from what each rank saw by itself, and from what they measured together, if they did.
-
-    `world` is the number of ranks that there are, or would be.
-    """
-    seats = [one.seat for one in ranks]
-    network = [(one.seat, one.network) for one in ranks]
-    limits = [(one.seat, one.limits) for one in ranks]
-    findings = [
-        *judge_software([(one.seat, one.software) for one in ranks]),
-        *judge_devices([(one.seat, one.devices) for one in ranks]),
-        *judge_network(network),
-        *judge_processors([(one.seat, one.processor) for one in ranks]),
-    ]
-    if any(one.devices.used for one in ranks):
-        hosts = Verdict.skipped("ranks compute on devices")
-    else:
-        paces = group.paces.by_rank if group is not None and group.paces is not None else []
-        hosts = judge_hosts([(one.seat, (one.host, one.processor)) for one in ranks], paces)
-    findings.append(finding("ZD504", hosts))
-    directories = [(one.seat, one.directory) for one in ranks]
-    if group is None:
-        return [*findings, *judge_limits(limits, world), *judge_directories(directories)]
-    routes = [(seat, route) for seat, route in zip(seats, group.routes, strict=True) if route is not None]
-    seen = None if group.seen is None else list(zip(seats, group.seen, strict=True))
-    several = len(machines(network)) > 1
-    speeds = [taken.speed_mbit for _, one in network if (taken := one.between_nodes) and taken.speed_mbit]
-    findings += [
-        *judge_limits(limits, world, routes),
-        judge_clocks(list(zip(seats, group.offsets, strict=True))),
-        *judge_directories(directories, seen),
-        finding("ZD701", judge_all_reduce(group.all_reduce, min(speeds) if several and speeds else None)),
-    ]
-    if group.copies is not None:
-        findings.append(finding("ZD204", judge_copies(group.copies)))
-    if group.pairs:
-        findings.append(finding("ZD702", judge_pairs(group.pairs, seats)))
-    return findings
-
-
-def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
+def _run(plan: Plan, work: Path, launch: Launch) -> Verdict | None:
     """Start the ranks and wait; what went wrong, if anything did."""
     job = work / JOB
     request = Job(str(plan.directory.absolute()), uuid.uuid4().hex, plan.pairs, plan.timeout_s)
@@ -234,13 +171,12 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
             WORKER, [str(job)], nodes=plan.nodes, nproc_per_node=plan.nproc_per_node, log_dir=work, poll=poll
         )
     except TimedOut as error:
-        verdict = Verdict.fault(
+        return fault(
             f"{error}; last seen {_progress(plan, work)}",
             "A rank hangs, was never started, or cannot reach the others: training would wait in the same way.",
             "look at the faults above, if any, at firewalls between the nodes, and at that node's processes; "
             f"--timeout gives more time; logs: {work}",
         )
-        return finding("ZD901", verdict)
     except ZerokitError as error:
         reason = str(error)
     else:
@@ -251,37 +187,28 @@ def _run(plan: Plan, work: Path, launch: Launch) -> Finding | None:
     stderr = [line[4:].strip() for line in lines[1:] if line.startswith("  | ")]
     last = f" ({stderr[-1][:200]})" if stderr and stderr[-1] not in lines[0] else ""
     full = "".join(f"; {line}" for line in lines if line.startswith(DISK_HAS))
-    verdict = Verdict.fault(
+    return fault(
         lines[0][:400] + last + full,
         f"Training would fail in the same way. Ranks were last seen {_progress(plan, work)}.",
         f"look at the faults above, if any, and at the logs in {work}",
     )
-    return finding("ZD901", verdict)
 
 
 def _progress(plan: Plan, work: Path) -> str:
     """How far each rank has come, by the files that it leaves; those that the others wait for come first."""
-    stages: dict[int, list[str]] = {}
+    stages: dict[tuple[int, str], list[str]] = {}
     for rank in range(plan.world):
         try:
-            stage, host = (work / f"stage-{rank}").read_text().split("\n")
-            stages.setdefault(STAGES.index(stage), []).append(f"{rank} on {host}")
+            number, stage, host = (work / f"stage-{rank}").read_text().split("\n")
+            stages.setdefault((int(number), stage), []).append(f"{rank} on {host}")
         except (OSError, ValueError):
-            stages.setdefault(-1, []).append(str(rank))
+            stages.setdefault((0, "not running"), []).append(str(rank))
     return "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_MOST_NAMED])}"
         + (f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else "")
-        + (" not running" if stage < 0 else f" {STAGES[stage]}")
-        for stage, ranks in sorted(stages.items())
+        + f" {stage}"
+        for (_, stage), ranks in sorted(stages.items())
     )
-
-
-def _read(work: Path, world: int) -> tuple[list[RankFacts], GroupFacts | None]:
-    """What ranks have left: all of it, or as far as they came, which ZD901 reports."""
-    ranks = [
-        one for rank in range(world) if (one := _load(RankFacts, work / f"rank-{rank}.json")) is not None
-    ]
-    return ranks, _load(GroupFacts, work / "group.json") if len(ranks) == world else None
 
 
 def _load(kind: type[T], path: Path) -> T | None:
@@ -289,12 +216,3 @@ def _load(kind: type[T], path: Path) -> T | None:
         return from_plain(kind, parse_json(read_text(path)))
     except (OSError, ValueError, SchemaError):
         return None
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _by_code(findings: Sequence[Finding]) -> list[Finding]:
-    order = list(CHECKS)
-    return sorted(findings, key=lambda one: order.index(one.code))

@@ -11,17 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zerokit.doctor.copies import Copies
+from zerokit.bench.machine.speeds import AllReduce, AxisLink, Copies, Paces, Pair
 from zerokit.doctor.devices import Device, Devices, look_at_devices
 from zerokit.doctor.directory import Directory, look_at_directory
 from zerokit.doctor.findings import Seat
-from zerokit.doctor.hosts import Host, look_at_host
+from zerokit.doctor.hosts import Host, Processor, look_at_host
 from zerokit.doctor.interfaces import Network, look_at_network
 from zerokit.doctor.limits import Limits, look_at_limits
-from zerokit.doctor.pace import Paces
-from zerokit.doctor.processor import Processor, look_at_processor
 from zerokit.doctor.software import Software, look_at_software
-from zerokit.doctor.wire import AllReduce, AxisLink, Pair
 from zerokit.offsets import Offset
 
 
@@ -41,40 +38,32 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """The facts that ranks measure together; lists are by rank.
+    """The facts that ranks measure together; lists are by rank."""
 
-    Attributes:
-        offsets: of the ranks' clocks.
-        routes: how each rank reads its neighbours' tensors; None for one that is alone on its node.
-        seen: whether each rank saw a file of rank 0 in the run directory; None where it could not write.
-        all_reduce: over all ranks.
-        pairs: of nodes; empty unless asked for.
-        axes: the ranks of a node, and the nodes; without an axis of one rank.
-        paces: how fast hosts compute; None on devices, and for one rank.
-        copies: between devices and pinned memory of their hosts; None on hosts.
-    """
-
-    offsets: list[Offset]
-    routes: list[str | None]
+    offsets: list[Offset]  # of the ranks' clocks
+    routes: list[str | None]  # how ranks read neighbours' tensors; None for one that is alone on its node
+    # Whether each rank saw a file of rank 0 in the run directory; None where it could not write.
     seen: list[bool] | None
-    all_reduce: AllReduce | None
-    pairs: list[Pair] = field(default_factory=list)
+    all_reduce: AllReduce | None  # over all ranks
+    pairs: list[Pair] = field(default_factory=list)  # of nodes; empty unless asked for
+    # The ranks of a node, and the nodes; without an axis of one rank.
     axes: list[AxisLink] = field(default_factory=list)
-    paces: Paces | None = None
-    copies: Copies | None = None
+    paces: Paces | None = None  # how fast hosts compute; None on devices, and for one rank
+    copies: Copies | None = None  # between devices and pinned memory of their hosts; None on hosts
 
 
 def look_around(seat: Seat, directory: Path, trial_bytes: int, used: Device | None = None) -> RankFacts:
     """Everything that this process sees by itself; `trial_bytes` are written to see how long it takes."""
+    host, processor = look_at_host()
     return RankFacts(
         seat=seat,
         software=look_at_software(),
         devices=look_at_devices(used),
         network=look_at_network(),
         limits=look_at_limits(),
-        processor=look_at_processor(),
+        processor=processor,
         directory=look_at_directory(directory, trial_bytes),
-        host=look_at_host(),
+        host=host,
     )
 
 

@@ -10,19 +10,11 @@ from ipaddress import ip_address
 
 import psutil
 
-from zerokit.doctor.findings import (
-    Answers,
-    Finding,
-    Seat,
-    Verdict,
-    by_machine,
-    by_rank,
-    finding,
-    machines,
-    where,
-)
-from zerokit.doctor.names import own_addresses
+from zerokit.doctor.findings import Answers, Seat, Verdict, fault, ok, skipped, warning, where
+from zerokit.patience import within
 
+LOOKUP_SECONDS = 1.0
+"""A name server that does not answer makes `getaddrinfo` wait for many seconds: too long for training."""
 SMALL_MTU = 1280
 """The least that IPv6 allows (RFC 8200). Ethernet has 1500, of which clouds and overlays take up to 100."""
 
@@ -50,21 +42,14 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Interfaces, the variables that choose among them, and the host's own name.
+    """Interfaces, the variables that choose among them, and the host's own name."""
 
-    Attributes:
-        interfaces: of this network: those of a container, where there is one.
-        gloo: GLOO_SOCKET_IFNAME.
-        nccl: NCCL_SOCKET_IFNAME.
-        own: addresses of the host's own name: gloo's choice where no interface is given.
-        own_error: why there are none.
-    """
-
-    interfaces: list[Interface]
-    gloo: str | None = None
-    nccl: str | None = None
+    interfaces: list[Interface]  # of this network: those of a container, where there is one
+    gloo: str | None = None  # GLOO_SOCKET_IFNAME
+    nccl: str | None = None  # NCCL_SOCKET_IFNAME
+    # Addresses of the host's own name: gloo's choice where no interface is given.
     own: list[str] = field(default_factory=list)
-    own_error: str | None = None
+    own_error: str | None = None  # why there are none
 
     @property
     def between_nodes(self) -> Interface | None:
@@ -85,13 +70,19 @@ def _leads_out(interface: Interface) -> bool:
 
 def look_at_network() -> Network:
     """Collect the interfaces that this process sees, and the addresses of the host's own name."""
-    own, own_error = list[str](), None
+    own, own_error, host = list[str](), None, socket.gethostname()
     try:
-        own = own_addresses()
-    except OSError as error:
-        own_error = error.strerror or str(error)
+        entries = within(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), LOOKUP_SECONDS)
+        own = list(dict.fromkeys(_address(str(entry[4][0])) for entry in entries))
+    except (OSError, UnicodeError) as error:  # the latter where it is no name, with 64 letters without a dot
+        own_error = getattr(error, "strerror", None) or str(error)
     gloo, nccl = (os.environ.get(f"{name}_SOCKET_IFNAME") or None for name in ("GLOO", "NCCL"))
     return Network(_interfaces(), gloo, nccl, own, own_error)
+
+
+def _address(address: str) -> str:
+    """The address alone: link-local ones carry their interface, fe80::1%eth0."""
+    return address.partition("%")[0]
 
 
 def _interfaces() -> list[Interface]:
@@ -101,9 +92,8 @@ def _interfaces() -> list[Interface]:
             name=name,
             running=state.isup,
             loopback="loopback" in state.flags.split(","),
-            # Link-local addresses carry their interface: fe80::1%eth0.
             addresses=[
-                one.address.partition("%")[0]
+                _address(one.address)
                 for one in found.get(name, [])
                 if one.family in (socket.AF_INET, socket.AF_INET6)
             ],
@@ -128,60 +118,48 @@ def nccl_takes(interfaces: Sequence[Interface], wanted: str) -> list[Interface]:
     ]
 
 
-def judge_network(answers: Answers[Network]) -> list[Finding]:
-    """ZD301, ZD302, ZD303, ZD305."""
-    several = len(machines(answers)) > 1
-    return [
-        *by_rank("ZD301", answers, lambda network: _judge_gloo(network, several)),
-        *by_rank("ZD302", answers, lambda network: _judge_nccl(network, several)),
-        *by_machine("ZD303", answers, lambda network: _judge_own_name(network, several)),
-        _judge_mtu(answers),
-    ]
-
-
-def _judge_gloo(network: Network, several: bool) -> Verdict:
+def judge_gloo(network: Network, several: bool) -> Verdict:
+    """ZD301; `several` is whether there are several machines."""
     if not any(one.usable for one in network.interfaces):
-        return Verdict.fault(
+        return fault(
             "no interface is up",
             "gloo cannot listen, so that ranks never meet.",
             "bring loopback up: ip link set lo up",
         )
     if network.gloo is None:
-        return Verdict.ok("by the host's own name")
-    variable, named = f"GLOO_SOCKET_IFNAME={network.gloo}", network.gloo.split(",")
-    by_name = {one.name: one for one in network.interfaces}
-    return _judge_named(
-        network, variable, [one for name in named if (one := by_name.get(name))], len(named), several
-    ) or Verdict.ok(f"{variable}: {by_name[named[0]]}")
+        return ok("by the host's own name")
+    names = network.gloo.split(",")
+    taken = [one for name in names for one in network.interfaces if one.name == name]
+    variable = f"GLOO_SOCKET_IFNAME={network.gloo}"
+    return _judge_taken(network, variable, taken if len(taken) == len(names) else [], several)
 
 
-def _judge_nccl(network: Network, several: bool) -> Verdict:
+def judge_nccl(network: Network, several: bool) -> Verdict:
+    """ZD302."""
     if network.nccl is None:
-        return Verdict.ok("NCCL's own choice")
-    variable, taken = f"NCCL_SOCKET_IFNAME={network.nccl}", nccl_takes(network.interfaces, network.nccl)
+        return ok("NCCL's own choice")
+    taken = nccl_takes(network.interfaces, network.nccl)
     usable = [one for one in taken if one.usable]
-    fault = _judge_named(network, variable, usable or taken, 1, several)
-    return fault or Verdict.ok(f"{variable}: {', '.join(map(str, usable))}")
+    return _judge_taken(network, f"NCCL_SOCKET_IFNAME={network.nccl}", usable or taken, several)
 
 
-def _judge_named(
-    network: Network, variable: str, named: Sequence[Interface], least: int, several: bool
-) -> Verdict | None:
-    """The fault of the interfaces that a variable names, if they have one."""
-    if len(named) < least:
+def _judge_taken(network: Network, variable: str, taken: Sequence[Interface], several: bool) -> Verdict:
+    """The interfaces that a variable names."""
+    if not taken:
         what, meaning = "no such interface", "The ranks' backend finds no interface and fails when it starts."
-    elif down := [one.name for one in named if not one.usable]:
+    elif down := [one.name for one in taken if not one.usable]:
         what, meaning = f"{', '.join(down)} is down or has no address", "Ranks cannot meet over it."
-    elif several and all(one.loopback for one in named):
+    elif several and all(one.loopback for one in taken):
         what, meaning = "loopback", "Other nodes cannot be reached over loopback."
     else:
-        return None
-    return Verdict.fault(
+        return ok(f"{variable}: {', '.join(map(str, taken))}")
+    return fault(
         f"{variable}: {what}", meaning, f"name one that leads to the other nodes: {network.candidates}"
     )
 
 
-def _judge_own_name(network: Network, several: bool) -> Verdict:
+def judge_own_name(network: Network, several: bool) -> Verdict:
+    """ZD303."""
     known = {address for one in network.interfaces for address in one.addresses}
     loopback = [address for address in network.own if ip_address(address).is_loopback]
     listed = ", ".join(network.own)
@@ -192,40 +170,35 @@ def _judge_own_name(network: Network, several: bool) -> Verdict:
     elif several and len(loopback) == len(network.own):
         found = f"loopback ({listed}), which other nodes cannot reach"
     else:
-        return Verdict.ok(listed)
+        return ok(listed)
     remedy = "give the name its address on the network between the nodes, in /etc/hosts or the name server"
     if network.gloo is None:
         remedy += f"; or set GLOO_SOCKET_IFNAME to an interface: {network.candidates}"
-    judge = Verdict.fault if several and network.gloo is None else Verdict.warning
-    return judge(found, "gloo listens on loopback, and torchrun may not find its own node.", remedy)
+    verdict = fault if several and network.gloo is None else warning
+    return verdict(found, "gloo listens on loopback, and torchrun may not find its own node.", remedy)
 
 
-def _judge_mtu(answers: Answers[Network]) -> Finding:
-    seats = [seat for seat, _ in answers]
-    names: dict[int, str] = {}
-    groups: dict[int, list[Seat]] = {}
+def judge_mtu(answers: Answers[Network]) -> Verdict:
+    """ZD305."""
+    by_mtu: dict[int, list[tuple[Seat, str]]] = {}
     for seat, network in answers:
         if (taken := network.between_nodes) is not None:
-            names.setdefault(taken.mtu, taken.name)
-            groups.setdefault(taken.mtu, []).append(seat)
-    listed = "; ".join(
-        f"{size} on {name}" + (f", {where(groups[size], seats)}" if len(names) > 1 else "")
-        for size, name in names.items()
-    )
-    if not names:
-        verdict = Verdict.skipped("no interface but loopback")
-    elif len(names) > 1:
-        verdict = Verdict.warning(
-            listed,
+            by_mtu.setdefault(taken.mtu, []).append((seat, taken.name))
+    if not by_mtu:
+        return skipped("no interface but loopback")
+    least, seats = min(by_mtu), [seat for seat, _ in answers]
+    listed = [f"{mtu} on {users[0][1]}" for mtu, users in by_mtu.items()]
+    if len(by_mtu) > 1:
+        places = [where([seat for seat, _ in users], seats) for users in by_mtu.values()]
+        return warning(
+            "; ".join(map(", ".join, zip(listed, places, strict=True))),
             "Large packets of one node may be too large for another: connections open and then hang.",
-            f"set one MTU on all nodes: ip link set dev INTERFACE mtu {min(names)}",
+            f"set one MTU on all nodes: ip link set dev INTERFACE mtu {least}",
         )
-    elif min(names) < SMALL_MTU:
-        verdict = Verdict.warning(
-            listed,
+    if least < SMALL_MTU:
+        return warning(
+            listed[0],
             f"Less than {SMALL_MTU}, which IPv6 needs; more packets take more processor time.",
-            f"ip link set dev {names[min(names)]} mtu 1500, or 9000 where switches allow it",
+            f"ip link set dev {by_mtu[least][0][1]} mtu 1500, or 9000 where switches allow it",
         )
-    else:
-        verdict = Verdict.ok(listed)
-    return finding("ZD305", verdict)
+    return ok(listed[0])

@@ -8,7 +8,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.doctor.findings import Answers, Finding, Verdict, by_machine, by_rank, finding
+from zerokit.doctor.findings import Verdict, fault, ok, warning
 
 _MIB = 2**20
 
@@ -26,23 +26,14 @@ FILES_A_PEER = 6
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of one process; None means unlimited.
+    """The limits of one process; None means unlimited."""
 
-    Attributes:
-        shm_bytes: size of /dev/shm; 0 where there is none.
-        shm_free_bytes: what is free of it.
-        memlock_bytes: memory that may be locked.
-        open_files: descriptors that may be open.
-        cma: the environment's ZEROKIT_CMA.
-        infiniband: whether there is such a device.
-    """
-
-    shm_bytes: int
-    shm_free_bytes: int
-    memlock_bytes: int | None
-    open_files: int | None
-    cma: str
-    infiniband: bool
+    shm_bytes: int  # size of /dev/shm; 0 where there is none
+    shm_free_bytes: int  # what is free of it
+    memlock_bytes: int | None  # memory that may be locked
+    open_files: int | None  # descriptors that may be open
+    cma: str  # the environment's ZEROKIT_CMA
+    infiniband: bool  # whether there is such a device
 
 
 def look_at_limits() -> Limits:
@@ -66,76 +57,61 @@ def _soft(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def judge_limits(answers: Answers[Limits], world: int, routes: Answers[str] | None = None) -> list[Finding]:
-    """ZD401 to ZD404.
-
-    `routes` is how the ranks of each node read each other's tensors ("memory" or "sockets"), empty where every
-    rank is alone on its node, and None where they did not try.
-    """
-    findings = [
-        *by_machine("ZD401", answers, _judge_shm),
-        *by_rank("ZD402", answers, _judge_memlock),
-        *by_rank("ZD403", answers, lambda limits: _judge_files(limits, world)),
-    ]
-    if routes is None:
-        return [*findings, finding("ZD404", Verdict.skipped("the ranks did not try"))]
-    if not routes:
-        return [*findings, finding("ZD404", Verdict.skipped("every rank is alone on its node"))]
-    cma = answers[0][1].cma
-    return [*findings, *by_rank("ZD404", routes, lambda route: _judge_route(route, cma))]
-
-
-def _judge_shm(limits: Limits) -> Verdict:
+def judge_shm(limits: Limits) -> Verdict:
+    """ZD401."""
     listed = f"{_mib(limits.shm_free_bytes)} free of {_mib(limits.shm_bytes)}"
     remedy = "mount it larger: mount -o remount,size=8G /dev/shm; for a container --shm-size=8g or --ipc=host"
     if limits.shm_bytes == 0:
-        return Verdict.fault("there is none", "NCCL and data loaders with workers fail.", remedy)
+        return fault("there is none", "NCCL and data loaders with workers fail.", remedy)
     if limits.shm_free_bytes < SHM_LEAST_BYTES:
-        return Verdict.fault(
+        return fault(
             listed,
             "It is full: NCCL fails when it starts, data loaders' workers die with bus errors.",
             f"remove what dead processes left (ls -l /dev/shm), or {remedy}",
         )
     if limits.shm_bytes <= SHM_SMALL_BYTES:
-        return Verdict.warning(
+        return warning(
             listed, "Docker's default: NCCL with many ranks, and data loaders, soon fill it.", remedy
         )
-    return Verdict.ok(listed)
+    return ok(listed)
 
 
-def _judge_memlock(limits: Limits) -> Verdict:
+def judge_memlock(limits: Limits) -> Verdict:
+    """ZD402."""
     if limits.memlock_bytes is None:
-        return Verdict.ok("unlimited")
+        return ok("unlimited")
     listed = f"at most {_mib(limits.memlock_bytes)}"
     remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1; for services LimitMEMLOCK=infinity"
     if limits.infiniband:
-        return Verdict.warning(
+        return warning(
             listed, "NCCL cannot register its buffers with the InfiniBand device (ibv_reg_mr fails).", remedy
         )
     if limits.memlock_bytes < MEMLOCK_LOW_BYTES:
-        return Verdict.warning(
+        return warning(
             listed,
             f"This is less than the kernel's default of {_mib(MEMLOCK_LOW_BYTES)}: RDMA would fail.",
             remedy,
         )
-    return Verdict.ok(listed)
+    return ok(listed)
 
 
-def _judge_files(limits: Limits, world: int) -> Verdict:
+def judge_files(limits: Limits, world: int) -> Verdict:
+    """ZD403."""
     needed = FILES_BESIDES + FILES_A_PEER * world
     if limits.open_files is None or limits.open_files >= needed:
-        return Verdict.ok("unlimited" if limits.open_files is None else f"at most {limits.open_files}")
-    return Verdict.warning(
+        return ok("unlimited" if limits.open_files is None else f"at most {limits.open_files}")
+    return warning(
         f"at most {limits.open_files}",
         f"{world} ranks may need {needed} each: connections then fail with “too many open files”.",
         f"ulimit -n {max(65536, needed)}",
     )
 
 
-def _judge_route(route: str, cma: str) -> Verdict:
+def judge_route(route: str, cma: str) -> Verdict:
+    """ZD404: how ranks of a node read each other's tensors, through "memory" or "sockets"; `cma` as in `Limits`."""
     if route == "memory" or cma == "0":
-        return Verdict.ok(f"through {route}" + ("" if cma == "1" else f" (ZEROKIT_CMA={cma})"))
-    return Verdict.warning(
+        return ok(f"through {route}" + ("" if cma == "1" else f" (ZEROKIT_CMA={cma})"))
+    return warning(
         f"through {route}",
         "The kernel (Yama) or a sandbox forbids reading other processes' memory, and sockets cost more copies. Results "
         "are the same bits.",

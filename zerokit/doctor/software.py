@@ -6,12 +6,11 @@ import platform
 import re
 import sys
 from dataclasses import dataclass, fields
-from importlib import metadata
 
 from zerokit import __version__
 from zerokit.bench.machine.host import torch_built
-from zerokit.doctor.findings import Answers, Finding, Severity, Verdict, by_rank, finding
-from zerokit.versions import program
+from zerokit.doctor.findings import Answers, Verdict, fault, ok, warning
+from zerokit.versions import installed, program
 
 OLDEST_TORCH = (2, 6)
 """As in pyproject.toml."""
@@ -44,19 +43,12 @@ def look_at_software() -> Software:
         python=platform.python_version(),
         zerokit=__version__,
         program=program(),
-        torch=torch or _installed("torch"),
+        torch=torch or installed("torch"),
         cuda=cuda,
         nccl=_nccl(),
-        safetensors=_installed("safetensors"),
-        mlflow=_installed("mlflow") or _installed("mlflow-skinny"),
+        safetensors=installed("safetensors"),
+        mlflow=installed("mlflow") or installed("mlflow-skinny"),
     )
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _nccl() -> str | None:
@@ -65,41 +57,34 @@ def _nccl() -> str | None:
         if torch.version.cuda is None or not torch.distributed.is_nccl_available():
             return None
         return ".".join(map(str, torch.cuda.nccl.version()))
-    for distribution in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
-        if (version := _installed(distribution)) is not None:
-            return version
-    return None
+    found = (installed(f"nvidia-nccl-cu{cuda}") for cuda in (13, 12, 11))
+    return next(filter(None, found), None)
 
 
-def judge_software(answers: Answers[Software]) -> list[Finding]:
-    """ZD101 for each rank, ZD102 for all together."""
-    findings = by_rank("ZD101", answers, _verdict)
-    return findings if len(answers) < 2 else [*findings, finding("ZD102", _agreement(answers))]
-
-
-def _verdict(software: Software) -> Verdict:
+def judge_software(software: Software) -> Verdict:
+    """ZD101."""
     listed = _listed(software)
     missing = [name for name in ("torch", "safetensors") if getattr(software, name) is None]
     if missing:
-        return Verdict.fault(
+        return fault(
             f"{listed}; {' and '.join(missing)} not installed",
             "zerokit requires these packages.",
             f"pip install {' '.join(missing)}",
         )
     if _numbers(software.torch or "") < OLDEST_TORCH:
         needed = ".".join(map(str, OLDEST_TORCH))
-        return Verdict.fault(
+        return fault(
             f"torch {software.torch}",
             f"zerokit needs torch {needed} or later.",
             f"install torch {needed} or later",
         )
     if software.mlflow is None:
-        return Verdict.warning(
+        return warning(
             f"{listed}; mlflow not installed",
             "Benches keep their records, but write no MLflow runs.",
             "pip install mlflow, or use --no-mlflow",
         )
-    return Verdict.ok(listed)
+    return ok(listed)
 
 
 def _listed(software: Software) -> str:
@@ -121,27 +106,28 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
 
-def _agreement(answers: Answers[Software]) -> Verdict:
-    differing: dict[str, dict[str, list[int]]] = {}
+def judge_agreement(answers: Answers[Software]) -> Verdict | None:
+    """ZD102."""
+    if len(answers) < 2:
+        return None
+    differing: dict[str, str] = {}
     for field in fields(Software):
         versions: dict[str, list[int]] = {}
         for seat, software in answers:
             versions.setdefault(getattr(software, field.name) or "none", []).append(seat.rank)
         if len(versions) > 1:
-            differing[field.name] = versions
+            differing[field.name] = ", ".join(
+                f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in versions.items()
+            )
     if not differing:
-        return Verdict.ok(f"all {len(answers)} ranks have the same versions")
-    listed = "; ".join(
-        f"{_NAMES.get(name, name)}: "
-        + ", ".join(f"{version} on rank {', '.join(map(str, ranks))}" for version, ranks in versions.items())
-        for name, versions in differing.items()
-    )
-    severe = any(name in differing for name in _MUST_AGREE)
-    return Verdict(
-        Severity.FAULT if severe else Severity.WARNING,
-        listed,
-        "Ranks with different versions of zerokit, torch, CUDA or NCCL fail to meet, or compute different results."
-        if severe
-        else "Results or files may differ in details between ranks.",
-        "install the same versions on every node, for instance with pip's --constraint constraints.txt",
-    )
+        return ok(f"all {len(answers)} ranks have the same versions")
+    listed = "; ".join(f"{_NAMES.get(name, name)}: {versions}" for name, versions in differing.items())
+    verdict, meaning = warning, "Results or files may differ in details between ranks."
+    if any(name in differing for name in _MUST_AGREE):
+        verdict = fault
+        meaning = (
+            "Ranks with different versions of zerokit, torch, CUDA or NCCL fail to meet, or compute different "
+            "results."
+        )
+    remedy = "install the same versions on every node, for instance with pip's --constraint constraints.txt"
+    return verdict(listed, meaning, remedy)

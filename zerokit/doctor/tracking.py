@@ -12,7 +12,8 @@ import tempfile
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import requests
 from urllib3.exceptions import HTTPError
 
 from zerokit.bench.tracking.schema import is_database, sqlite_path, wrong_schema
-from zerokit.doctor.findings import Finding, Verdict, finding
-from zerokit.doctor.names import within
+from zerokit.doctor.findings import Finding, Verdict, fault, finding, ok, skipped
+from zerokit.errors import root_of
+from zerokit.files import nearest
+from zerokit.patience import within
 from zerokit.text import without_secrets
 
 QUICK_SECONDS, PATIENT_SECONDS = 0.7, 5.0
@@ -35,63 +38,53 @@ _READ = "api/2.0/mlflow/experiments/search?max_results=1"
 
 @dataclass(frozen=True, slots=True)
 class Tracking:
-    """The facts about the store.
+    """The facts about the store."""
 
-    Attributes:
-        uri: where it is, without a password.
-        kind: "server", "SQLite", "folder", or "other" for what cannot be looked at from here.
-        error: why it cannot be used; None where nothing is wrong.
-        remedy: what to do about a schema that is not the installed MLflow's, which `error` says.
-        status: the HTTP status of a server that refused.
-        reached: whether there is a store, or a place for a new one.
-    """
+    uri: str  # where it is, without a password
+    kind: str  # "server", "SQLite", "folder", or "other" for what cannot be looked at from here
+    error: str | None = None  # why it cannot be used; None where nothing is wrong
+    remedy: str | None = None  # what to do about a schema that is not the installed MLflow's
+    status: int | None = None  # the HTTP status of a server that refused
+    reached: bool = True  # whether there is a store, or a place for a new one
 
-    uri: str
-    kind: str
-    error: str | None = None
-    remedy: str | None = None
-    status: int | None = None
-    reached: bool = True
+
+Trouble = dict[str, Any]
+"""Fields of `Tracking` that say what is wrong; none where nothing is."""
 
 
 def look_at_tracking(uri: str, *, quick: bool) -> Tracking:
     """Contact the store, and change nothing in it; `quick` waits less."""
-    found, look = _way(uri, QUICK_SECONDS if quick else PATIENT_SECONDS)
-    try:
-        return within(look, _ALL_SECONDS[quick])
-    except TimeoutError as error:
-        return replace(found, error=str(error), reached=False)
-
-
-def _way(uri: str, seconds: float) -> tuple[Tracking, Callable[[], Tracking]]:
-    """What the URI says of the store, and how to look at it."""
-    shown = without_secrets(uri).replace("***@", "")
     scheme, _, rest = uri.partition(":")
+    look: Callable[[], Trouble]
     if scheme in ("http", "https"):
-        found = Tracking(shown, "server")
-        return found, lambda: _server(found, uri, seconds)
-    if scheme.partition("+")[0] == "sqlite":
-        path = sqlite_path(uri)
-        found = Tracking(shown, "SQLite")
-        return found, lambda: _sqlite(found, uri, path) if path.exists() else _folder(found, path.parent)
-    if scheme == "file" or ("://" not in uri and uri not in ("databricks", "databricks-uc")):
+        kind, look = "server", partial(_server, uri, QUICK_SECONDS if quick else PATIENT_SECONDS)
+    elif scheme.partition("+")[0] == "sqlite":
+        kind, look = "SQLite", partial(_sqlite, uri)
+    elif scheme == "file" or ("://" not in uri and uri not in ("databricks", "databricks-uc")):
         path = Path(urllib.request.url2pathname(rest) if scheme == "file" else uri).absolute()
-        found = Tracking(shown, "folder")
-        return found, lambda: _folder(found, path)
-    found = Tracking(shown, "other")
-    return found, lambda: _database(found, uri) if is_database(uri) else found
-
-
-def _database(found: Tracking, uri: str) -> Tracking:
-    """Only the schema: a driver that is missing or a server that refuses says nothing of MLflow."""
+        kind, look = "folder", partial(_folder, path)
+    else:
+        kind, look = "other", partial(_database, uri)
     try:
-        wrong = wrong_schema(uri)
-    except Exception:  # each driver has errors of its own
-        return found
-    return replace(found, error=wrong[0], remedy=wrong[1]) if wrong else found
+        trouble = within(look, _ALL_SECONDS[quick])
+    except TimeoutError as error:
+        trouble = {"error": str(error), "reached": False}
+    return Tracking(without_secrets(uri).replace("***@", ""), kind, **trouble)
 
 
-def _server(found: Tracking, uri: str, seconds: float) -> Tracking:
+def _database(uri: str) -> Trouble:
+    """Only the schema: a driver that is missing or a server that refuses says nothing of MLflow."""
+    with contextlib.suppress(Exception):  # each driver has errors of its own
+        return _schema(uri) if is_database(uri) else {}
+    return {}
+
+
+def _schema(uri: str) -> Trouble:
+    wrong = wrong_schema(uri)
+    return {"error": wrong[0], "remedy": wrong[1]} if wrong is not None else {}
+
+
+def _server(uri: str, seconds: float) -> Trouble:
     """Ask with the user and certificates that MLflow's own client would use."""
     more: dict[str, Any] = {"headers": {"Accept-Encoding": "identity"}}
     user, password, token = (
@@ -107,64 +100,60 @@ def _server(found: Tracking, uri: str, seconds: float) -> Tracking:
         address = f"{uri.partition('?')[0].rstrip('/')}/{_READ}"
         with requests.get(address, timeout=seconds, stream=True, **more) as answer:
             if answer.status_code == 200:
-                return found
+                return {}
             text = answer.raw.read(_MOST_BYTES, decode_content=False).decode(errors="replace")
     except requests.Timeout:
-        return replace(found, error=f"no answer within {seconds:g} s", reached=False)
+        return {"error": f"no answer within {seconds:g} s", "reached": False}
     except ValueError:  # its text would show the password
-        return replace(found, error="not a valid address", reached=False)
+        return {"error": "not a valid address", "reached": False}
     except (OSError, HTTPError) as error:
-        return replace(found, error=_root(error), reached=False)
+        root = root_of(error)
+        return {"error": str(getattr(root, "strerror", None) or root).rpartition("] ")[2], "reached": False}
     reason = f"HTTP {answer.status_code}: {' '.join(text.split())[:200]}"
-    return replace(found, error=reason, status=answer.status_code)
+    return {"error": reason, "status": answer.status_code}
 
 
-def _root(error: BaseException) -> str:
-    """What went wrong at the root, which requests and urllib3 wrap."""
-    while (below := error.__cause__ or error.__context__) is not None:
-        error = below
-    return str(getattr(error, "strerror", None) or error).rpartition("] ")[2]
+def _sqlite(uri: str) -> Trouble:
+    path = sqlite_path(uri)
+    if path.exists():
+        try:
+            with contextlib.closing(sqlite3.connect(path, timeout=QUICK_SECONDS)) as database:
+                database.execute("PRAGMA schema_version").fetchone()
+            wrong = _schema(uri)
+        except sqlite3.Error as error:
+            return {"error": str(error), "reached": False}
+        if wrong:
+            return wrong
+        if not os.access(path, os.W_OK):
+            return {"error": f"{path}: Permission denied"}
+    return _folder(path.parent)  # for the journal
 
 
-def _sqlite(found: Tracking, uri: str, path: Path) -> Tracking:
-    try:
-        with contextlib.closing(sqlite3.connect(path, timeout=QUICK_SECONDS)) as database:
-            database.execute("PRAGMA schema_version").fetchone()
-        wrong = wrong_schema(uri)
-    except sqlite3.Error as error:
-        return replace(found, error=str(error), reached=False)
-    if wrong is not None:
-        return replace(found, error=wrong[0], remedy=wrong[1])
-    if not os.access(path, os.W_OK):
-        return replace(found, error=f"{path}: Permission denied")
-    return _folder(found, path.parent)  # for the journal
-
-
-def _folder(found: Tracking, folder: Path) -> Tracking:
+def _folder(folder: Path) -> Trouble:
     """Whether files can be made there, or where the folder would be made."""
-    existing = next(one for one in (folder, *folder.parents) if os.path.exists(one))
+    existing = nearest(folder)
     if not existing.is_dir():
-        return replace(found, error=f"{existing} is not a directory", reached=False)
+        return {"error": f"{existing} is not a directory", "reached": False}
     try:
         with tempfile.TemporaryFile(dir=existing):
-            return found
+            return {}
     except OSError as error:
-        return replace(found, error=f"{existing}: {error.strerror}")
+        return {"error": f"{existing}: {error.strerror}"}
 
 
 def judge_tracking(tracking: Tracking) -> list[Finding]:
     """ZD801, and if the store was reached, ZD802 of a server and ZD803 of files."""
     if tracking.kind == "other" and tracking.error is None:
-        unknown = Verdict.skipped(f"{tracking.uri}: a store of this kind cannot be checked from here")
+        unknown = skipped(f"{tracking.uri}: a store of this kind cannot be checked from here")
         return [finding("ZD801", unknown)]
     if not tracking.reached or (tracking.status or 0) >= 500:
         lost = "Benches keep their records and lose nothing, but write no MLflow runs until it works."
         remedy = "correct MLFLOW_TRACKING_URI or --tracking-uri"
         if tracking.kind == "server":
             remedy = f"start the server (mlflow server), or {remedy}; look at firewalls, proxies and gateways"
-        return [finding("ZD801", Verdict.fault(f"{tracking.uri}: {tracking.error}", lost, remedy))]
+        return [finding("ZD801", fault(f"{tracking.uri}: {tracking.error}", lost, remedy))]
     answers = "answers" if tracking.kind == "server" else "can be opened"
-    reached = finding("ZD801", Verdict.ok(f"{tracking.kind} at {tracking.uri} {answers}"))
+    reached = finding("ZD801", ok(f"{tracking.kind} at {tracking.uri} {answers}"))
     if tracking.kind == "server":
         return [reached, finding("ZD802", _judge_access(tracking))]
     return [reached, finding("ZD803", _judge_writes(tracking))]
@@ -172,26 +161,26 @@ def judge_tracking(tracking: Tracking) -> list[Finding]:
 
 def _judge_access(tracking: Tracking) -> Verdict:
     if tracking.error is None:
-        return Verdict.ok("lets us in")
+        return ok("lets us in")
     if "invalid host header" in tracking.error.lower():
         host = urllib.parse.urlsplit(tracking.uri).netloc
-        return Verdict.fault(
+        return fault(
             tracking.error,
             f"The server does not know the name {host}, by which it was asked, and takes the request for a DNS "
             "rebinding attack.",
             f"start it with mlflow server --allowed-hosts {host},localhost:* (or MLFLOW_SERVER_ALLOWED_HOSTS)",
         )
     if tracking.status in (401, 403):
-        return Verdict.fault(
+        return fault(
             tracking.error,
             "The server, or a gateway before it, refuses this user.",
             "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
         )
-    return Verdict.fault(tracking.error, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
+    return fault(tracking.error, "The server is not MLflow.", "correct MLFLOW_TRACKING_URI")
 
 
 def _judge_writes(tracking: Tracking) -> Verdict:
     if tracking.error is None:
-        return Verdict.ok("possible")
+        return ok("possible")
     remedy = tracking.remedy or "give this user write access, or choose another store"
-    return Verdict.fault(tracking.error, "Runs cannot be written.", remedy)
+    return fault(tracking.error, "Runs cannot be written.", remedy)

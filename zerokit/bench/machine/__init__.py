@@ -1,1 +1,1 @@
-"""This machine: its devices, processors and memory, and which of them a rank uses."""
+"""This machine: its devices, processors and memory, which of them a rank uses, and how fast they and the wires are."""

@@ -1,10 +1,12 @@
-"""The device and backend of one rank, and the two collectives that measurements use: maximum and gather."""
+"""The device and backend of one rank, and what measurements do on all ranks: time calls, find a maximum, gather."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import TypeVar
 
 import torch
@@ -34,11 +36,25 @@ class Accelerator:
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def maximum(self, values: Sequence[float]) -> list[float]:
+    def maximum(self, values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
         """Each value's maximum over all ranks. Collective: all ranks pass the same number of values."""
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return [float(value) for value in largest.tolist()]
+
+    def seconds(
+        self, call: Callable[[], object], group: dist.ProcessGroup, *, rounds: int, warmup: int = 1
+    ) -> float:
+        """The time of a call that all ranks of `group` begin at once: the slowest rank's median over `rounds`."""
+        times = []
+        for _ in range(warmup + rounds):
+            dist.barrier(group)
+            self.synchronize()
+            started = time.perf_counter()
+            call()
+            self.synchronize()
+            times.append(time.perf_counter() - started)
+        return self.maximum([median(times[warmup:])], group)[0]
 
 
 def gather(mine: T) -> list[T]:

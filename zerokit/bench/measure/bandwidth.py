@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zerokit.bench.machine.accelerator import Accelerator
+from zerokit.bench.machine.wire import bus_factor
 from zerokit.bench.measure.clock import clock_of
 from zerokit.bench.record.measured import Bandwidth
 
@@ -25,12 +26,6 @@ BUDGET_S = 1.0
 """The most time of one collective: a slow wire gets fewer repetitions."""
 _CALLS_ON_A_DEVICE = 10
 """Between two events."""
-
-
-def bus_factor(operation: str, world: int) -> float:
-    """Bytes that the busiest rank sends, relative to the buffer's size: from nccl-tests' PERFORMANCE.md."""
-    part = (world - 1) / world
-    return {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part, "broadcast": 1.0}[operation]
 
 
 def bandwidth_of(operation: str, by: str, size_bytes: int, world: int, times_s: list[float]) -> Bandwidth:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +15,7 @@ import zerokit
 from zerokit.bench.machine.host import cores, memory_bytes, processor_name
 from zerokit.bench.record.measured import Environment
 from zerokit.text import without_secrets_named
+from zerokit.versions import installed
 
 if TYPE_CHECKING:
     from zerokit.bench.machine.accelerator import Accelerator
@@ -54,16 +53,11 @@ def look_around(accelerator: Accelerator) -> Environment:
         accelerators=torch.cuda.device_count() if on_cuda else 0,
         cuda=torch.version.cuda if on_cuda else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if accelerator.backend == "nccl" else None,
-        packages={name: _version(name) for name in _PACKAGES if name in sys.modules},
+        # What is imported may be on the path, but not installed.
+        packages={name: installed(name) or "unknown" for name in _PACKAGES if name in sys.modules},
         variables=measured_variables(os.environ),
         git_commit=git_commit(Path.cwd()),
     )
-
-
-def _version(package: str) -> str:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return "unknown"  # on the path, but not installed
 
 
 def measured_variables(environment: Mapping[str, str]) -> dict[str, str]:

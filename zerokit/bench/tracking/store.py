@@ -24,7 +24,7 @@ from zerokit.bench.record.record import FORMAT, Record, RecordError, Run, in_fol
 from zerokit.bench.tracking.content import Point
 from zerokit.bench.tracking.limits import Endless, limited
 from zerokit.bench.tracking.schema import is_database, wrong_schema
-from zerokit.errors import UsageError, ZerokitError, ZerokitWarning
+from zerokit.errors import UsageError, ZerokitError, ZerokitWarning, root_of
 from zerokit.text import without_secrets
 
 if TYPE_CHECKING:
@@ -96,9 +96,7 @@ def failing(what: str) -> Iterator[None]:
     except Endless as error:
         raise TrackingError(without_secrets(f"{what}: {error}")) from None
     except Exception as error:
-        root: BaseException = error
-        while (below := root.__cause__ or root.__context__) is not None:
-            root = below
+        root = root_of(error)
         # urllib3's says "too many 503 error responses".
         told = isinstance(root, OSError) or type(root).__name__ == "ResponseError"
         root = root if told else error

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from zerokit.doctor import disk
+from zerokit.bench.machine import disk
+from zerokit.bench.machine.disk import PIECE_BYTES, DiskRates, measure_disk
 from zerokit.doctor.directory import look_at_directory
-from zerokit.doctor.disk import PIECE_BYTES, DiskRates, measure_disk
 
 
 def test_every_byte_is_written_over_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +101,14 @@ def test_without_files_that_have_no_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_killed_measurement_leaves_nothing(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from zerokit.doctor import disk\n"
+        "import sys; from pathlib import Path; from zerokit.bench.machine import disk\n"
         "disk.SECONDS = 1e9\n"
-        "own = disk._write\n"
-        "def write(*arguments, **more):\n"
+        "own = disk._move\n"
+        "def move(*arguments, **more):\n"
         "    found = own(*arguments, **more)\n"
         "    print('written', flush=True)\n"
         "    return found\n"
-        "disk._write = write\n"
+        "disk._move = move\n"
         "while True: disk.measure_disk(Path(sys.argv[1]), 40 * disk.PIECE_BYTES)\n"
     )
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""How fast ranks compute, one alone and all of them at once, and how fast they read each other's memory.
+"""How fast ranks compute, one alone and all of them at once, and how fast they read memory that is not their own.
 
 Plans for hosts rest on it: the ranks of a machine share the bandwidth of its memory, and at times its cores.
 """
@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from statistics import median
 from threading import Thread
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.machine.host import write_first
+from zerokit.bench.machine.speeds import Copies, Pace, Paces, UnitSpeeds
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
     from zerokit.runtime.collectives import Collectives
     from zerokit.runtime.memory import UnitMemory
 
@@ -30,65 +32,12 @@ _UNIT_NUMEL = 1 << 20
 _PAGES = 1 << 12
 _ROUNDS, _LONG_ENOUGH_S = 9, 0.05
 _EXCHANGES_S = 0.3
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast one rank computes in fp32.
-
-    Attributes:
-        gflops: of products of 512 x 512 matrices, in 10^9 FLOP/s.
-        block_ms: forward and backward of a small feed-forward block.
-        gb_per_s: read and written by the sum of two arrays that no cache holds, in 10^9 bytes a second.
-        page_s: what the first write to a page of fresh memory costs.
-    """
-
-    gflops: float
-    block_ms: float
-    gb_per_s: float
-    page_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Paces:
-    """How fast ranks compute alone and together.
-
-    Attributes:
-        threads: of each rank.
-        alone: rank 0, while all others wait.
-        together: the slowest rank while all of them compute.
-        by_rank: the products of every rank while all of them compute, in 10^9 FLOP/s.
-    """
-
-    threads: int
-    alone: Pace
-    together: Pace
-    by_rank: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitSpeeds:
-    """Collectives of a unit among ranks of a node that read each other's memory, all ranks at once.
-
-    Bandwidths are bytes that a rank receives in a second, in 10^9.
-
-    Attributes:
-        latency_s: the time of a gather of a few bytes.
-        gather_gb_per_s: into memory that is there.
-        fresh_gb_per_s: into memory that the system has just handed out, as at stage 3.
-        reduce_gb_per_s: with the addition.
-    """
-
-    latency_s: float
-    gather_gb_per_s: float
-    fresh_gb_per_s: float
-    reduce_gb_per_s: float
+_COPY_BYTES, _COPY_ROUNDS = 256 << 20, 5
+_HOST = Accelerator(torch.device("cpu"), "gloo")
 
 
 def measure_paces(group: dist.ProcessGroup) -> Paces:
     """Let rank 0 compute alone, and then all ranks together. All ranks of a gloo `group` call it."""
-    import torch
-
     arrays = [torch.rand(_NUMEL) for _ in range(3)]
     calls = (
         _product(),
@@ -105,8 +54,6 @@ def measure_paces(group: dist.ProcessGroup) -> Paces:
 
 def _seconds_of(call: Callable[[], object], group: dist.ProcessGroup) -> tuple[float, list[float]]:
     """The time of one call on rank 0 alone, and of each rank, by turns: a machine's own speed drifts in between."""
-    import torch.distributed as dist
-
     call()
     alone, together = [], []
     for _ in range(_ROUNDS):
@@ -116,7 +63,7 @@ def _seconds_of(call: Callable[[], object], group: dist.ProcessGroup) -> tuple[f
         together.append(_seconds(call))
     by_rank = [0.0] * group.size()
     dist.all_gather_object(by_rank, median(together), group=group)
-    return slowest(group, median(alone)), by_rank
+    return _HOST.maximum([median(alone)], group)[0], by_rank
 
 
 def _pace(seconds: Sequence[float], moved: int) -> Pace:
@@ -125,9 +72,6 @@ def _pace(seconds: Sequence[float], moved: int) -> Pace:
 
 
 def _block() -> Callable[[], object]:
-    import torch
-    from torch import nn
-
     block = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
     inputs = torch.rand(256, 256)
 
@@ -139,8 +83,6 @@ def _block() -> Callable[[], object]:
 
 
 def _product() -> Callable[[], object]:
-    import torch
-
     left, right, product = (torch.rand(_SIDE, _SIDE) for _ in range(3))
     return lambda: torch.mm(left, right, out=product)
 
@@ -159,9 +101,6 @@ def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpe
 
     All ranks of `group`, over which `collectives` were made, call it.
     """
-    import torch
-    import torch.distributed as dist
-
     from zerokit.layout import Interval, Parameter, Unit
     from zerokit.placement import Axis
     from zerokit.runtime.collectives.host.memory import MemoryRoute
@@ -176,7 +115,7 @@ def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpe
 
     def memory_of(numel: int, *, fresh: bool = False) -> UnitMemory:
         unit = Unit.equal(0, (), (Parameter("unit", (numel,)),), collectives.world)
-        return unit_memory(unit, own(unit), torch.float32, torch.device("cpu"), comes_and_goes=fresh)
+        return unit_memory(unit, own(unit), torch.float32, _HOST.device, comes_and_goes=fresh)
 
     small, whole, fresh = memory_of(1), memory_of(_UNIT_NUMEL), memory_of(_UNIT_NUMEL, fresh=True)
     bucket = whole.whole.like(torch.zeros(whole.whole.unit.numel))
@@ -190,23 +129,12 @@ def measure_units(group: dist.ProcessGroup, collectives: Collectives) -> UnitSpe
     def reduce() -> None:
         collectives.reduction(bucket, bucket, axes=[Axis.INNER]).start().wait()
 
-    def seconds(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(3 * _ROUNDS):
-            dist.barrier(group)
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return slowest(group, median(times[_ROUNDS:]))
-
-    latency = seconds(lambda: gather(small))
-    unit = bucket.unit
-    received = (route.size - 1) * own(unit).numel * bucket.dtype.itemsize
-    speeds = (
-        received / max(seconds(call) - latency, 1e-9) / 1e9
-        for call in (lambda: gather(whole), lambda: gather(fresh), reduce)
+    latency, *seconds = (
+        _HOST.seconds(call, group, rounds=2 * _ROUNDS, warmup=_ROUNDS)
+        for call in (partial(gather, small), partial(gather, whole), partial(gather, fresh), reduce)
     )
-    return UnitSpeeds(latency, *speeds)
+    received = (route.size - 1) * own(bucket.unit).numel * bucket.dtype.itemsize
+    return UnitSpeeds(latency, *(received / max(taken - latency, 1e-9) / 1e9 for taken in seconds))
 
 
 def measure_slowdown(group: dist.ProcessGroup, exchange: Callable[[], object], seconds: float) -> float:
@@ -214,8 +142,6 @@ def measure_slowdown(group: dist.ProcessGroup, exchange: Callable[[], object], s
 
     `exchange` makes one exchange, which takes so many `seconds` on every rank, and waits for it.
     """
-    import torch.distributed as dist
-
     multiply = _product()
     dist.barrier(group)
     undisturbed = median(_seconds(multiply) for _ in range(_ROUNDS))
@@ -228,14 +154,27 @@ def measure_slowdown(group: dist.ProcessGroup, exchange: Callable[[], object], s
         multiply()
         calls += 1
     taken = time.perf_counter() - start
-    return slowest(group, max(0.0, 1 - calls * undisturbed / taken))
+    return _HOST.maximum([max(0.0, 1 - calls * undisturbed / taken)], group)[0]
 
 
-def slowest(group: dist.ProcessGroup, seconds: float, device: torch.device | str = "cpu") -> float:
-    """The most of all ranks."""
-    import torch
-    import torch.distributed as dist
+def measure_copies(group: dist.ProcessGroup, accelerator: Accelerator) -> Copies:
+    """Copy from and to pinned memory, each way and both at once. All ranks of `group` call it.
 
-    cell = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(cell, op=dist.ReduceOp.MAX, group=group)
-    return float(cell.item())
+    Raises `RuntimeError` where the system pins no memory.
+    """
+    device = accelerator.device
+    hosts = [torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    devices = [torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    ways = ((devices[0], hosts[0]), (hosts[1], devices[1]))
+    streams = [torch.cuda.Stream(device) for _ in ways]
+
+    def rate(*used: int) -> float:
+        def copy() -> None:
+            for way in used:
+                target, source = ways[way]
+                with torch.cuda.stream(streams[way]):
+                    target.copy_(source, non_blocking=True)
+
+        return _COPY_BYTES / accelerator.seconds(copy, group, rounds=_COPY_ROUNDS) / 1e9
+
+    return Copies(rate(0), rate(1), rate(0, 1))

@@ -25,22 +25,19 @@ SECONDS = 0.4
 _LEAST_PIECES = 4
 _SHARE_OF_FREE = 10
 
+_Call = Callable[[int, list[mmap.mmap], int], int]
+"""`os.pwritev` or `os.preadv`."""
+
 
 @dataclass(frozen=True, slots=True)
 class DiskRates:
-    """Sequential rates of a disk.
+    """Sequential rates of a disk."""
 
-    Attributes:
-        direct: whether the page cache had no part in it (O_DIRECT); else it was emptied before the file was read.
-        size_bytes: of the file.
-        write_bytes_per_s: of overwriting it, until it is on the disk.
-        read_bytes_per_s: of reading it.
-    """
-
+    # Whether the page cache had no part in it (O_DIRECT); else it was emptied before the file was read.
     direct: bool
-    size_bytes: int
-    write_bytes_per_s: float
-    read_bytes_per_s: float
+    size_bytes: int  # of the file
+    write_bytes_per_s: float  # of overwriting it, until it is on the disk
+    read_bytes_per_s: float  # of reading it
 
     def visit_seconds(self, nbytes: float) -> float:
         """The time in which so many bytes come from the disk and go back to it."""
@@ -59,12 +56,13 @@ def measure_disk(folder: Path, free_bytes: int) -> DiskRates | None:
         memory.write(os.urandom(PIECE_BYTES))  # a file system that compresses must not look fast
         fd, direct = _open(folder, memory)
         try:
+            group = 1 if direct else SYNCED_BYTES // PIECE_BYTES
             # States are written over: what a file system does for new pieces of a file is no part of that.
-            pieces, _ = _write(fd, memory, pieces, direct=direct, limit_s=SECONDS)
-            written, write_s = _write(fd, memory, pieces, direct=direct, limit_s=SECONDS)
+            pieces, _ = _move(os.pwritev, fd, memory, pieces, group)
+            written, write_s = _move(os.pwritev, fd, memory, pieces, group)
             if not direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            read, read_s = _timed(lambda at: _whole(os.preadv(fd, [memory], at)), pieces, SECONDS)
+            read, read_s = _move(os.preadv, fd, memory, pieces)
         finally:
             os.close(fd)
     return DiskRates(
@@ -88,29 +86,21 @@ def _open(folder: Path, memory: mmap.mmap) -> tuple[int, bool]:
     return fd, True
 
 
-def _write(fd: int, memory: mmap.mmap, pieces: int, *, direct: bool, limit_s: float) -> tuple[int, float]:
-    """Write up to so many pieces until they are on the disk; returns how many there were, and the seconds."""
-    group = 1 if direct else SYNCED_BYTES // PIECE_BYTES
+def _move(call: _Call, fd: int, memory: mmap.mmap, pieces: int, group: int = 1) -> tuple[int, float]:
+    """Write or read up to so many pieces, in whole groups until the time is up, and wait until they are on the disk.
 
-    def write(at: int) -> None:
-        _whole(os.pwritev(fd, [memory], at))
-        if not direct and (at // PIECE_BYTES + 1) % group == 0:
-            os.fdatasync(fd)
-
+    Returns how many there were, and the seconds.
+    """
     started = time.perf_counter()
-    done, _ = _timed(write, pieces, limit_s, group)
+    for number in range(1, pieces + 1):
+        _whole(call(fd, [memory], (number - 1) * PIECE_BYTES))
+        if number % group == 0:
+            if group > 1:
+                os.fdatasync(fd)
+            if time.perf_counter() - started > SECONDS:
+                break
     os.fdatasync(fd)
-    return done, time.perf_counter() - started
-
-
-def _timed(call: Callable[[int], None], pieces: int, limit_s: float, group: int = 1) -> tuple[int, float]:
-    """Call it with the offset of each piece, or until the time is up, whole groups in any case."""
-    started = time.perf_counter()
-    for number in range(pieces):
-        call(number * PIECE_BYTES)
-        if (number + 1) % group == 0 and time.perf_counter() - started > limit_s:
-            break
-    return number + 1, max(time.perf_counter() - started, 1e-9)
+    return number, max(time.perf_counter() - started, 1e-9)
 
 
 def _whole(moved: int) -> None:
