@@ -200,6 +200,11 @@ def test_who_is_not_met_is_told(members: Members, monkeypatch: pytest.MonkeyPatc
         joined.follow(follows, [], Interrupts())
     with pytest.raises(LaunchError, match=r"no-such-host.invalid, does not resolve on .*: set MASTER_ADDR"):
         joined.follow(lost, [], Interrupts())
+    with (
+        socket.create_server(("127.0.0.1", members.port)),
+        pytest.raises(LaunchError, match=r"rank 0 of 2 .* cannot listen at port \d+, .*: set MASTER_PORT"),
+    ):
+        joined.Leader(leads, [], Interrupts())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

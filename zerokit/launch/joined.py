@@ -149,7 +149,10 @@ def _store(member: Membership) -> Callable[[], Store]:
     try:
         server = mail.listen("127.0.0.1" if member.on_one_machine else "", member.master_port)
     except OSError as error:
-        raise _unmet(member, error) from error
+        raise LaunchError(
+            f"{member.describe()} cannot listen at port {member.master_port}, where the others look for it "
+            f"({error.strerror}): set MASTER_PORT to one that is free"
+        ) from error
     return mail.host_store(server)
 
 
