@@ -157,7 +157,7 @@ def test_what_is_created_is_what_was_rendered(kubectl: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(("form", "done"), [("trainjob", "Complete"), ("jobset", "Completed")])
 def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> None:
-    """Where it failed, by what node 0 said. A question that got no answer is asked again."""
+    """A question that got no answer is asked again."""
     (kubectl / "log").write_text("the log\n")
     said: list[str] = []
 
@@ -166,11 +166,10 @@ def test_a_job_is_followed_to_its_end(kubectl: Path, form: str, done: str) -> No
         (kubectl / "state").write_text(condition(done))
 
     with Interrupts() as interrupts:
-        assert follow(PODS, form, interrupts, show) == "the log\n"
+        assert follow(PODS, form, interrupts, show) == ("the log\n", True)
         assert said == [f"{form}/zerokit-1: waiting"]
         (kubectl / "state").write_text(condition("Failed"))
-        with pytest.raises(LaunchError, match=r"zerokit-1 failed.*\n.*the log"):
-            follow(PODS, form, interrupts, said.append)
+        assert follow(PODS, form, interrupts, said.append) == ("the log\n", False)
 
 
 def test_an_interrupted_job_is_deleted(kubectl: Path) -> None:

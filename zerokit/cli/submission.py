@@ -152,8 +152,9 @@ def _program_to_kubernetes(
     pods = pods_of(chosen, {}, torchrun=program, files=files, application="zerokit-launch", **shape)
     if _created(context, pods, chosen.options, _warn):
         with Interrupts() as interrupts:
-            log = follow(pods, chosen.options["form"], interrupts, _warn)
+            log, well = follow(pods, chosen.options["form"], interrupts, _warn)
         click.echo(printable_lines(log), nl=False)
+        return int(not well)
     return 0
 
 
@@ -220,14 +221,14 @@ def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, 
     if not _created(context, pods, options, display.warn):
         return 0
     with Interrupts() as interrupts, display:
-        log = follow(pods, options["form"], interrupts, display.warn)
+        log, well = follow(pods, options["form"], interrupts, display.warn)
     record = Record.from_json(find_json(log))
     write_record(record, path)
     if tracking is not None and not served:
         tracker = Tracker(tracking, display.warn, f"zerokit push {shlex.quote(str(path))}")
         tracker.push(find_records([path]))
     _show(path, display, as_json=request.as_json, single=True, log=None)
-    return exit_code([record])
+    return exit_code([record]) or int(not well)
 
 
 def _submit_to_slurm(context: click.Context, request: Request, nodes: int, ranks: int) -> int:

@@ -311,12 +311,10 @@ def apply(objects: Sequence[Mapping[str, Any]]) -> None:
     _kubectl("create", "-f", "-", given=to_yaml(objects))
 
 
-def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], None]) -> str:
-    """Wait until the job ends; returns the log of node 0.
+def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], None]) -> tuple[str, bool]:
+    """Wait until the job ends; returns the log of node 0, and whether the job succeeded.
 
-    Raises:
-        LaunchError: the job failed; the message has the end of node 0's log.
-        Interrupted: SIGINT or SIGTERM came; what `render` has made was deleted.
+    Raises `Interrupted` after SIGINT or SIGTERM; what `render` has made was deleted.
     """
     job = f"{form}/{pods.name}"
 
@@ -331,10 +329,7 @@ def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], 
         raise
     # The pod with index 0: a JobSet of that name runs it in either form.
     label = f"jobset.sigs.k8s.io/jobset-name={pods.name},batch.kubernetes.io/job-completion-index=0"
-    log = asked("logs", "-l", label, "--tail=-1", "--prefix=false")
-    if last.text == "failed":
-        raise LaunchError(f"{job} failed; the end of node 0's log:\n{quote_tail(log)}")
-    return log
+    return asked("logs", "-l", label, "--tail=-1", "--prefix=false"), last.text != "failed"
 
 
 def find_json(log: str) -> str:
