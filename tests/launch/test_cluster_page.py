@@ -176,11 +176,11 @@ def test_mpirun(hosts: Hosts, tmp_path: Path, command: str) -> None:
 def judge_own(command: str, ranks: int, folder: Path, variables: Mapping[str, str], *inside: str) -> None:
     """Whether the command has started so many ranks of a program."""
     (folder / "train.py").write_text(
-        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], ';')"
+        "import os; print('rank {RANK} of {WORLD_SIZE};\\n'.format(**os.environ), end='')"  # at once
     )
     printed = finish(begin(command, variables, inside))
     printed += "".join(path.read_text() for path in folder.glob("zerokit-*.log"))
-    assert set(re.findall(r"rank (\d+) of (\d+) ;", printed)) == {
+    assert set(re.findall(r"rank (\d+) of (\d+);", printed)) == {
         (str(rank), str(ranks)) for rank in range(ranks)
     }
 

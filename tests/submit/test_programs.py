@@ -11,6 +11,9 @@ from click.testing import CliRunner, Result
 
 from tests.submit.manifests import require_known
 from tests.support.programs import Programs
+from zerokit.bench.record.record import Record, read_record
+from zerokit.bench.record.settings import Settings
+from zerokit.bench.record.status import Status
 from zerokit.cli import cli
 from zerokit.submit import jobs
 
@@ -82,11 +85,39 @@ def test_a_script_too_large_for_kubernetes_is_refused() -> None:
     assert (done.exit_code, "at most 1 MiB" in " ".join(done.stderr.split())) == (2, True)
 
 
-def test_submitted_pods_are_followed_and_the_first_ones_log_is_shown(programs: Programs) -> None:
-    end = json.dumps({"status": {"conditions": [{"type": "Complete", "status": "True"}]}})
+def kubectl(programs: Programs, end: str) -> None:
+    """A `kubectl` whose jobs have ended so, with what is in the file `log`."""
+    state = json.dumps({"status": {"conditions": [{"type": end, "status": "True"}]}})
     programs.put(
-        "kubectl", f"""case "$1" in create) cat >created;; get) echo '{end}';; logs) echo a word;; esac"""
+        "kubectl", f"""case "$1" in create) cat >made;; get) echo '{state}';; logs) cat log;; esac"""
     )
+
+
+@pytest.mark.parametrize(("end", "code"), [("Complete", 0), ("Failed", 1)])
+def test_submitted_pods_are_followed_and_the_first_ones_log_is_shown(
+    programs: Programs, end: str, code: int
+) -> None:
+    kubectl(programs, end)
+    Path("log").write_text("a word\n")
     done = launch("kubernetes", "--container-image i --submit --job-name a", "train.py")
-    assert (done.exit_code, done.stdout) == (0, "a word\n"), done.output
-    assert [made["kind"] for made in yaml.safe_load_all(Path("created").read_text())][-1] == "TrainJob"
+    assert (done.exit_code, done.stdout) == (code, "a word\n"), done.output
+    assert [made["kind"] for made in yaml.safe_load_all(Path("made").read_text())][-1] == "TrainJob"
+
+
+def test_the_record_of_a_bench_that_failed_is_fetched(programs: Programs) -> None:
+    """What torchrun prints after it says less."""
+    kubectl(programs, "Failed")
+    failed = Record(
+        id="a",
+        cell=Settings().key,
+        sweep=None,
+        status=Status.OUT_OF_MEMORY,
+        created="2026-11-28T00:00:00+00:00",
+        settings=Settings(),
+        reason="too large",
+    )
+    Path("log").write_text(f"a line\n{failed.to_json()}zerokit FAILED\n")
+    words = "--launcher kubernetes --container-image i --submit --no-mlflow --output out.json"
+    done = CliRunner().invoke(cli, ["bench", *words.split()])
+    assert (done.exit_code, read_record(Path("out.json")).reason) == (4, "too large"), done.output
+    assert "out of memory: too large" in done.stderr

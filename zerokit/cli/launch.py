@@ -72,19 +72,20 @@ def command(
         raise click.UsageError("-m needs a module")
     chosen = choose_launcher(take_options(options), os.environ)
     nodes, devices = nodes or chosen.nodes or 1, visible_devices()
-    ranks = nproc_per_node or chosen.nproc_per_node or chosen.options["gpus_per_node"]
-    ranks = ranks or len(devices) // (nodes if chosen.here else 1) or 1
+    devices_of_node = len(devices) // (nodes if chosen.here else 1)
     if chosen.submits:
         from zerokit.cli.submission import submit_program
 
+        ranks = nproc_per_node or chosen.options["gpus_per_node"] or devices_of_node or 1
         context.exit(submit_program(context, chosen, words, nodes=nodes, ranks=ranks))
+    ranks = nproc_per_node or chosen.nproc_per_node or devices_of_node or 1
     chosen.require_world(nodes, ranks)
     if chosen.member is not None:
         _become_rank(chosen.member, ranks, words)
     if chosen.name == "local":
         if words[0] != "-m" and not Path(words[0]).exists():
             raise click.UsageError(f"the program {words[0]} does not exist")
-        if devices:  # of which each simulated node gets its own
+        if devices and nodes > 1:  # each simulated node gets its own of these
             os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(one.uuid for one in devices))
     from zerokit.launch.interrupts import Interrupts
     from zerokit.launch.rank import is_script

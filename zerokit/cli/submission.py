@@ -142,7 +142,7 @@ def _program_to_kubernetes(
     context: click.Context, chosen: Chosen, program: Sequence[str], shape: Mapping[str, int]
 ) -> int:
     from zerokit.launch.interrupts import Interrupts
-    from zerokit.submit.kubernetes import PROGRAM, follow, render
+    from zerokit.submit.kubernetes import PROGRAM, follow
 
     files, path = {}, Path(program[0])
     if path.is_file():
@@ -150,25 +150,23 @@ def _program_to_kubernetes(
         program = [f"{PROGRAM}/{path.name}", *program[1:]]
         _warn(f"pods get {path.name} alone: what it imports must be in the image")
     pods = pods_of(chosen, {}, torchrun=program, files=files, application="zerokit-launch", **shape)
-    objects = render(pods, chosen.options["form"])
-    if _created(pods, objects, chosen.options, made_by(context), _warn):
+    if _created(context, pods, chosen.options, _warn):
         with Interrupts() as interrupts:
-            click.echo(printable_lines(follow(pods, objects, interrupts, _warn)), nl=False)
+            log, well = follow(pods, chosen.options["form"], interrupts, _warn)
+        click.echo(printable_lines(log), nl=False)
+        return int(not well)
     return 0
 
 
 def _created(
-    pods: Pods,
-    objects: Sequence[dict[str, Any]],
-    options: Mapping[str, Any],
-    comment: str,
-    warn: Callable[[str], None],
+    context: click.Context, pods: Pods, options: Mapping[str, Any], warn: Callable[[str], None]
 ) -> bool:
     """Create the objects if they are to be submitted; False if they were printed instead."""
-    from zerokit.submit.kubernetes import apply, to_yaml
+    from zerokit.submit.kubernetes import apply, render, to_yaml
 
+    objects = render(pods, options["form"])
     if not options["submit"]:
-        click.echo(f"# {comment}\n{to_yaml(objects)}", nl=False)
+        click.echo(f"# {made_by(context)}\n{to_yaml(objects)}", nl=False)
         return False
     apply(objects)
     warn(f"submitted as {options['form']} {pods.name} in namespace {pods.namespace}")
@@ -195,7 +193,7 @@ def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, 
     from zerokit.bench.tracking.push import Tracker, find_records
     from zerokit.cli.display import Display
     from zerokit.launch.interrupts import Interrupts
-    from zerokit.submit.kubernetes import find_json, follow, render
+    from zerokit.submit.kubernetes import find_json, follow
 
     options, cells, tracking = request.chosen.options, request.cells, request.tracking
     if options["submit"] and len(cells) > 1:
@@ -212,7 +210,6 @@ def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, 
         raise click.UsageError(
             "checkpoints would be lost with their pod: give a persistent volume with --pvc CLAIM"
         )
-    objects = render(pods, options["form"])
     if own := sorted({cell.model.partition(":")[0] for cell in cells if ":" in cell.model}):
         click.echo(
             f"zerokit: the image {printable(pods.image)} must have the module {printable(', '.join(own))} on its "
@@ -221,17 +218,17 @@ def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, 
         )
     path = record_path(request.output, cells[0], datetime.now()) if options["submit"] else Path()
     display = Display()
-    if not _created(pods, objects, options, made_by(context), display.warn):
+    if not _created(context, pods, options, display.warn):
         return 0
     with Interrupts() as interrupts, display:
-        log = follow(pods, objects, interrupts, display.warn)
+        log, well = follow(pods, options["form"], interrupts, display.warn)
     record = Record.from_json(find_json(log))
     write_record(record, path)
     if tracking is not None and not served:
         tracker = Tracker(tracking, display.warn, f"zerokit push {shlex.quote(str(path))}")
         tracker.push(find_records([path]))
     _show(path, display, as_json=request.as_json, single=True, log=None)
-    return exit_code([record])
+    return exit_code([record]) or int(not well)
 
 
 def _submit_to_slurm(context: click.Context, request: Request, nodes: int, ranks: int) -> int:

@@ -148,15 +148,9 @@ _Dumper.add_representer(
 )
 
 
-def _metadata(pods: Pods) -> dict[str, Any]:
-    labels = {"app.kubernetes.io/name": pods.application}
-    return {"name": pods.name, "namespace": pods.namespace, "labels": labels}
-
-
-def _queued(pods: Pods) -> dict[str, Any]:
-    """The metadata of the job, which a queue admits."""
-    metadata = _metadata(pods)
-    return metadata | {"labels": metadata["labels"] | _given(**{_QUEUE: pods.queue})}
+def _metadata(pods: Pods, **labels: str | None) -> dict[str, Any]:
+    named = _given(**{"app.kubernetes.io/name": pods.application}, **labels)
+    return {"name": pods.name, "namespace": pods.namespace, "labels": named}
 
 
 def _verbatim(text: str) -> str:
@@ -164,12 +158,11 @@ def _verbatim(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _variables(pods: Pods) -> list[dict[str, Any]]:
-    return [{"name": name, "value": _verbatim(value)} for name, value in pods.variables.items()]
-
-
-def _program(pods: Pods) -> dict[str, Any]:
-    return {"command": ["torchrun"], "args": [_verbatim(word) for word in pods.torchrun]}
+def _torchrun(pods: Pods, variables: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The command of a container, with these variables beside the ranks' own."""
+    own = [{"name": name, "value": _verbatim(value)} for name, value in pods.variables.items()]
+    words = [_verbatim(word) for word in pods.torchrun]
+    return {"command": ["torchrun"], "args": words, **_given(env=[*variables, *own])}
 
 
 def _given(**fields: Any) -> dict[str, Any]:
@@ -251,11 +244,10 @@ def _runtime(pods: Pods) -> dict[str, Any]:
             "spec": {"template": {"spec": _pod(pods, {})}},
         },
     }
-    metadata = _metadata(pods)
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainingRuntime",
-        "metadata": metadata | {"labels": metadata["labels"] | {"trainer.kubeflow.org/framework": "torch"}},
+        "metadata": _metadata(pods, **{"trainer.kubeflow.org/framework": "torch"}),
         "spec": {
             "mlPolicy": {"numNodes": pods.nodes, "torch": {}},
             "template": {"spec": {"failurePolicy": {"maxRestarts": 0}, "replicatedJobs": [job]}},
@@ -267,19 +259,15 @@ def _train_job(pods: Pods) -> dict[str, Any]:
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _queued(pods),
+        "metadata": _metadata(pods, **{_QUEUE: pods.queue}),
         "spec": {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org",
-                "kind": "TrainingRuntime",
-                "name": pods.name,
-            },
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": pods.name},
             "trainer": {
                 "image": pods.image,
                 "numNodes": pods.nodes,
                 "numProcPerNode": pods.ranks,
-                **_program(pods),
-                **_given(env=_variables(pods), resourcesPerNode=_resources(pods)),
+                **_torchrun(pods),
+                **_given(resourcesPerNode=_resources(pods)),
             },
         },
     }
@@ -287,18 +275,14 @@ def _train_job(pods: Pods) -> dict[str, Any]:
 
 def _job_set(pods: Pods) -> dict[str, Any]:
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
-    container = {
-        **_program(pods),
-        "env": [
-            {"name": "PET_NNODES", "value": str(pods.nodes)},
-            {"name": "PET_NPROC_PER_NODE", "value": str(pods.ranks)},
-            {"name": "PET_NODE_RANK", "valueFrom": index},
-            {"name": "PET_MASTER_ADDR", "value": f"{pods.name}-{_NODE}-0-0.{pods.name}"},
-            {"name": "PET_MASTER_PORT", "value": str(_PORT)},
-            *_variables(pods),
-        ],
-        **_given(resources=_resources(pods)),
-    }
+    variables: list[dict[str, Any]] = [
+        {"name": "PET_NNODES", "value": str(pods.nodes)},
+        {"name": "PET_NPROC_PER_NODE", "value": str(pods.ranks)},
+        {"name": "PET_NODE_RANK", "valueFrom": index},
+        {"name": "PET_MASTER_ADDR", "value": f"{pods.name}-{_NODE}-0-0.{pods.name}"},
+        {"name": "PET_MASTER_PORT", "value": str(_PORT)},
+    ]
+    container = _torchrun(pods, variables) | _given(resources=_resources(pods))
     job = {
         "completionMode": "Indexed",
         "completions": pods.nodes,
@@ -312,7 +296,7 @@ def _job_set(pods: Pods) -> dict[str, Any]:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _queued(pods),
+        "metadata": _metadata(pods, **{_QUEUE: pods.queue}),
         "spec": {
             # Ranks look the first node up before it is ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -327,16 +311,12 @@ def apply(objects: Sequence[Mapping[str, Any]]) -> None:
     _kubectl("create", "-f", "-", given=to_yaml(objects))
 
 
-def follow(
-    pods: Pods, objects: Sequence[Mapping[str, Any]], interrupts: Interrupts, show: Callable[[str], None]
-) -> str:
-    """Wait until the job, the last of the objects, ends; returns the log of node 0.
+def follow(pods: Pods, form: str, interrupts: Interrupts, show: Callable[[str], None]) -> tuple[str, bool]:
+    """Wait until the job ends; returns the log of node 0, and whether the job succeeded.
 
-    Raises:
-        LaunchError: the job failed; the message has the end of node 0's log.
-        Interrupted: SIGINT or SIGTERM came; the objects were deleted.
+    Raises `Interrupted` after SIGINT or SIGTERM; what `render` has made was deleted.
     """
-    job = f"{objects[-1]['kind'].lower()}/{pods.name}"
+    job = f"{form}/{pods.name}"
 
     def asked(*words: str) -> str:
         words = (*words, "-n", pods.namespace)
@@ -345,14 +325,11 @@ def follow(
     try:
         last = await_end(lambda: _state(asked("get", job, "-o", "json")), interrupts, f"{job}: ", show)
     except Interrupted:
-        _kubectl("delete", "--ignore-not-found", "--wait=false", "-f", "-", given=to_yaml(objects))
+        _kubectl("delete", "--ignore-not-found", "--wait=false", "-f", "-", given=to_yaml(render(pods, form)))
         raise
     # The pod with index 0: a JobSet of that name runs it in either form.
     label = f"jobset.sigs.k8s.io/jobset-name={pods.name},batch.kubernetes.io/job-completion-index=0"
-    log = asked("logs", "-l", label, "--tail=-1", "--prefix=false")
-    if last.text == "failed":
-        raise LaunchError(f"{job} failed; the end of node 0's log:\n{quote_tail(log)}")
-    return log
+    return asked("logs", "-l", label, "--tail=-1", "--prefix=false"), last.text != "failed"
 
 
 def find_json(log: str) -> str:
