@@ -19,23 +19,25 @@ def log_of(folder: Path, rank: int, name: str = "stdout") -> Path:
 def test_complete_lines_are_shown_once(tmp_path_factory: object, pieces: list[str]) -> None:
     folder = tmp_path_factory.mktemp("logs")  # type: ignore[attr-defined]
     shown: list[str] = []
-    logs, path = RankLogs(folder, shown.append), log_of(folder, 2)
+    logs, path = RankLogs(folder, lambda line, stream: shown.append(line)), log_of(folder, 2)
     with path.open("ab") as file:
         for piece in pieces:
             for part in (piece.encode()[:3], piece.encode()[3:]):  # also in the middle of a character
                 file.write(part)
                 file.flush()
                 logs.look()
-    lines = "".join(pieces).split("\n")[:-1]
+    *lines, rest = "".join(pieces).split("\n")
     assert shown == [f"rank 2: {line}" for line in lines]
+    logs.look(last=True)
+    assert shown[len(lines) :] == ([f"rank 2: {rest}"] if rest else [])
 
 
 def test_every_rank_is_named_and_other_files_are_not_shown(tmp_path: Path) -> None:
-    shown: list[str] = []
+    shown: list[tuple[str, str]] = []
     log_of(tmp_path, 1).write_text("out\n")
     log_of(tmp_path, 3, "stderr").write_text("err\nno end")
     (tmp_path / "rank-3/error.json").write_text("{}\n")
-    logs = RankLogs(tmp_path, shown.append)
+    logs = RankLogs(tmp_path, lambda *what: shown.append(what))
     logs.look()
     logs.look()
-    assert shown == ["rank 1: out", "rank 3: err"]
+    assert shown == [("rank 1: out", "stdout"), ("rank 3: err", "stderr")]

@@ -22,6 +22,8 @@ from zerokit.cli.work import PATH
 if TYPE_CHECKING:
     from zerokit.launch.membership import Membership
 
+_GRACE_SECONDS = 30.0
+"""In which a program that was told to end may save; torchrun gives it as long."""
 _EPILOG = """\b
   zerokit launch --nodes 2 -- train.py --epochs 3
   zerokit launch --launcher ssh --hosts node-0,node-1 -- train.py
@@ -102,6 +104,7 @@ def command(
             log_dir=folder,
             poll=lambda: None,
             to_stderr=False,
+            grace=_GRACE_SECONDS,
         )
 
 

@@ -149,10 +149,13 @@ class Chosen:
 def _followed(
     launch: Launch, *what: Any, log_dir: Path, poll: Callable[[], None], to_stderr: bool = True, **more: Any
 ) -> None:
-    """A launch whose ranks' output is shown."""
+    """A launch whose ranks' output is shown, on stderr alone or each stream on its own."""
     from zerokit.launch.logs import RankLogs
 
-    logs = RankLogs(log_dir, lambda line: click.echo(printable(line), err=to_stderr))
+    def show(line: str, stream: str) -> None:
+        click.echo(printable(line), err=to_stderr or stream == "stderr")
+
+    logs = RankLogs(log_dir, show)
 
     def look() -> None:
         poll()
@@ -161,7 +164,7 @@ def _followed(
     try:
         launch(*what, log_dir=log_dir, poll=look, **more)
     finally:
-        logs.look()
+        logs.look(last=True)
 
 
 def read_variables(given: Sequence[str]) -> dict[str, str]:

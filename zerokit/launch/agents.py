@@ -19,7 +19,7 @@ from zerokit.patience import Patience
 POLL_SECONDS = 0.05
 # A rank whose peer has died fails by itself within moments (its sockets close), and reports why.
 PEERS_FOLLOW_SECONDS = 3.0
-# How long ranks may take to end after SIGTERM or SIGINT before they are killed.
+# How long a bench's ranks may take to end after SIGTERM or SIGINT before they are killed.
 GRACE_SECONDS = 5.0
 # A disk with less room is one on which a rank may have failed to write its log.
 _LEAST_FREE = 64 * 2**10
@@ -48,8 +48,16 @@ class Agent(Protocol):
         """End what is left."""
 
 
-def conduct(agents: Sequence[Agent], logs: Path, interrupts: Interrupts, poll: Callable[[], None]) -> None:
+def conduct(
+    agents: Sequence[Agent],
+    logs: Path,
+    interrupts: Interrupts,
+    poll: Callable[[], None],
+    grace: float = GRACE_SECONDS,
+) -> None:
     """Wait until all agents have ended, or one has failed and the others had time to end; then end what is left.
+
+    After a signal ranks have `grace` seconds to end by themselves.
 
     Raises:
         WorkerFailed: one has failed.
@@ -63,7 +71,7 @@ def conduct(agents: Sequence[Agent], logs: Path, interrupts: Interrupts, poll: C
     except Interrupted as error:
         for agent in agents:
             agent.send_signal(error.signal_number)
-        await_end(agents, GRACE_SECONDS)
+        await_end(agents, grace)
         raise
     finally:
         end_all(agents)

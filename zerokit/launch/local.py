@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from zerokit.launch.agents import conduct
+from zerokit.launch.agents import GRACE_SECONDS, conduct
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.limits import Limit, Limits
 from zerokit.launch.network import free_port
@@ -23,6 +23,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     poll: Callable[[], None] = lambda: None,
     limits: Sequence[Limit] = (),
+    grace: float = GRACE_SECONDS,
 ) -> None:
     """Run `python -m module arguments` on nodes × nproc_per_node ranks and wait for all of them.
 
@@ -36,6 +37,7 @@ def launch(
         environment: variables set for every rank, beside those of this process.
         poll: called about twenty times a second while the ranks run.
         limits: what each rank may use, in rank order; none for as much as there is.
+        grace: the seconds in which ranks may end by themselves after a signal.
 
     Raises:
         WorkerFailed: a rank failed or was killed.
@@ -49,4 +51,4 @@ def launch(
     with Limits(limits) as groups:
         began = groups.put if limits else lambda rank, pid: None
         ranks = Ranks(world, range(nodes * nproc_per_node), [module, *arguments], log_dir, began)
-        conduct([ranks], log_dir, interrupts, poll)
+        conduct([ranks], log_dir, interrupts, poll, grace)

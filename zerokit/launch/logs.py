@@ -7,22 +7,22 @@ from pathlib import Path
 
 
 class RankLogs:
-    """Follows the logs below a launch's folder; `show` takes each complete line, with the rank that printed it."""
+    """Follows the logs below a launch's folder; `show` takes each line, with its rank, and "stdout" or "stderr"."""
 
-    def __init__(self, folder: Path, show: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, show: Callable[[str, str], None]) -> None:
         self._folder, self._show = folder, show
         self._read: dict[Path, int] = {}
 
-    def look(self) -> None:
-        """Show new output; an unfinished last line waits for its end."""
+    def look(self, *, last: bool = False) -> None:
+        """Show new output; a line waits for its end, unless this is the `last` time."""
         for path in sorted(self._folder.glob("rank-*/std*.log")):
             size, start = path.stat().st_size, self._read.get(path, 0)
             if size <= start:
                 continue
             with path.open("rb") as file:
                 file.seek(start)
-                whole, newline, _ = file.read(size - start).rpartition(b"\n")
-            self._read[path] = start + len(whole) + len(newline)
+                *lines, rest = file.read(size - start).split(b"\n")
+            self._read[path] = size - len(rest)
             rank = path.parent.name.removeprefix("rank-")
-            for line in whole.decode(errors="replace").split("\n") if newline else ():
-                self._show(f"rank {rank}: {line}")
+            for line in [*lines, rest] if last and rest else lines:
+                self._show(f"rank {rank}: {line.decode(errors='replace')}", path.stem)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.launch import mail
-from zerokit.launch.agents import conduct
+from zerokit.launch.agents import GRACE_SECONDS, conduct
 from zerokit.launch.failures import LaunchError, name_node, tail
 from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.leader import Lost, Member, dismiss, meet, start_ranks
@@ -147,6 +147,7 @@ def launch_on(
     master_addr: str | None = None,
     connect_seconds: float = _CONNECT_SECONDS,
     follow: bool = False,
+    grace: float = GRACE_SECONDS,
 ) -> None:
     """Run `python -m module arguments` on every host's ranks and wait for all of them, as `local.launch` does here.
 
@@ -162,6 +163,7 @@ def launch_on(
         master_addr: where the others reach node 0; by default the name of its host.
         connect_seconds: how long a node may take to answer.
         follow: whether ranks' logs are sent back while they grow.
+        grace: the seconds in which ranks may end by themselves after a signal.
 
     Raises:
         LaunchError: a node did not answer, or is not equal to this machine.
@@ -184,7 +186,7 @@ def launch_on(
             agents = start_ranks(
                 dict(enumerate(nodes)), world, nproc_per_node, command, log_dir, follow=follow
             )
-            conduct(agents, log_dir, interrupts, poll)
+            conduct(agents, log_dir, interrupts, poll, grace)
         finally:
             dismiss([one for one in nodes if one.hello], 0)
             for one in nodes:
