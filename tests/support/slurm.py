@@ -123,7 +123,7 @@ def cluster(gpus: int = 0) -> Iterator[Cluster]:
 
 
 def _await(condition: Callable[[], bool], made: Cluster) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not condition():
         if time.monotonic() > deadline:
             raise RuntimeError(f"the cluster does not come up: {made.run('sinfo').stdout}\n{made.logs()}")
