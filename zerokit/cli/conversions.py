@@ -13,14 +13,14 @@ from zerokit.cli.work import (
     EXISTING,
     PATH,
     checkpoint_argument,
-    counted,
     json_option,
     note,
     options,
     print_output,
     say,
-    working,
 )
+from zerokit.terminal.working import working
+from zerokit.text import counted
 
 if TYPE_CHECKING:
     from zerokit.checkpoint.formats.convert import Converted

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep, paced
 from zerokit.bench.comparison.cells import make_cells
+from zerokit.bench.comparison.details import notes
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
-from zerokit.cli.details import notes
 from zerokit.cli.display import Display, write_report
-from zerokit.cli.tables import show
-from zerokit.cli.work import mib, ms, rate
+from zerokit.terminal.comparison import show
+from zerokit.text import mib, ms, rate
 
 WIDTHS = (80, 160)
 
