@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -17,12 +17,14 @@ from zerokit.cli.work import (
     say,
 )
 from zerokit.errors import CheckpointError
+from zerokit.terminal.verdicts import differing, verified
 from zerokit.terminal.working import working
 from zerokit.text import counted, decimal_size, printable
 
-if TYPE_CHECKING:
-    from zerokit.checkpoint.diff import Comparison, Difference
-    from zerokit.checkpoint.verify import Report
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        click.echo(line)
 
 
 @click.command()
@@ -76,39 +78,11 @@ def verify(context: click.Context, checkpoint: tuple[Path, ...], every: bool, as
         intact = all(report.intact for report in reports)
         print_json({"intact": intact, "steps": plain} if every else plain[0])
     else:
-        for report in reports:
-            _show_report(report)
+        _print(line for report in reports for line in verified(report))
         if unread := sum(report.unread for report in reports):
             click.echo(f"{counted(unread, 'other step')} of the run not read: --all reads every step")
     if not all(report.intact for report in reports):
         context.exit(1)
-
-
-def _show_report(report: Report) -> None:
-    path = printable(str(report.path))
-    for finding in report.findings:
-        say(str(finding))
-    if report.missing:
-        say(report.missing)
-    if report.without_checksums and report.intact:
-        click.echo(
-            f"{path}: headers and sizes are right; the format has no checksums, so bytes cannot be verified"
-        )
-    elif report.intact:
-        own = ", without its frozen parameters, which are the model's own" if report.without_frozen else ""
-        click.echo(
-            f"{path}: intact: step {report.step} of {counted(report.world or 0, 'rank')}, "
-            f"{counted(report.slices, 'slice')}, {decimal_size(report.bytes_read)} read{own}"
-        )
-    elif report.findings:
-        click.echo(f"{path}: damaged: {counted(len(report.findings), 'finding')}")
-    else:
-        read = f"{decimal_size(report.bytes_read)} read, which are right"
-        click.echo(f"{path}: incomplete: step {report.step} of {counted(report.world or 0, 'rank')}, {read}")
-
-
-_SHOWN = 20
-"""Differences of one stream that are listed; two steps of one run differ in every parameter."""
 
 
 @click.command(
@@ -142,33 +116,9 @@ def diff(context: click.Context, a: Path, b: Path, weights: bool, as_json: bool)
     if as_json:
         print_json({"same": comparison.same} | json_of(comparison))
     else:
-        _print_differences(comparison)
+        _print(differing(comparison))
     if not comparison.same:
         context.exit(1)
-
-
-def _print_differences(comparison: Comparison) -> None:
-    by_stream: dict[str, list[Difference]] = {}
-    for difference in comparison.differences:
-        by_stream.setdefault(difference.stream, []).append(difference)
-    for stream, differences in by_stream.items():
-        for one in differences[:_SHOWN]:
-            sides = " → ".join(_short(side) for side in (one.a, one.b) if side is not None)
-            say(f"{one.change:7}  {stream}/{one.name}  {sides}")
-        if len(differences) > _SHOWN:
-            click.echo(
-                f"         and {len(differences) - _SHOWN} more of {printable(stream)} (--json lists all)"
-            )
-    for line in comparison.layout:
-        say(f"layout   {line} (no difference of the state)")
-    differ = counted(len(comparison.differences), "difference") if comparison.differences else "no difference"
-    alone = " of the weights" if comparison.weights else ""
-    rounded = f", {comparison.rounded} of them rounded as the other side is" if comparison.rounded else ""
-    click.echo(f"{differ}{alone}; {comparison.equal} equal by CRC-32{rounded}")
-
-
-def _short(side: str) -> str:
-    return side if len(side) <= 60 else f"{side[:59]}…"
 
 
 @click.command(

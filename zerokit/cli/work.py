@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from zerokit.files import path_of
-from zerokit.text import counted, decimal_size, printable
+from zerokit.text import printable
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -91,17 +90,6 @@ def json_of(value: Any) -> Any:
 def print_json(value: Any) -> None:
     """Print a result as one JSON document on stdout."""
     click.echo(json.dumps(value, indent=2, allow_nan=False))
-
-
-def print_output(output: Path, as_json: bool, **more: object) -> str:
-    """Print a command's result on stdout, the path or JSON with its files; returns their number and size as text."""
-    paths = sorted(path for path in output.rglob("*") if path.is_file())
-    files = {str(path.relative_to(output)): path.stat().st_size for path in paths}
-    if as_json:
-        print_json({"output": str(output), **more, "files": files})
-    else:  # unchanged for a program, escaped for a terminal
-        click.echo(printable(str(output)) if sys.stdout.isatty() else output)
-    return f"{counted(len(files), 'file')}, {decimal_size(sum(files.values()))}"
 
 
 class Finite(click.FloatRange):
