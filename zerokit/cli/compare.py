@@ -107,9 +107,10 @@ def _compare(
     as_json: bool,
     tracking_uri: str | None,
 ) -> None:
-    from zerokit.bench.comparison.cells import each_once, make_cells
+    from zerokit.bench.comparison.cells import make_cells
     from zerokit.bench.comparison.differences import Rule, disagreements, known_metric, regressions
     from zerokit.bench.comparison.plain import plain
+    from zerokit.bench.comparison.runs import compared
     from zerokit.bench.report import github as hub
     from zerokit.bench.tracking.store import load_run
     from zerokit.terminal.comparison import show
@@ -120,19 +121,8 @@ def _compare(
         raise UsageError(
             "name at least one RUN: a record, a folder of records, or an MLflow run or experiment"
         )
-    runs = [load_run(name, tracking_uri) for name in dict.fromkeys(names)]
-    labels = [cell.label for cell in make_cells(runs)]
-    by_label = baseline not in names and baseline in labels
-    if baseline is not None and not by_label:
-        first = next((run for run in runs if run.name == baseline), None)
-        try:
-            first = first or load_run(baseline, tracking_uri)
-        except UsageError as error:
-            raise UsageError(f"--baseline: {error}; or name a cell: {', '.join(map(repr, labels))}") from None
-        runs = [first, *(run for run in runs if run is not first)]
-    runs, ignored = each_once(runs)
+    runs, label, ignored = compared(names, baseline, lambda name: load_run(name, tracking_uri))
     note(f"{name} is ignored: all its records are in an earlier RUN" for name in ignored)
-    label = baseline if by_label else None
     cells = make_cells(runs, label)
     broken = regressions(parsed, cells)
     differing = [] if tolerance is None else disagreements(cells, tolerance)

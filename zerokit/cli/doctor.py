@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from zerokit.cli.bench_options import setting_option
 from zerokit.cli.launcher_options import launcher_options, take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, join
 from zerokit.cli.work import PATH, Finite, json_option, print_json, tracking_uri_option
-from zerokit.terminal.doctor import show
-from zerokit.terminal.screen import text
 
 if TYPE_CHECKING:
     from zerokit.doctor.examine import Plan, Report
@@ -102,6 +99,8 @@ def command(
         if as_json:
             print_json(report.plain())
         else:
+            from zerokit.terminal.doctor import show
+
             show(report)
         return report.exit_code
 
@@ -109,8 +108,11 @@ def command(
 
 
 def _examined(plan: Plan, chosen: Chosen, leader: Leader | None, quick: bool) -> Report:
+    from rich.console import Console
+
     from zerokit.doctor.examine import examine, examine_quickly
     from zerokit.launch.interrupts import Interrupts
+    from zerokit.terminal.screen import text
 
     if quick:
         return examine_quickly(plan)

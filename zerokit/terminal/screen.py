@@ -65,15 +65,12 @@ def headed(
     rows = list(rows)
     table = Table(box=None, **look)
     for number, head in enumerate(heads):
-        cells = [row[number].plain for row in rows if number < len(row)]
-        lines = [
-            part for cell in [*cells, *([] if head.wraps else [head.title])] for part in cell.split("\n")
-        ]
+        whole = [row[number].plain for row in rows if number < len(row)] + [head.title] * (not head.wraps)
         table.add_column(
             Text(head.title),
             justify="right" if head.right else "left",
             no_wrap=not head.wraps,
-            min_width=max(map(cell_len, lines), default=0),
+            min_width=max(map(cell_len, "\n".join(whole).split("\n"))),
             style=head.style,
         )
     for number, row in enumerate(rows):

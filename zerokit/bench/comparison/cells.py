@@ -79,20 +79,6 @@ class Cell:
         return None if (measured := self.measure(name)) is None else measured.value
 
 
-def each_once(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """The runs with each record in the first that has it, and the names of those that have no other."""
-    seen: set[str] = set()
-    kept, ignored = [], []
-    for run in runs:
-        fresh = tuple(record for record in run.records if record.id not in seen)
-        seen |= {record.id for record in fresh}
-        if fresh:
-            kept.append(Run(run.name, fresh))
-        else:
-            ignored.append(run.name)
-    return kept, ignored
-
-
 def make_cells(runs: Sequence[Run], baseline: str | None = None) -> list[Cell]:
     """The cells of all runs in display order, with their labels and baselines. Repetitions are grouped within a run.
 
