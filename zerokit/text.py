@@ -11,6 +11,7 @@ _LOGIN = re.compile(r"(?<=://)(?:[^:/\s]*:[^\s'\"]*|[^/\s?#]*)@")
 _NAMES = "password|passwd|pwd|token|secret|api_?key|access_?key|odbc_connect"
 _PARAMETER = re.compile(rf"([?&;][\w.-]*(?:{_NAMES})[\w.-]*=)[^&;\s'\"]+", re.IGNORECASE)
 
+_MIB = 2**20
 
 MOST_LETTERS = 2000
 """The limit of one line: a name in a hostile file can have millions."""
@@ -58,3 +59,35 @@ def in_runs(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def decimal_size(size_bytes: int) -> str:
+    """A size in the largest fitting power of 1000: "2.2 GB"."""
+    if size_bytes < 1000:
+        return f"{size_bytes} bytes"
+    power = min((len(str(size_bytes)) - 1) // 3, 5)
+    return f"{size_bytes / 1000**power:.1f} {'bkMGTP'[power]}B"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 rank, 2 ranks."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ms(value: float) -> str:
+    """A time in milliseconds, or in seconds from ten seconds on."""
+    return f"{value:,.1f} ms" if abs(value) < 10_000 else f"{value / 1000:,.2f} s"
+
+
+def mib(size_bytes: float) -> str:
+    """A size in MiB; in GiB from ten GiB on, and in KiB below a tenth of a MiB."""
+    if 0 < size_bytes < _MIB / 10:
+        return f"{size_bytes / 1024:,.1f} KiB"
+    if size_bytes >= 10 * 1024 * _MIB:
+        return f"{size_bytes / _MIB / 1024:,.1f} GiB"
+    return f"{size_bytes / _MIB:,.1f} MiB"
+
+
+def rate(value: float) -> str:
+    """A number without decimals from a hundred on, otherwise with three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

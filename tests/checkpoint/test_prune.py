@@ -35,9 +35,9 @@ from zerokit.checkpoint.run import (
     stated_checksum,
     steps_to_supersede,
 )
-from zerokit.cli.work import decimal_size
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.process import Process
+from zerokit.text import decimal_size
 
 LAYOUT = example_layout(1)
 

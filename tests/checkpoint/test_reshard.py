@@ -35,9 +35,9 @@ from tests.support.crashes import read_tree
 from zerokit.checkpoint import copying
 from zerokit.checkpoint.formats.huggingface_writer import parse_size
 from zerokit.checkpoint.source import from_array, to_array
-from zerokit.cli.work import decimal_size
 from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Layout, Parameter, Segment, build_layout
+from zerokit.text import decimal_size
 
 parameters = st.lists(
     st.builds(

@@ -57,7 +57,7 @@ def zerokit_inside(
         stack.enter_context(mock.patch.object(tempfile, "tempdir", None))
         stack.enter_context(mock.patch.object(ranks, "start_rank", Rank))
         stack.enter_context(mock.patch.object(agents, "PEERS_FOLLOW_SECONDS", FOLLOW_SECONDS))
-        stack.enter_context(mock.patch("zerokit.cli.display._LINE_SECONDS", math.inf))
+        stack.enter_context(mock.patch("zerokit.terminal.bars._LINE_SECONDS", math.inf))
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(contextlib.redirect_stdout(said))
         stack.enter_context(contextlib.redirect_stderr(errors))

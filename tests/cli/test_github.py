@@ -18,8 +18,8 @@ from tests.bench.records import make_cell
 from tests.cli.commands import zerokit_forked
 from zerokit.bench.record.record import write_record
 from zerokit.bench.record.status import Status
+from zerokit.bench.report.github import Annotation
 from zerokit.cli import cli
-from zerokit.cli.github import annotation
 
 RULE = ("--fail-on", "step/p50_ms:3%")
 EVIL = "\n::error::owned ##[add-mask]e %0A::warning:: <img src=x onerror=1> | `x` [a](http://b) @team www.evil.org"
@@ -145,7 +145,7 @@ def test_names_in_records_are_no_commands_and_no_markup(folder: Path) -> None:
 
 
 def test_commands_are_escaped() -> None:
-    text = annotation("error", "a:b,c%\n", "50%\r\n::error::x")
+    text = str(Annotation("error", "a:b,c%\n", "50%\r\n::error::x"))
     assert text == "::error title=a%3Ab%2Cc%25%0A::50%25%0D%0A::error::x"
     assert commands(text) == [("error", {"title": "a:b,c%\n"}, "50%\r\n::error::x")]
 

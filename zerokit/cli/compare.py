@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from zerokit.cli.work import Finite, Name, json_option, note, say, tracking_uri_option
-from zerokit.errors import UsageError
-
-if TYPE_CHECKING:
-    from zerokit.bench.record.record import Run
+from zerokit.errors import UsageError, ZerokitError
+from zerokit.text import printable
 
 
 def _metrics() -> list[str]:
@@ -83,10 +83,16 @@ def command(*, github: bool, as_json: bool, **options: Any) -> None:
     With one RUN, all its cells are compared with the first. With several, cells are matched by the settings that vary
     within the runs, such as engine and stage; all other differences between settings are listed.
     """
-    from zerokit.cli.github import annotated_errors
-
-    with annotated_errors(err=as_json) if github else nullcontext():
+    try:
         _compare(github=github, as_json=as_json, **options)
+    except ZerokitError as error:
+        if not github:
+            raise
+        from zerokit.bench.report.github import Annotation
+
+        told = Annotation("error", "zerokit compare", printable(str(error)))
+        click.echo(str(told), err=as_json)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 def _compare(
@@ -103,9 +109,11 @@ def _compare(
 ) -> None:
     from zerokit.bench.comparison.cells import make_cells
     from zerokit.bench.comparison.differences import Rule, disagreements, known_metric, regressions
+    from zerokit.bench.comparison.plain import plain
+    from zerokit.bench.comparison.runs import compared
+    from zerokit.bench.report import github as hub
     from zerokit.bench.tracking.store import load_run
-    from zerokit.cli.github import inert_json, no_commands, report
-    from zerokit.cli.tables import comparison_json, show
+    from zerokit.terminal.comparison import show
 
     parsed = [Rule.parse(rule) for rule in rules]
     shown = [known_metric(name) for name in metrics]
@@ -113,18 +121,8 @@ def _compare(
         raise UsageError(
             "name at least one RUN: a record, a folder of records, or an MLflow run or experiment"
         )
-    runs = [load_run(name, tracking_uri) for name in dict.fromkeys(names)]
-    labels = [cell.label for cell in make_cells(runs)]
-    by_label = baseline not in names and baseline in labels
-    if baseline is not None and not by_label:
-        first = next((run for run in runs if run.name == baseline), None)
-        try:
-            first = first or load_run(baseline, tracking_uri)
-        except UsageError as error:
-            raise UsageError(f"--baseline: {error}; or name a cell: {', '.join(map(repr, labels))}") from None
-        runs = [first, *(run for run in runs if run is not first)]
-    runs = _once(runs)
-    label = baseline if by_label else None
+    runs, label, ignored = compared(names, baseline, lambda name: load_run(name, tracking_uri))
+    note(f"{name} is ignored: all its records are in an earlier RUN" for name in ignored)
     cells = make_cells(runs, label)
     broken = regressions(parsed, cells)
     differing = [] if tolerance is None else disagreements(cells, tolerance)
@@ -134,36 +132,26 @@ def _compare(
         write_comparison(runs, html, label)
         say(f"report  {html}", err=True)
     if as_json:
-        text = comparison_json(cells, broken, differing)
-        click.echo(inert_json(text) if github else text)
+        text = json.dumps(plain(cells, broken, differing), indent=2, allow_nan=False)
+        click.echo(hub.inert_json(text) if github else text)
     else:
         from rich.console import Console
 
-        with no_commands() if github else nullcontext():
+        with hub.no_commands(click.echo) if github else nullcontext():
             show(Console(highlight=False), cells, shown)
     if github:
-        wanted = [*shown, *(rule.metric for rule in parsed)]
-        gated = bool(parsed) or tolerance is not None
-        report(cells, broken, differing, wanted, gated=gated, err=as_json)
+        told = hub.annotate(cells, broken, differing, gated=bool(parsed) or tolerance is not None)
+        for command in hub.commands(told):
+            click.echo(command, err=as_json)
+        if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+            hub.append_summary(Path(summary), told, cells, [*shown, *(rule.metric for rule in parsed)])
+        else:
+            note(
+                ["GITHUB_STEP_SUMMARY is not set, so there is no summary: this is no step of GitHub Actions"]
+            )
     else:
         note([*(one.message for one in broken), *differing])
     if differing or any(one.known for one in broken):
         sys.exit(3)
     if broken:
         sys.exit(4)
-
-
-def _once(runs: list[Run]) -> list[Run]:
-    """Each record in the first run that has it."""
-    from zerokit.bench.record.record import Run
-
-    seen: set[str] = set()
-    kept = []
-    for run in runs:
-        fresh = tuple(record for record in run.records if record.id not in seen)
-        seen |= {record.id for record in fresh}
-        if fresh:
-            kept.append(Run(run.name, fresh))
-        else:
-            note([f"{run.name} is ignored: all its records are in an earlier RUN"])
-    return kept

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,14 +14,14 @@ from zerokit.cli.work import (
     EXISTING,
     PATH,
     checkpoint_argument,
-    counted,
     json_option,
     note,
     options,
-    print_output,
+    print_json,
     say,
-    working,
 )
+from zerokit.terminal.working import working
+from zerokit.text import counted, decimal_size, printable
 
 if TYPE_CHECKING:
     from zerokit.checkpoint.formats.convert import Converted
@@ -84,6 +85,34 @@ def _weights(prefix: str) -> Callable[[F], F]:
     )
 
 
+def _converted(task: str, checkpoint: tuple[Path, ...], output: Path | None, **how: Any) -> Converted:
+    from zerokit.checkpoint.formats.convert import convert
+
+    with working(task) as progress:
+        return convert(checkpoint, output, progress=progress, **how)
+
+
+def _tell(
+    output: Path,
+    as_json: bool,
+    about: Mapping[str, object],
+    written: str,
+    *,
+    verified: bool = True,
+    reminder: str = "",
+) -> None:
+    """Print the path on stdout, or in JSON what is known `about` it and its files; and on stderr what was `written`."""
+    paths = sorted(path for path in output.rglob("*") if path.is_file())
+    files = {str(path.relative_to(output)): path.stat().st_size for path in paths}
+    if as_json:
+        print_json({"output": str(output), **about, "files": files})
+    else:  # unchanged for a program, escaped for a terminal
+        click.echo(printable(str(output)) if sys.stdout.isatty() else output)
+    size = f"{counted(len(files), 'file')}, {decimal_size(sum(files.values()))}"
+    checked = "verified and synced" if verified else "synced (its source has no checksums)"
+    say(f"{output}: {written}, {size}, {checked}{reminder}", err=True)
+
+
 @click.command(epilog=_EPILOG)
 @checkpoint_argument
 @click.option("--to", "world", type=click.IntRange(min=1), required=True, help="Number of ranks.")
@@ -104,21 +133,15 @@ def reshard(checkpoint: tuple[Path, ...], world: int, output: Path | None, as_js
     checkpoint of DeepSpeed or DCP (FSDP2) keeps its format: convert writes another one. zerokit.load and bench
     --resume do not need this: they take a checkpoint of any number of ranks.
     """
-    from zerokit.checkpoint.formats import convert as conversions
-
-    with working("resharding") as progress:
-        done = conversions.convert(checkpoint, output, world=world, progress=progress, **how)
-    files = print_output(done.output, as_json, world=world, step=str(done.path))
+    done = _converted("resharding", checkpoint, output, world=world, **how)
     reminder = (
-        "zerokit.load and bench --resume read any number of ranks without resharding"
+        "; zerokit.load and bench --resume read any number of ranks without resharding"
         if done.format == "zerokit"
-        else f"in the source's format ({done.format}): zerokit convert writes another one"
+        else f"; in the source's format ({done.format}): zerokit convert writes another one"
     )
-    say(
-        f"{done.output}: step {done.step} of {counted(done.source_world, 'rank')} cut for {world:,}, "
-        f"{files}, {_checked(done)}; {reminder}",
-        err=True,
-    )
+    about = {"world": world, "step": str(done.path)}
+    written = f"step {done.step} of {counted(done.source_world, 'rank')} cut for {world:,}"
+    _tell(done.output, as_json, about, written, verified=done.verified, reminder=reminder)
 
 
 @click.command(epilog=_EPILOG)
@@ -144,29 +167,21 @@ def convert(checkpoint: tuple[Path, ...], output: Path | None, as_json: bool, **
     Masters, moments, step counts, frozen parameters and buffers are copied and verified; no framework is imported and
     no pickle is executed.
     """
-    from zerokit.checkpoint.formats import convert as conversions
-
     if output is None and len(checkpoint) > 1:
         *checkpoints, output = checkpoint
         if len(checkpoints) > 1:
             raise click.UsageError("several directories have one output: name it with -o.")
         checkpoint = tuple(checkpoints)
-    with working("converting") as progress:
-        done = conversions.convert(checkpoint, output, progress=progress, **how)
-    source = {"format": done.source_format, "world": done.source_world}
-    files = print_output(
-        done.output, as_json, format=done.format, world=done.world, step=str(done.path), source=source
-    )
+    done = _converted("converting", checkpoint, output, **how)
     ranks = f", {counted(done.world, 'rank')}" if done.format != "huggingface" else ""
-    say(
-        f"{done.output}: step {done.step} of {done.source_format} as {done.format}{ranks}, {files}, {_checked(done)}",
-        err=True,
-    )
-
-
-def _checked(done: Converted) -> str:
-    unsure = done.source_format == "huggingface"
-    return "synced (its source has no checksums)" if unsure else "verified and synced"
+    written = f"step {done.step} of {done.source_format} as {done.format}{ranks}"
+    about = {
+        "format": done.format,
+        "world": done.world,
+        "step": str(done.path),
+        "source": {"format": done.source_format, "world": done.source_world},
+    }
+    _tell(done.output, as_json, about, written, verified=done.verified)
 
 
 @click.command(epilog=_EPILOG)
@@ -187,16 +202,10 @@ def consolidate(checkpoint: tuple[Path, ...], output: Path | None, as_json: bool
     The result is model.safetensors, or several such files with an index. Only the first of tied weights is written.
     With --like, the folder is one that from_pretrained takes.
     """
-    from zerokit.checkpoint.formats import convert as conversions
-
-    with working("consolidating") as progress:
-        done = conversions.convert(checkpoint, output, format="huggingface", progress=progress, **how)
-    written = {"step": done.step, "dtypes": list(done.dtypes), "source": {"format": done.source_format}}
-    files = print_output(done.output, as_json, **written)
-    say(
-        f"{done.output}: weights of step {done.step} in {', '.join(done.dtypes)}, {files}, {_checked(done)}",
-        err=True,
-    )
+    done = _converted("consolidating", checkpoint, output, format="huggingface", **how)
+    written = f"weights of step {done.step} in {', '.join(done.dtypes)}"
+    about = {"step": done.step, "dtypes": list(done.dtypes), "source": {"format": done.source_format}}
+    _tell(done.output, as_json, about, written, verified=done.verified)
 
 
 @click.command(epilog=_EPILOG)
@@ -222,8 +231,4 @@ def gather(nodes: tuple[Path, ...], output: Path, as_json: bool, **how: Any) -> 
         "mended": list(done.mended),
         "notes": list(done.notes),
     }
-    files = print_output(done.output, as_json, **about)
-    say(
-        f"{done.output}: step {done.step} of {counted(done.world, 'rank')}, {files}, verified and synced",
-        err=True,
-    )
+    _tell(done.output, as_json, about, f"step {done.step} of {counted(done.world, 'rank')}")

@@ -1,25 +1,17 @@
-"""`zerokit doctor`: passed checks are in a table, then come warnings, and faults last, nearest to the prompt."""
+"""`zerokit doctor`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from zerokit.cli.bench_options import setting_option
-from zerokit.cli.details import NARROWEST, annotate
 from zerokit.cli.launcher_options import launcher_options, take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, join
-from zerokit.cli.work import PATH, Finite, counted, json_option, print_json, tracking_uri_option
-from zerokit.doctor.findings import Finding, Severity
-from zerokit.text import printable
+from zerokit.cli.work import PATH, Finite, json_option, print_json, tracking_uri_option
 
 if TYPE_CHECKING:
     from zerokit.doctor.examine import Plan, Report
@@ -107,6 +99,8 @@ def command(
         if as_json:
             print_json(report.plain())
         else:
+            from zerokit.terminal.doctor import show
+
             show(report)
         return report.exit_code
 
@@ -114,89 +108,14 @@ def command(
 
 
 def _examined(plan: Plan, chosen: Chosen, leader: Leader | None, quick: bool) -> Report:
+    from rich.console import Console
+
     from zerokit.doctor.examine import examine, examine_quickly
     from zerokit.launch.interrupts import Interrupts
+    from zerokit.terminal.screen import text
 
     if quick:
         return examine_quickly(plan)
     console = Console(stderr=True, highlight=False)
     with Interrupts() as interrupts, console.status("looking around") as status:
-        return examine(
-            plan, chosen.launch(interrupts, leader), lambda text: status.update(Text(printable(text)))
-        )
-
-
-_STYLES = {
-    Severity.OK: "green",
-    Severity.SKIPPED: "dim",
-    Severity.WARNING: "yellow",
-    Severity.FAULT: "bold red",
-}
-_GAP = 2
-
-
-def show(report: Report) -> None:
-    """Print the report on stdout."""
-    console = Console(highlight=False)
-    console.width = max(console.width, NARROWEST)
-    quiet = [one for one in report.findings if one.severity in (Severity.OK, Severity.SKIPPED)]
-    console.print(_heading(report), Text(), _table(quiet), sep="\n")
-    for kind in (Severity.WARNING, Severity.FAULT):
-        for one in report.findings:
-            if one.severity is kind:
-                console.print(Text(), *_explained(one), sep="\n")
-    console.print(Text(), _summary(report), sep="\n")
-
-
-def _heading(report: Report) -> Text:
-    plan = report.plan
-    what = (
-        "this machine, no ranks started"
-        if report.quick
-        else f"{counted(plan.nodes, 'node')} × {counted(plan.nproc_per_node, 'rank')}"
-    )
-    return Text(f"zerokit doctor: {report.here.seat.host}, {what}", style="bold")
-
-
-def _table(findings: Sequence[Finding]) -> Table:
-    rows = []
-    for one in findings:
-        style = "dim" if one.severity is Severity.SKIPPED else ""
-        text = f"{one.where}: {one.found}" if one.where else one.found
-        cells = (
-            Text(one.severity, _STYLES[one.severity]),
-            Text(one.code, style),
-            Text(one.check, style),
-        )
-        rows.append((cells, Text(printable(text), style)))
-    return annotate(rows)
-
-
-def _explained(one: Finding) -> list[RenderableType]:
-    head = Text()
-    head.append(one.severity, _STYLES[one.severity])
-    head.append(f"  {one.code}  {one.check}", "bold")
-    if one.where:
-        head.append(f", {printable(one.where)}")
-    lines = Table(box=None, padding=(0, _GAP, 0, 0), show_header=False, pad_edge=False)
-    lines.add_column("what", no_wrap=True, style="dim")
-    lines.add_column("text", overflow="fold")
-    for name, text in (("found", one.found), ("means", one.meaning), ("do", one.remedy)):
-        if text:
-            lines.add_row(name, Text(printable(text)))
-    return [head, Padding(lines, (0, 0, 0, _GAP))]
-
-
-def _summary(report: Report) -> Text:
-    counts = report.counts()
-    faults, warnings = counts[Severity.FAULT], counts[Severity.WARNING]
-    style = _STYLES[Severity.FAULT if faults else Severity.WARNING if warnings else Severity.OK]
-    answers = ", ".join(
-        [
-            counted(faults, "fault") if faults else "no fault",
-            counted(warnings, "warning") if warnings else "no warning",
-            f"{counts[Severity.OK]} ok",
-            *([f"{counts[Severity.SKIPPED]} skipped"] if counts[Severity.SKIPPED] else []),
-        ]
-    )
-    return Text(answers, style=style)
+        return examine(plan, chosen.launch(interrupts, leader), lambda phase: status.update(text(phase)))

@@ -146,7 +146,7 @@ def command(
     if as_json:
         print_json(plain(found))
     else:
-        from zerokit.cli.plan_tables import show
+        from zerokit.terminal.plan import show
 
         show(found, every=every, page=page)
     context.exit(0 if found.fitting else 4)

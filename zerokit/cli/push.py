@@ -25,9 +25,8 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     For benches that ran without a tracking server, or whose server failed. Each record has one run, however often
     it is pushed, and even if it was tracked while it ran.
     """
-    from zerokit.bench.tracking.push import Done, Mirror, find_records, push
+    from zerokit.bench.tracking.push import Done, Mirror, find_records, open_lines, push
     from zerokit.bench.tracking.store import Tracking, resolve_uri
-    from zerokit.cli.display import open_lines
     from zerokit.launch.interrupts import Interrupts
 
     records = find_records(paths)

@@ -1,12 +1,10 @@
-"""Commands in common: words, options, long work with a progress bar and a clean end after signals, and results."""
+"""Commands in common: options and their types, lines and results."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,47 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from zerokit.files import path_of
-from zerokit.launch.interrupts import Interrupts
 from zerokit.text import printable
-
-MIB = 2**20
-
-
-def decimal_size(size_bytes: int) -> str:
-    """A size in the largest fitting power of 1000: "2.2 GB"."""
-    if size_bytes < 1000:
-        return f"{size_bytes} bytes"
-    power = min((len(str(size_bytes)) - 1) // 3, 5)
-    return f"{size_bytes / 1000**power:.1f} {'bkMGTP'[power]}B"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: 1 rank, 2 ranks."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def ms(value: float) -> str:
-    """A time in milliseconds, or in seconds from ten seconds on."""
-    return f"{value:,.1f} ms" if abs(value) < 10_000 else f"{value / 1000:,.2f} s"
-
-
-def mib(size_bytes: float) -> str:
-    """A size in MiB; in GiB from ten GiB on, and in KiB below a tenth of a MiB."""
-    if 0 < size_bytes < MIB / 10:
-        return f"{size_bytes / 1024:,.1f} KiB"
-    if size_bytes >= 10 * 1024 * MIB:
-        return f"{size_bytes / MIB / 1024:,.1f} GiB"
-    return f"{size_bytes / MIB:,.1f} MiB"
-
-
-def rate(value: float) -> str:
-    """A number without decimals from a hundred on, otherwise with three digits."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def loss(value: float | None) -> str:
-    """A loss with four digits; None, in a record, stands for a diverged one."""
-    return "not finite" if value is None else f"{value:.4f}"
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -118,52 +76,6 @@ experiment_option = click.option(
 )
 
 
-@contextmanager
-def byte_bar(task: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A callback for the bytes done and the total; None if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True, highlight=False)
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
-        number = progress.add_task(task, total=None)
-
-        def show(done: int, total: int) -> None:
-            progress.update(number, completed=done, total=total)
-
-        yield show
-
-
-@contextmanager
-def working(task: str) -> Iterator[Callable[[int, int], None]]:
-    """A callback for frequent calls with the bytes done and the total; raises `Interrupted` after a signal."""
-    with Interrupts() as interrupts, byte_bar(task) as show:
-
-        def progress(done: int, total: int) -> None:
-            interrupts.check()
-            if show is not None:
-                show(done, total)
-
-        yield progress
-
-
 def json_of(value: Any) -> Any:
     """A result as JSON data: dataclasses by their fields, or as their `plain()` says, and paths as text."""
     if hasattr(value, "plain"):
@@ -178,17 +90,6 @@ def json_of(value: Any) -> Any:
 def print_json(value: Any) -> None:
     """Print a result as one JSON document on stdout."""
     click.echo(json.dumps(value, indent=2, allow_nan=False))
-
-
-def print_output(output: Path, as_json: bool, **more: object) -> str:
-    """Print a command's result on stdout, the path or JSON with its files; returns their number and size as text."""
-    paths = sorted(path for path in output.rglob("*") if path.is_file())
-    files = {str(path.relative_to(output)): path.stat().st_size for path in paths}
-    if as_json:
-        print_json({"output": str(output), **more, "files": files})
-    else:  # unchanged for a program, escaped for a terminal
-        click.echo(printable(str(output)) if sys.stdout.isatty() else output)
-    return f"{counted(len(files), 'file')}, {decimal_size(sum(files.values()))}"
 
 
 class Finite(click.FloatRange):

@@ -1,1 +1,1 @@
-"""HTML pages and pictures of benches, made from their records."""
+"""HTML pages and pictures of benches, and what GitHub shows of a comparison, made from their records."""

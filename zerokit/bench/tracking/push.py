@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import hashlib
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,7 @@ from zerokit.bench.tracking.content import Status, Tag, moment_ms, sweep_status
 from zerokit.bench.tracking.micro import MAIN, SuiteFile, push_suite, read_suite
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError
 from zerokit.errors import UsageError, ZerokitError
+from zerokit.text import without_secrets
 
 Pushed = Literal["new", "completed", "there", "left out"]
 # "Out of memory" and "unsupported" are results.
@@ -251,3 +253,19 @@ class Tracker:
             self.warn(
                 f"{error}\nno result is lost, because records are on disk. When MLflow is reachable: {self.later}"
             )
+
+    @property
+    def lines(self) -> list[str]:
+        """How to open the MLflow run, or to repeat a failed write; empty without MLflow."""
+        if self.lost:
+            return [f"MLflow  not complete; later: {self.later}"]
+        if self.tracking is None or self.run_id is None:
+            return []
+        return [f"MLflow  run {self.run_id}", *open_lines(self.tracking.uri, self.page, self.view)]
+
+
+def open_lines(uri: str, page: str | None, view: str | None = None) -> list[str]:
+    """How to view the runs: the command that serves the store, the page of the run, and the cells of a sweep."""
+    uri = without_secrets(uri)
+    serve = [] if uri.startswith("http") else [f"serve   mlflow ui --backend-store-uri {shlex.quote(uri)}"]
+    return [*serve, f"open    {page or uri}", *([f"cells   {view}"] if view else [])]

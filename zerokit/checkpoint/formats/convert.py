@@ -54,6 +54,11 @@ class Converted:
     world: int
     dtypes: tuple[str, ...] = ()
 
+    @property
+    def verified(self) -> bool:
+        """Whether the source has checksums, by which all bytes were verified."""
+        return self.source_format != "huggingface"
+
 
 def convert(
     source: Paths,

@@ -13,9 +13,9 @@ import pytest
 from tests.cli.commands import environment
 from tests.support.checkpoints import example_content, example_layout, write_checkpoint
 from zerokit.bench.record.status import Progress
-from zerokit.cli import display
-from zerokit.cli.work import byte_bar, decimal_size
-from zerokit.text import printable
+from zerokit.terminal import bars
+from zerokit.terminal.working import byte_bar
+from zerokit.text import decimal_size, printable
 
 
 def test_a_bar_is_drawn_on_a_terminal_and_stdout_stays_data(tmp_path: Path) -> None:
@@ -57,12 +57,12 @@ def test_sizes_are_decimal_and_control_characters_escaped() -> None:
 def test_without_a_terminal_a_line_now_and_then_tells_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(display, "_LINE_SECONDS", 0.0)
-    shown = display.Display()
+    monkeypatch.setattr(bars, "_LINE_SECONDS", 0.0)
+    shown = bars.Bars()
     with shown:
         shown.show(Progress(done=3, total=9, warmup=4, loss=None, step_ms=None))
         shown.show(Progress(done=7, total=9, warmup=4, loss=2.5, step_ms=12.4))
-        monkeypatch.setattr(display, "_LINE_SECONDS", 1e9)
+        monkeypatch.setattr(bars, "_LINE_SECONDS", 1e9)
         shown.show(Progress(done=8, total=9, warmup=4, loss=2.4, step_ms=12.4))
     told = capsys.readouterr()
     assert told.err.splitlines() == ["warm-up: step 3 of 9", "measuring: step 7 of 9  loss 2.500  12 ms"]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.table import Table
-from rich.text import Text
-
 from zerokit.bench.comparison.cells import Cell
 from zerokit.bench.comparison.tables import in_order, usual_metrics, within_noise
 from zerokit.bench.comparison.unequal import MEANING, by_rank
@@ -14,22 +11,7 @@ from zerokit.bench.record.metrics import METRICS, OPERATIONS, idle_share, measur
 from zerokit.bench.record.options import ON_DEVICE
 from zerokit.bench.record.record import Record
 from zerokit.bench.record.statistics import FEWEST
-from zerokit.cli.work import counted, loss, mib, ms, rate
-
-NARROWEST = 80
-"""Characters of a line for which tables are made; a narrower terminal folds them itself."""
-
-
-def annotate(rows: Sequence[tuple[Sequence[Text], Text]], right: int = -1) -> Table:
-    """Rows of as many short cells each, with a wrapped text next to them; the column `right` is aligned there."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
-    for column in range(len(rows[0][0]) if rows else 0):
-        table.add_column(justify="right" if column == right else "left", no_wrap=True)
-    table.add_column(overflow="fold")
-    for cells, text in rows:
-        table.add_row(*cells, text)
-    return table
-
+from zerokit.text import counted, mib, ms, rate
 
 _PLANNED = ("step/planned_ms", "memory/step_peak_mib")
 _MORE = ("step/wall_mean_ms", *_PLANNED, *(f"bus/{name}_gb_per_s" for name in OPERATIONS))
@@ -61,7 +43,7 @@ def notes(record: Record) -> dict[str, str]:
         "comm/exposed_ms": "time in which a step only waits for communication",
         "phase/optimizer_share": f"{settings.optimizer}: clipping, its step and zeroing of these steps",
         "skipped_steps": "gradients were inf or nan",
-        "loss_last": f"from {loss(results.loss_first)}; {counted(len(record.loss), 'step')}, "
+        "loss_last": f"from {_loss(results.loss_first)}; {counted(len(record.loss), 'step')}, "
         f"{settings.warmup} of them warm-up",
     }
     if (use := results.utilisation) is not None:
@@ -89,6 +71,11 @@ def notes(record: Record) -> dict[str, str]:
     for one in record.bandwidth:
         texts[f"bus/{one.operation}_gb_per_s"] = f"{one.by}'s, {mib(one.size_bytes)} in {ms(one.ms)}"
     return texts | _device_notes(record)
+
+
+def _loss(value: float | None) -> str:
+    """A loss with four digits; None, in a record, stands for a diverged one."""
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _idle_notes(record: Record) -> dict[str, str]:

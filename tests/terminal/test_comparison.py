@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,14 @@ import pytest
 from rich.console import Console
 
 from tests.bench.records import MIB, make_cell, make_failure, make_record, make_sweep, paced
+from zerokit.bench.benches import write_report
 from zerokit.bench.comparison.cells import make_cells
+from zerokit.bench.comparison.details import notes
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
-from zerokit.cli.details import notes
-from zerokit.cli.display import Display, write_report
-from zerokit.cli.tables import show
-from zerokit.cli.work import mib, ms, rate
+from zerokit.cli.display import Display
+from zerokit.terminal.comparison import show
+from zerokit.text import mib, ms, rate
 
 WIDTHS = (80, 160)
 
@@ -191,16 +191,3 @@ def test_on_cuda_clocks_and_memory_are_beside_each_other_and_a_shared_device_cou
     results = summarise(record.settings, record.model, shared, record.loss)
     shown = table([replace(record, ranks=shared, results=results)], 160)
     assert f"{rate(results.throughput)} a device (1 device);" in shown
-
-
-def test_a_machine_without_altair_gets_a_warning_in_the_place_of_a_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("zerokit.bench.report.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "altair", None)
-    warnings: list[str] = []
-    assert not write_report(make_sweep(), tmp_path / "report.html", warnings.append)
-    assert len(warnings) == 1
-    assert "the report was not written" in warnings[0]
-    assert "altair" in warnings[0]

@@ -1,75 +1,66 @@
-"""A plan for people: the cells that fit, best first, the cells that do not, and the command to run."""
+"""A plan: the cells that fit, best first, the cells that do not, and the command to run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from zerokit.bench.record.words import count
-from zerokit.cli.work import counted, rate
 from zerokit.formulas import MEMORY_KINDS
 from zerokit.planning.cells import GIB, Plan, PlannedCell, best_of_each, hopeless
 from zerokit.planning.mixed import Mixed
-from zerokit.text import in_runs, printable
+from zerokit.planning.timeline import StepTime
+from zerokit.terminal.screen import Head, headed, line, text, unfolded
+from zerokit.text import counted, in_runs, rate
 
-_ANY_WIDTH = 1000
 _KINDS = dict(zip(MEMORY_KINDS, ("param", "grad", "optim", "bufs", "activ"), strict=True))
 _LIMITS = {"inner": "inner link", "outer": "outer link", "states": "states' way"}
 
 
 def show(plan: Plan, *, every: bool, page: Path | None) -> None:
     """Print the plan on stdout: `every` cell, or the best of each stage and mesh."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _ANY_WIDTH
-    question = plan.question
-    heading = (
-        f"{plan.subject.name} ({count(plan.parameters)} parameters), "
-        f"{counted(question.world, 'rank')} on {counted(question.nodes, 'node')}, {question.cluster.device.name}"
-    )
-    console.print(Text(printable(heading), style="bold"))
-    fitting = plan.fitting if every else best_of_each(plan.fitting)
-    if fitting:
+    console, question, best = unfolded(), plan.question, plan.best
+    ranks = f"{counted(question.world, 'rank')} on {counted(question.nodes, 'node')}"
+    parameters = f"{count(plan.parameters)} parameters"
+    heading = f"{plan.subject.name} ({parameters}), {ranks}, {question.cluster.device.name}"
+    console.print(text(heading, "bold"))
+    if fitting := plan.fitting if every else best_of_each(plan.fitting):
         shown, dropped = _fitted(_columns(plan, fitting), console.width)
-        best = next((number for number, one in enumerate(fitting) if one is plan.best), None)
-        console.print(_table(shown, best))
+        _print_table(console, shown, next((place for place, one in enumerate(fitting) if one is best), None))
         if dropped:
             left_out = f"Not shown in {console.width} columns: {', '.join(dropped)}; --json has all."
-            console.print(Text(left_out, style="dim"), soft_wrap=True)
-        console.print(Text(), Text(printable(plan.why)), sep="\n", soft_wrap=True)
-        for more in (plan.bought, plan.exchanged, plan.visits):
-            if more is not None:
-                console.print(Text(printable(more)), soft_wrap=True)
-        if plan.best is not None and plan.best.mixed is not None:
-            console.print(Text(), _table(_kinds(plan.best.mixed), None))
-    missing = plan.too_large if every else hopeless(plan)
-    if missing:
-        console.print(Text(), Text("Does not fit", style="bold"), sep="\n")
+            line(console, left_out, "dim")
+        line(console)
+        for reason in filter(None, (plan.why, plan.bought, plan.exchanged, plan.visits)):
+            line(console, reason)
+        if best is not None and best.mixed is not None:
+            line(console)
+            _print_table(console, _kinds(best.mixed))
+    if missing := plan.too_large if every else hopeless(plan):
+        line(console)
+        line(console, "Does not fit", "bold")
         for one in missing:
-            console.print(Text(printable(_missing(one))), soft_wrap=True)
-    if plan.best is not None:
-        console.print(Text())
-        if plan.bench_line is not None:
-            console.print(Text(f"measure  {printable(plan.bench_line)}"), soft_wrap=True)
-        console.print(Text(printable(f"train    {plan.optimizer_arguments}")), soft_wrap=True)
-        if plan.batches_call is not None:
-            console.print(Text(f"batches  {plan.batches_call}"), soft_wrap=True)
-    if page is not None:
-        console.print(Text(f"page     {printable(str(page))}"), soft_wrap=True)
-    console.print(Text())
-    for text in plan.assumptions:
-        console.print(Text(f"Assumed: {printable(text)}", style="dim"), soft_wrap=True)
-
-
-def _missing(one: PlannedCell) -> str:
-    return f"{one.cell.label}: {one.lack}"
+            line(console, f"{one.cell.label}: {one.lack}")
+    commands = {}
+    if best is not None:
+        line(console)
+        commands = {
+            "measure": plan.bench_line,
+            "train": plan.optimizer_arguments,
+            "batches": plan.batches_call,
+        }
+    for name, command in (commands | {"page": None if page is None else str(page)}).items():
+        if command is not None:
+            line(console, f"{name:<9}{command}")
+    line(console)
+    for assumption in plan.assumptions:
+        line(console, f"Assumed: {assumption}", "dim")
 
 
 @dataclass(frozen=True)
@@ -86,16 +77,8 @@ _LEFT = ("stage", "mesh", "in", "states", "limit", "device", "ranks")
 """Columns of words; all others are numbers, aligned on the right."""
 
 _FIRST_TO_GO = (
-    "bufs",
-    "grad",
-    "param",
-    "optim",
-    "activ",
-    "limit",
-    "update ms",
-    "wait ms",
-    "MFU",
-    "recompute",
+    *("bufs", "grad", "param", "optim", "activ"),
+    *("limit", "update ms", "wait ms", "MFU", "recompute"),
 )
 """What a narrow terminal does without, in this order: a figure that is cut would be another figure."""
 
@@ -112,15 +95,12 @@ def _fitted(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list
     return shown, dropped
 
 
-def _table(columns: Sequence[_Column], best: int | None) -> Table:
+def _print_table(console: Console, columns: Sequence[_Column], best: int | None = None) -> None:
     """A row a cell; row `best` stands out."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    for column in columns:
-        justify: Literal["left", "right"] = "left" if column.head in _LEFT else "right"
-        table.add_column(column.head, justify=justify, no_wrap=True, min_width=column.width)
-    for number, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
-        table.add_row(*row, style="bold" if number == best else "")
-    return table
+    heads = [Head(column.head, right=column.head not in _LEFT) for column in columns]
+    rows = [list(map(Text, row)) for row in zip(*(column.cells for column in columns), strict=True)]
+    look: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False, "header_style": "dim"}
+    console.print(headed(heads, rows, bold=best, **look))
 
 
 def _columns(plan: Plan, cells: Sequence[PlannedCell]) -> list[_Column]:
@@ -148,17 +128,19 @@ def _columns(plan: Plan, cells: Sequence[PlannedCell]) -> list[_Column]:
         columns["GiB"] = [_gib(one.memory.needed) for one in cells]
         columns |= {head: [_gib(one.memory.peak[kind]) for one in cells] for kind, head in _KINDS.items()}
     times = [one.time for one in cells]
+
+    def ms(seconds: Callable[[StepTime], float]) -> list[str]:
+        return ["" if time is None else _ms(seconds(time)) for time in times]
+
     if any(time is not None for time in times):
-        columns["step ms"] = ["" if time is None else f"{time.total_s * 1e3:,.1f}" for time in times]
+        columns["step ms"] = ms(lambda time: time.total_s)
         columns[f"{unit}/s/dev"] = ["" if one.time is None else rate(one.units_per_s or 0.0) for one in cells]
         columns["MFU"] = ["" if one.mfu is None else f"{one.mfu:.1%}" for one in cells]
         if away:
-            columns["visits ms"] = ["" if time is None else f"{time.visits_s * 1e3:,.1f}" for time in times]
-        columns["wait ms"] = ["" if time is None else f"{time.exposed_total_s * 1e3:,.1f}" for time in times]
+            columns["visits ms"] = ms(lambda time: time.visits_s)
+        columns["wait ms"] = ms(lambda time: time.exposed_total_s)
         if plan.question.optimizer != "adamw":
-            columns["update ms"] = [
-                "" if time is None else f"{time.optimizer_s * 1e3:,.1f}" for time in times
-            ]
+            columns["update ms"] = ms(lambda time: time.optimizer_s)
         columns["limit"] = ["" if time is None else _LIMITS.get(time.limit, time.limit) for time in times]
     if plan.question.kinds:
         columns["equal"] = [mixed.beside_equal for mixed in _mixed(cells)]
@@ -182,9 +164,13 @@ def _kinds(mixed: Mixed) -> list[_Column]:
     }
     columns |= {head: [_gib(part.memory.peak[kind]) for part in parts] for kind, head in _KINDS.items()}
     if all(part.time is not None for part in parts):
-        columns["step ms"] = [f"{part.time.total_s * 1e3:,.1f}" for part in parts if part.time is not None]
+        columns["step ms"] = [_ms(part.time.total_s) for part in parts if part.time is not None]
     return [_Column(head, texts) for head, texts in columns.items()]
 
 
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / GIB:,.1f}" if size_bytes >= GIB else f"{size_bytes / GIB:.3f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f}"
