@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.measuring import ROOT
 from benchmarks.slow_link import on_hosts
 from tests.support.namespaces import Hosts
-from zerokit.launch.interrupts import Interrupts
+from zerokit.interrupts import Interrupts
 from zerokit.launch.local import launch
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from tests.cli.commands import FORKS, Torchrun, torchrun, zerokit_forked
 from zerokit.cli import cli
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

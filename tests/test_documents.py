@@ -16,10 +16,10 @@ from zerokit.bench.plans.subjects import _read_config
 from zerokit.checkpoint.disk import opened
 from zerokit.checkpoint.formats.torchfile import read_torch_file
 from zerokit.cli import bench, cli
+from zerokit.cluster.hosts import MOST_HOSTS, expand_hostlist, read_hostfile
+from zerokit.cluster.membership import find_membership
 from zerokit.documents import parse_json, parse_toml, read_text
 from zerokit.errors import CheckpointError, UsageError
-from zerokit.launch.hosts import MOST_HOSTS, expand_hostlist, read_hostfile
-from zerokit.launch.membership import find_membership
 from zerokit.planning.cluster_files import read_cluster
 from zerokit.text import MOST_LETTERS, printable, printable_json
 

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests.launch.ranks import wait_for
+from zerokit.cluster.mail import Peer
 from zerokit.launch import processes
-from zerokit.launch.mail import Peer
 from zerokit.patience import Patience
 
 

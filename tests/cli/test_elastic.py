@@ -31,7 +31,7 @@ from tests.cli.elastic import (
 from tests.cli.inside import Strike, zerokit_inside
 from tests.support.processes import children_of
 from zerokit.bench.record.record import Record, read_record
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # MLflow's

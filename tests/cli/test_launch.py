@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tests.cli.commands import processes_of, start, torchrun, wait_for, zerokit
 from tests.launch.ranks import wait_for as wait_until
 from zerokit.cli import cli
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 PROGRAM = """
 import json, os, signal, sys, time

@@ -25,14 +25,14 @@ from tests.cli.commands import (
     training,
     zerokit_forked,
 )
-from tests.launch.clusters import logged_runs
+from tests.cluster.clusters import logged_runs
 from tests.launch.ranks import wait_for
 from tests.support.processes import alive, children_of
 from zerokit.bench.record.record import read_record
 from zerokit.cli import cli
 from zerokit.cli.launchers import choose_launcher, read_variables
 from zerokit.errors import UsageError
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 BENCH = ("bench", *TINY, "--device", "cpu", "--output", "record.json")
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -143,7 +143,7 @@ def test_ranks_that_were_started_are_joined_unless_told_otherwise() -> None:
 def test_unequal_slots_are_asked_about_where_the_user_chooses_no_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zerokit.launch.ssh.require_ssh", lambda: None)
+    monkeypatch.setattr("zerokit.cluster.ssh.require_ssh", lambda: None)
     file = tmp_path / "hosts"
     file.write_text("a slots=2\nb slots=3\n")
     chosen = choose_launcher(OPTIONS | {"launcher": "ssh", "hostfile": file}, {})

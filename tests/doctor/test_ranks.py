@@ -18,8 +18,8 @@ from zerokit.doctor import examine as examination
 from zerokit.doctor.examine import FAULTS, Plan, Report, examine
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.errors import ZerokitError
+from zerokit.interrupts import Interrupts
 from zerokit.launch import agents, ranks
-from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.local import launch
 
 # These depend on what else the machine does meanwhile.

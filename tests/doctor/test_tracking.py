@@ -20,7 +20,7 @@ from tests.support.serving import serving
 from zerokit.doctor import tracking as module
 from zerokit.doctor.findings import Finding, Severity
 from zerokit.doctor.tracking import judge_tracking, look_at_tracking
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 HOST_REFUSED = "Invalid Host header - possible DNS rebinding attack detected"
 

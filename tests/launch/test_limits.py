@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from zerokit.interrupts import Interrupts
 from zerokit.launch import limits
 from zerokit.launch.failures import WorkerFailed
-from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.limits import Limit, LimitError, Limits, missing, own_group
 from zerokit.launch.local import launch
 

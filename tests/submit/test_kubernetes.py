@@ -15,8 +15,8 @@ import yaml
 from tests.submit.manifests import require_known
 from tests.support.programs import Programs
 from zerokit.errors import UsageError
+from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch.failures import LaunchError
-from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.submit import jobs
 from zerokit.submit.kubernetes import Pods, apply, find_json, follow, render, to_yaml
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.support.programs import Programs
+from zerokit.cluster.slurm import Container
 from zerokit.errors import UsageError
+from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch.failures import LaunchError
-from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.slurm import Container
 from zerokit.submit import jobs
 from zerokit.submit.slurm import JOB_FOLDER, Request, folder_of, follow, log_of, render_script, submit
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.clusters import LONG, ROOT, ZEROKIT, finish, start
+from tests.cluster.clusters import LONG, ROOT, ZEROKIT, finish, start
 from tests.launch.ranks import wait_for
 from tests.support.slurm import Cluster, cluster
 from zerokit.submit.slurm import Request, log_of, render_script

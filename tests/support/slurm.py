@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 _TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch")
 

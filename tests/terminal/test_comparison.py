@@ -16,8 +16,8 @@ from zerokit.bench.comparison.cells import make_cells
 from zerokit.bench.comparison.details import notes
 from zerokit.bench.record.journal import Part
 from zerokit.bench.record.record import Record, Run, summarise
-from zerokit.cli.display import Display
 from zerokit.terminal.comparison import show
+from zerokit.terminal.display import Display
 from zerokit.text import mib, ms, rate
 
 WIDTHS = (80, 160)

@@ -22,7 +22,7 @@ import click
 
 from zerokit import __version__
 from zerokit.errors import UsageError, ZerokitError, ZerokitWarning
-from zerokit.launch.interrupts import Interrupted
+from zerokit.interrupts import Interrupted
 from zerokit.text import printable, printable_lines
 
 # Name, and the line that `zerokit --help` shows without importing the command.

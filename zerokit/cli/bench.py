@@ -15,7 +15,7 @@ from zerokit.documents import parse_toml, read_text
 from zerokit.text import printable
 
 if TYPE_CHECKING:
-    from zerokit.launch.joined import Leader
+    from zerokit.cluster.joined import Leader
 
 
 def use_sweep_file(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:

@@ -20,13 +20,13 @@ from zerokit.bench.run.session import Host
 from zerokit.bench.run.sweep import exit_code, product
 from zerokit.bench.tracking.store import Tracking, resolve_uri
 from zerokit.cli.bench_options import RESULTS
-from zerokit.cli.display import Display
 from zerokit.cli.launcher_options import take_options
 from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, is_given
+from zerokit.cluster.joined import Leader
 from zerokit.errors import UsageError
-from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.joined import Leader
+from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch.limits import missing
+from zerokit.terminal.display import Display
 from zerokit.text import printable_json, without_secrets
 
 _LIMITED = (

@@ -14,8 +14,8 @@ from zerokit.cli.launchers import Chosen, choose_launcher, given_arguments, join
 from zerokit.cli.work import PATH, Finite, json_option, print_json, tracking_uri_option
 
 if TYPE_CHECKING:
+    from zerokit.cluster.joined import Leader
     from zerokit.doctor.examine import Plan, Report
-    from zerokit.launch.joined import Leader
 
 
 _EPILOG = """\b
@@ -111,7 +111,7 @@ def _examined(plan: Plan, chosen: Chosen, leader: Leader | None, quick: bool) ->
     from rich.console import Console
 
     from zerokit.doctor.examine import examine, examine_quickly
-    from zerokit.launch.interrupts import Interrupts
+    from zerokit.interrupts import Interrupts
     from zerokit.terminal.screen import text
 
     if quick:

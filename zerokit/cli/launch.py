@@ -20,7 +20,7 @@ from zerokit.cli.launchers import choose_launcher
 from zerokit.cli.work import PATH
 
 if TYPE_CHECKING:
-    from zerokit.launch.membership import Membership
+    from zerokit.cluster.membership import Membership
 
 _GRACE_SECONDS = 30.0
 """In which a program that was told to end may save; torchrun gives it as long."""
@@ -89,7 +89,7 @@ def command(
             raise click.UsageError(f"the program {words[0]} does not exist")
         if devices and nodes > 1:  # each simulated node gets its own of these
             os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(one.uuid for one in devices))
-    from zerokit.launch.interrupts import Interrupts
+    from zerokit.interrupts import Interrupts
     from zerokit.launch.rank import is_script
 
     name, *arguments = words[1:] if words[0] == "-m" else words

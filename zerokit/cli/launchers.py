@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zerokit.cli.launcher_options import OPTIONS_OF
+from zerokit.cluster.hosts import HostSlots, equal_slots, read_hostfile
 from zerokit.errors import UsageError
-from zerokit.launch.hosts import HostSlots, equal_slots, read_hostfile
 from zerokit.text import printable
 
 if TYPE_CHECKING:
     from zerokit.bench.run.session import Launch
-    from zerokit.launch.interrupts import Interrupts
-    from zerokit.launch.joined import Leader
-    from zerokit.launch.membership import Membership
+    from zerokit.cluster.joined import Leader
+    from zerokit.cluster.membership import Membership
+    from zerokit.interrupts import Interrupts
 
 
 def is_given(context: click.Context, name: str) -> bool:
@@ -114,9 +114,9 @@ class Chosen:
         nproc_per_node: int,
         **more: Any,
     ) -> None:
-        from zerokit.launch.remote import launch_on
-        from zerokit.launch.slurm import Container, node_address, srun_host
-        from zerokit.launch.ssh import ssh_address, ssh_host
+        from zerokit.cluster.remote import launch_on
+        from zerokit.cluster.slurm import Container, node_address, srun_host
+        from zerokit.cluster.ssh import ssh_address, ssh_host
 
         options = self.options
         python = options["remote_python"] or sys.executable
@@ -187,7 +187,7 @@ def choose_launcher(
 
     An `elastic` bench joins torchrun's one rank, too: the others may have been lost, or come later.
     """
-    from zerokit.launch.membership import find_membership
+    from zerokit.cluster.membership import find_membership
 
     name = options["launcher"]
     member = find_membership(environment) if name in (None, "env") else None
@@ -222,7 +222,7 @@ def choose_launcher(
     if name == "ssh":
         return _ssh(options)
     if name == "slurm":
-        from zerokit.launch.slurm import allocated_hosts
+        from zerokit.cluster.slurm import allocated_hosts
 
         if "SLURM_JOB_ID" in environment and not options["dry_run"]:
             hosts = tuple(allocated_hosts(environment))
@@ -240,7 +240,7 @@ def _ssh_words(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _ssh(options: Mapping[str, Any]) -> Chosen:
-    from zerokit.launch.ssh import require_ssh
+    from zerokit.cluster.ssh import require_ssh
 
     if (options["hosts"] is None) == (options["hostfile"] is None):
         raise UsageError("--launcher ssh needs the nodes' hosts: give --hosts a,b or --hostfile FILE")
@@ -272,8 +272,8 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
 
     Returns the leader's exit code, on all of them.
     """
-    from zerokit.launch.interrupts import Interrupted, Interrupts
-    from zerokit.launch.joined import Leader, follow
+    from zerokit.cluster.joined import Leader, follow
+    from zerokit.interrupts import Interrupted, Interrupts
     from zerokit.launch.processes import end_with_parent
 
     member = chosen.member

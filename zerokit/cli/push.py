@@ -27,7 +27,7 @@ def command(paths: tuple[Path, ...], tracking_uri: str | None, experiment: str, 
     """
     from zerokit.bench.tracking.push import Done, Mirror, find_records, open_lines, push
     from zerokit.bench.tracking.store import Tracking, resolve_uri
-    from zerokit.launch.interrupts import Interrupts
+    from zerokit.interrupts import Interrupts
 
     records = find_records(paths)
     tracking = Tracking(resolve_uri(tracking_uri), experiment)

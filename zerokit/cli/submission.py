@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zerokit.cli.bench_run import Request
-    from zerokit.cli.display import Display
     from zerokit.submit.kubernetes import Pods
     from zerokit.submit.slurm import Request as Allocation
+    from zerokit.terminal.display import Display
 
 _Job = TypeVar("_Job", "Pods", "Allocation")
 _OUTSIDE = (*OPTIONS_OF, "output", "as_json", "nodes", "nproc_per_node")
@@ -80,7 +80,7 @@ def pods_of(chosen: Chosen, variables: Mapping[str, str], **more: Any) -> Pods:
 
 def allocation_of(chosen: Chosen, **more: Any) -> Allocation:
     """The request to Slurm."""
-    from zerokit.launch.slurm import Container
+    from zerokit.cluster.slurm import Container
     from zerokit.submit.slurm import Request as Allocation
 
     options, image, address = chosen.options, chosen.options["container_image"], chosen.options["master_addr"]
@@ -122,8 +122,8 @@ def _warn(text: str) -> None:
 def _program_to_slurm(
     context: click.Context, chosen: Chosen, program: Sequence[str], shape: Mapping[str, int]
 ) -> int:
+    from zerokit.interrupts import Interrupts
     from zerokit.launch.failures import tail
-    from zerokit.launch.interrupts import Interrupts
     from zerokit.submit.slurm import follow, log_of, render_program
 
     name = Path(program[1] if program[0] == "-m" else program[0]).stem
@@ -141,7 +141,7 @@ def _program_to_slurm(
 def _program_to_kubernetes(
     context: click.Context, chosen: Chosen, program: Sequence[str], shape: Mapping[str, int]
 ) -> int:
-    from zerokit.launch.interrupts import Interrupts
+    from zerokit.interrupts import Interrupts
     from zerokit.submit.kubernetes import PROGRAM, follow
 
     files, path = {}, Path(program[0])
@@ -191,9 +191,9 @@ def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, 
     from zerokit.bench.run.session import record_path
     from zerokit.bench.run.sweep import exit_code
     from zerokit.bench.tracking.push import Tracker, find_records
-    from zerokit.cli.display import Display
-    from zerokit.launch.interrupts import Interrupts
+    from zerokit.interrupts import Interrupts
     from zerokit.submit.kubernetes import find_json, follow
+    from zerokit.terminal.display import Display
 
     options, cells, tracking = request.chosen.options, request.cells, request.tracking
     if options["submit"] and len(cells) > 1:
@@ -232,9 +232,9 @@ def _submit_to_kubernetes(context: click.Context, request: Request, nodes: int, 
 
 
 def _submit_to_slurm(context: click.Context, request: Request, nodes: int, ranks: int) -> int:
-    from zerokit.cli.display import Display
-    from zerokit.launch.interrupts import Interrupts
+    from zerokit.interrupts import Interrupts
     from zerokit.submit.slurm import JOB_FOLDER, folder_of, follow, log_of, render_script
+    from zerokit.terminal.display import Display
 
     options = request.chosen.options
     if request.continued is not None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Protocol
 
+from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch.failures import Failure, WorkerFailed, explain_failures
-from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.patience import Patience
 
 POLL_SECONDS = 0.05

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from zerokit.interrupts import Interrupts
 from zerokit.launch.agents import GRACE_SECONDS, conduct
-from zerokit.launch.interrupts import Interrupts
 from zerokit.launch.limits import Limit, Limits
-from zerokit.launch.network import free_port
 from zerokit.launch.ranks import Ranks, World
+from zerokit.network import free_port
 
 
 def launch(

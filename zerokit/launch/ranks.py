@@ -18,8 +18,8 @@ import zerokit
 from zerokit.documents import parse_json, read_text
 from zerokit.launch import agents
 from zerokit.launch.failures import Failure, LaunchError
-from zerokit.launch.network import address_towards, interface_of
 from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
+from zerokit.network import address_towards, interface_of
 from zerokit.patience import Patience
 
 _AROUND = ("TORCHELASTIC_", "PET_")

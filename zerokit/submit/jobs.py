@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from zerokit.errors import UsageError
+from zerokit.interrupts import Interrupts
 from zerokit.launch.failures import LaunchError
-from zerokit.launch.interrupts import Interrupts
 from zerokit.patience import Patience
 from zerokit.text import without_secrets, without_secrets_named
 

@@ -21,8 +21,8 @@ import yaml
 
 from zerokit.documents import parse_json
 from zerokit.errors import UsageError
+from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch.failures import LaunchError, quote_tail
-from zerokit.launch.interrupts import Interrupted, Interrupts
 from zerokit.submit.jobs import Job, NoAnswer, State, ask, await_end
 
 _NODE = "node"

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from zerokit.cluster.slurm import Container
 from zerokit.errors import UsageError
+from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch.failures import LaunchError, tail
-from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.slurm import Container
 from zerokit.patience import Patience
 from zerokit.submit import jobs
 from zerokit.submit.jobs import Job, NoAnswer, State, ask, await_end

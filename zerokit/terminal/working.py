@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from zerokit.launch.interrupts import Interrupts
+from zerokit.interrupts import Interrupts
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from zerokit.bench.machine.accelerator import Accelerator, choose_accelerator, d
 from zerokit.bench.machine.host import Gpu, find_gpus, identify, torch_uses_cuda, visible, visible_devices
 from zerokit.bench.measure.sampler import Sampler, _devices
 from zerokit.bench.worker.rank import node_sampler
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 FOUR = [Gpu(f"GPU-{letter}1-{letter}2", 80 * 2**30) for letter in "abcd"]
 

@@ -16,7 +16,7 @@ from zerokit.bench.record.schema import to_plain
 from zerokit.bench.record.settings import Settings
 from zerokit.bench.worker.rank import require_ranks
 from zerokit.errors import UsageError
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 TINY = Settings(model="gpt-tiny", seq_len=16, batch_size=2, steps=2, warmup=1, data="synthetic")
 WITHOUT_ZLIB_NG = "import sys; sys.modules['zlib_ng'] = None"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.clusters import ROOT, SHORT, ZEROKIT
+from tests.cluster.clusters import ROOT, SHORT, ZEROKIT
 from tests.launch.ranks import all_ended, started, wait_for
 from tests.support.namespaces import Hosts, wired_hosts
 
@@ -37,7 +37,8 @@ def _zerokit_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def everything(hosts: Hosts, host: str) -> list[int]:
     """What a launch may have started there."""
-    return [pid for package in ("zerokit", "tests") for pid in hosts.processes(host, f"{package}.launch.")]
+    modules = [f"{package}.{room}." for package in ("zerokit", "tests") for room in ("launch", "cluster")]
+    return [pid for module in modules for pid in hosts.processes(host, module)]
 
 
 def left_over(hosts: Hosts) -> list[int]:
@@ -77,8 +78,8 @@ def test_a_host_that_cannot_serve_is_named_with_the_remedy(
 LAUNCHER = """
 import sys
 from pathlib import Path
-from tests.launch.test_remote import run
-from zerokit.launch.ssh import ssh_address, ssh_host
+from tests.cluster.test_remote import run
+from zerokit.cluster.ssh import ssh_address, ssh_host
 config, python, folder = sys.argv[1:]
 options = ("-F", config, "-o", "ServerAliveInterval=2")
 (logs := Path(folder, "logs")).mkdir()
@@ -91,7 +92,7 @@ run(Path(folder), logs, "wait", *hosts, master_addr=ssh_address("a", options))
 def launcher(hosts: Hosts, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A launcher on host a, once ranks that wait run on both hosts. Its output says what became of it."""
     python = tmp_path / "hasty-python"
-    python.write_text(f'#!/bin/sh\nshift 3; exec {sys.executable} -m tests.launch.hasty_node "$@"\n')
+    python.write_text(f'#!/bin/sh\nshift 3; exec {sys.executable} -m tests.cluster.hasty_node "$@"\n')
     python.chmod(0o755)
     words = ["-c", LAUNCHER, str(hosts.config), str(python), str(tmp_path)]
     with subprocess.Popen(
@@ -137,7 +138,7 @@ def test_a_wire_that_is_cut_is_a_lost_node(hosts: Hosts, launcher: subprocess.Po
 
 
 def test_a_killed_launcher_leaves_nothing(hosts: Hosts, launcher: subprocess.Popen[str]) -> None:
-    for pid in hosts.processes("a", "tests.launch.test_remote"):
+    for pid in hosts.processes("a", "tests.cluster.test_remote"):
         os.kill(pid, signal.SIGKILL)
     launcher.communicate(timeout=800)
     require_nothing_left(hosts, 40.0)

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import yaml
 
-from tests.launch.clusters import ROOT, finish, logged_runs, start
+from tests.cluster.clusters import ROOT, finish, logged_runs, start
 from tests.submit.manifests import require_known
 from tests.support.forked import run_forked
 from tests.support.namespaces import Hosts, wired_hosts

@@ -1,4 +1,4 @@
-r"""Nodes on other machines, each reached with a command that runs `zerokit.launch.member`: `ssh host …`, `srun …`.
+r"""Nodes on other machines, each reached with a command that runs `zerokit.cluster.member`: `ssh host …`, `srun …`.
 
     launch -- ssh a … member -- rank 0, rank 1
           \-- ssh b … member -- rank 2, rank 3
@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerokit.launch import mail
+from zerokit.cluster import mail
+from zerokit.cluster.leader import Lost, Member, dismiss, meet, start_ranks
+from zerokit.cluster.mail import LEADER, Mail, Message
+from zerokit.interrupts import Interrupts
 from zerokit.launch.agents import GRACE_SECONDS, conduct
 from zerokit.launch.failures import LaunchError, name_node, tail
-from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.leader import Lost, Member, dismiss, meet, start_ranks
-from zerokit.launch.mail import LEADER, Mail, Message
 from zerokit.launch.ranks import World
 from zerokit.patience import Patience
 
@@ -79,7 +79,7 @@ def node_command(python: str, address: str, port: int, name: str) -> str:
     environment = "" if path is None else f"env PYTHONPATH={shlex.quote(path)} "
     return (
         f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {environment}{shlex.quote(python)} "
-        f"-P -m zerokit.launch.member {address} {port} {name}"
+        f"-P -m zerokit.cluster.member {address} {port} {name}"
     )
 
 

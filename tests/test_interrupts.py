@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from zerokit.launch.interrupts import Interrupted, Interrupts
+from zerokit.interrupts import Interrupted, Interrupts
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerokit.cluster.hosts import expand_hostlist
+from zerokit.cluster.remote import RemoteHost, node_command
 from zerokit.errors import UsageError
-from zerokit.launch.hosts import expand_hostlist
-from zerokit.launch.network import address_towards
-from zerokit.launch.remote import RemoteHost, node_command
+from zerokit.network import address_towards
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A process that serves launches: it runs ranks here and sends home what they write, until the leader dismisses it.
 
-python -P -m zerokit.launch.member ADDRESS PORT NAME        a node, started by ssh or srun
+python -P -m zerokit.cluster.member ADDRESS PORT NAME        a node, started by ssh or srun
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zerokit.cluster.folders import Changes
+from zerokit.cluster.mail import LEADER, SILENCE_SECONDS, Mail, Peer, join_store
 from zerokit.launch.agents import POLL_SECONDS
-from zerokit.launch.folders import Changes
-from zerokit.launch.mail import LEADER, SILENCE_SECONDS, Mail, Peer, join_store
-from zerokit.launch.network import free_port
 from zerokit.launch.ranks import Ranks, World, describe_machine
+from zerokit.network import free_port
 from zerokit.versions import versions
 
 _FILES_SECONDS = 0.5

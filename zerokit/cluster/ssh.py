@@ -8,9 +8,9 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+from zerokit.cluster.remote import RemoteHost, node_command
 from zerokit.errors import UsageError
-from zerokit.launch.network import PORTS
-from zerokit.launch.remote import RemoteHost, node_command
+from zerokit.network import PORTS
 from zerokit.ssh import ssh_command
 
 

@@ -17,17 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerokit.cluster import mail
+from zerokit.cluster.leader import Member, dismiss, meet, start_ranks
+from zerokit.cluster.mail import LEADER, Mail
+from zerokit.cluster.member import serve
+from zerokit.cluster.membership import Membership
 from zerokit.errors import UsageError
-from zerokit.launch import mail
+from zerokit.interrupts import Interrupts
 from zerokit.launch.agents import conduct
 from zerokit.launch.failures import LaunchError, name_node
-from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.leader import Member, dismiss, meet, start_ranks
-from zerokit.launch.mail import LEADER, Mail
-from zerokit.launch.member import serve
-from zerokit.launch.membership import Membership
-from zerokit.launch.network import free_port
 from zerokit.launch.ranks import World
+from zerokit.network import free_port
 from zerokit.text import without_secrets
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from tests.launch.member import be_member
+from tests.cluster.member import be_member
 from tests.launch.ranks import ROOT, all_ended, started, wait_for
 from tests.support.forked import ForkedProcess
-from zerokit.launch import joined, leader, mail
+from zerokit.cluster import joined, leader, mail
+from zerokit.cluster.membership import Membership, find_membership
+from zerokit.interrupts import Interrupts
 from zerokit.launch.failures import LaunchError
-from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.membership import Membership, find_membership
-from zerokit.launch.network import free_port
+from zerokit.network import free_port
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems cannot tie a process to its parent"

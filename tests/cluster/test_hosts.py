@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from zerokit.cluster.hosts import HostSlots, equal_slots, expand_hostlist, read_hostfile
 from zerokit.errors import UsageError
-from zerokit.launch.hosts import HostSlots, equal_slots, expand_hostlist, read_hostfile
-from zerokit.launch.network import address_towards, free_port, interface_of
+from zerokit.network import address_towards, free_port, interface_of
 
 
 def test_single_names_and_several_brackets() -> None:

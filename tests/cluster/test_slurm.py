@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.programs import Programs
+from zerokit.cluster import slurm
+from zerokit.cluster.slurm import Container, allocated_hosts, node_address, srun_host
 from zerokit.errors import UsageError
-from zerokit.launch import slurm
-from zerokit.launch.slurm import Container, allocated_hosts, node_address, srun_host
 
 
 @pytest.fixture

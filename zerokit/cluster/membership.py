@@ -14,10 +14,10 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zerokit.cluster.hosts import expand_hostlist
+from zerokit.cluster.slurm import node_address
 from zerokit.errors import UsageError
-from zerokit.launch.hosts import expand_hostlist
-from zerokit.launch.network import PORTS
-from zerokit.launch.slurm import node_address
+from zerokit.network import PORTS
 
 DEFAULT_PORT = 29500
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from zerokit.cluster.folders import Changes, pack, pack_folder, put_file
 from zerokit.launch.failures import LaunchError
-from zerokit.launch.folders import Changes, pack, pack_folder, put_file
 
 
 def test_a_file_is_put_below_the_folder_and_nowhere_else(tmp_path: Path) -> None:

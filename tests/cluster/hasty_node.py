@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from zerokit import versions
-from zerokit.launch import agents, mail, member, processes
+from zerokit.cluster import mail, member
+from zerokit.launch import agents, processes
 
 if __name__ == "__main__":
     agents.PEERS_FOLLOW_SECONDS, processes.STOPPED_SECONDS, mail.SILENCE_SECONDS = 0.5, 2.0, 5.0

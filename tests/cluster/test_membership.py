@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from zerokit.cluster import membership
+from zerokit.cluster.membership import Membership, find_membership
 from zerokit.errors import UsageError
-from zerokit.launch import membership
-from zerokit.launch.membership import Membership, find_membership
 
 
 def variables(prefix: str, text: str) -> dict[str, str]:

@@ -16,16 +16,16 @@ import pytest
 
 from tests.launch.ranks import ROOT, WORKLOAD, all_ended, require_two_nodes, started, wait_for
 from tests.support.processes import children_of, words_of
-from zerokit.launch import mail
+from zerokit.cluster import mail
+from zerokit.cluster.remote import RemoteHost, launch_on, node_command
+from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch.failures import LaunchError, WorkerFailed
-from zerokit.launch.interrupts import Interrupted, Interrupts
-from zerokit.launch.remote import RemoteHost, launch_on, node_command
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems cannot tie a process to its parent"
 )
 
-HASTY = f"exec {sys.executable} -m tests.launch.hasty_node"
+HASTY = f"exec {sys.executable} -m tests.cluster.hasty_node"
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +154,7 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, logs: Path) -> None:
 
 def node_programs(launcher: int) -> list[int]:
     """The processes of the node program that a launcher has started, the first node's first."""
-    return [child for child in children_of(launcher) if ".launch." in " ".join(words_of(child))]
+    return [child for child in children_of(launcher) if ".cluster." in " ".join(words_of(child))]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_host_that_never_answers_is_given_up(tmp_path: Path, logs: Path) -> No
 
 LAUNCHER = """
 import sys, pathlib
-from tests.launch import test_remote
+from tests.cluster import test_remote
 test_remote.run(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), "wait", *test_remote.hasty())
 """
 
@@ -262,7 +262,7 @@ def test_a_nodes_command_line_survives_any_name(tmp_path: Path, monkeypatch: pyt
         assert done.stdout.splitlines() == [
             str(folder),
             f"{ROOT}:{odd}",
-            "-P -m zerokit.launch.member 127.0.0.1 7 1",
+            "-P -m zerokit.cluster.member 127.0.0.1 7 1",
         ]
         assert done.stderr == ""
         shutil.rmtree(odd, ignore_errors=True)

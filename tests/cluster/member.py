@@ -1,6 +1,6 @@
-"""One of the processes that somebody else has started, for the tests of `zerokit.launch.joined`.
+"""One of the processes that somebody else has started, for the tests of `zerokit.cluster.joined`.
 
-python -m tests.launch.member FOLDER WHAT TIMES
+python -m tests.cluster.member FOLDER WHAT TIMES
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 
 from tests.launch.ranks import WORKLOAD
 from zerokit import versions
-from zerokit.launch import agents, joined, mail, processes
-from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.membership import find_membership
+from zerokit.cluster import joined, mail
+from zerokit.cluster.membership import find_membership
+from zerokit.interrupts import Interrupts
+from zerokit.launch import agents, processes
 
 
 def be_member(folder: str, what: str, times: str) -> None:

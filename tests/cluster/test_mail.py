@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.launch.ranks import wait_for
-from zerokit.launch import mail
-from zerokit.launch.mail import LEADER, Mail, Peer, host_store, join_store, listen
+from zerokit.cluster import mail
+from zerokit.cluster.mail import LEADER, Mail, Peer, host_store, join_store, listen
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 

@@ -13,13 +13,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from zerokit.cluster import mail
+from zerokit.cluster.folders import pack_folder, put_file
+from zerokit.cluster.mail import Message, Peer
 from zerokit.errors import ZerokitError
-from zerokit.launch import mail
+from zerokit.interrupts import Interrupts
 from zerokit.launch.agents import GRACE_SECONDS, POLL_SECONDS, Agent, await_end
 from zerokit.launch.failures import Failure, LaunchError
-from zerokit.launch.folders import pack_folder, put_file
-from zerokit.launch.interrupts import Interrupts
-from zerokit.launch.mail import Message, Peer
 from zerokit.launch.ranks import Ranks, World, describe_machine
 from zerokit.patience import Patience
 from zerokit.versions import describe_difference
