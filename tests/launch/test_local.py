@@ -115,7 +115,7 @@ def test_a_signal_ends_all_ranks(tmp_path: Path, logs: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot tie a process to its parent")
 def test_a_launcher_that_is_killed_takes_its_ranks_along(tmp_path: Path, logs: Path) -> None:
-    code = "from tests.cluster.test_local import *; run(Path(sys.argv[1]), Path(sys.argv[2]), 'wait')"
+    code = "from tests.launch.test_local import *; run(Path(sys.argv[1]), Path(sys.argv[2]), 'wait')"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(logs)]) as process:
         try:
             wait_for(lambda: len(started(tmp_path)) == 2)
