@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch.ranks import ROOT
-from tests.support.programs import programs as programs
 from zerokit.launch import agents
 
 
