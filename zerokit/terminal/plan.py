@@ -73,12 +73,12 @@ class _Column:
         return max(map(cell_len, (self.head, *self.cells)))
 
 
-_LEFT = ("stage", "mesh", "in", "states", "limit", "device", "ranks")
+_LEFT = ("stage", "mesh", "in", "states", "limit", "equal", "device", "ranks")
 """Columns of words; all others are numbers, aligned on the right."""
 
 _FIRST_TO_GO = (
     *("bufs", "grad", "param", "optim", "activ"),
-    *("limit", "update ms", "wait ms", "MFU", "recompute"),
+    *("equal", "limit", "update ms", "wait ms", "MFU", "recompute"),
 )
 """What a narrow terminal does without, in this order: a figure that is cut would be another figure."""
 
