@@ -61,7 +61,7 @@ _option(
     _REMOTE,
     "--connect-timeout",
     type=Finite(min=1, max=1e6),
-    default=30.0,
+    default=60.0,
     metavar="S",
     help="seconds within which a node must answer.",
 )
