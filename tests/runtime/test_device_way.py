@@ -62,6 +62,7 @@ def test_late_results_change_no_bit(name: str) -> None:
     assert run_on("cpu", late_and_prompt, cases) == [[], []]
 
 
+@pytest.mark.full(default="3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_hooks_in_a_thread_of_their_own_change_no_bit(stage: int) -> None:
     """On CUDA forward's hooks run in the main thread, and those of backward in autograd's thread of the device."""
@@ -74,6 +75,7 @@ def test_hooks_in_a_thread_of_their_own_change_no_bit(stage: int) -> None:
     assert run_on("cpu", late_and_prompt, cases, True) == [[], []]
 
 
+@pytest.mark.full
 @on_ranks(4, [(name, stage) for stage in ((0, 3), (1, 3), (2, 2)) for name in ("muon", "adafactor")])
 def test_late_results_of_whole_tensors_change_no_bit_on_two_axes(given: tuple[str, tuple[int, int]]) -> None:
     name, stage = given

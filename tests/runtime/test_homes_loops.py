@@ -70,6 +70,7 @@ def _runs(world: int) -> list[tuple[str, Run]]:
     ]
 
 
+@pytest.mark.full(default="[13]")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_losses_norms_and_weights_have_the_bits_of_states_on_the_device(world: int, tmp_path: Path) -> None:
     runs = _runs(world)
@@ -267,6 +268,7 @@ LOOPS: tuple[Callable[[Any, int], str], ...] = (
 )
 
 
+@pytest.mark.full
 @on_ranks(2, cases=LOOPS)
 def test_what_a_user_does_between_steps_has_the_same_bits(
     loop: Callable[[Any, int], str], tmp_path: Path

@@ -180,6 +180,7 @@ def test_one_ranks_changes_reach_all_with_source_and_are_told_without(where: tup
     _only_one_rank_changes(where)
 
 
+@pytest.mark.full
 @on_ranks(4, MESHES)
 def test_one_ranks_changes_on_a_mesh(where: tuple[Any, DtypeName]) -> None:
     _only_one_rank_changes(where)
@@ -260,6 +261,7 @@ def _loads_alone(stage: int, whose: str) -> None:
     _step(model, optimizer)
 
 
+@pytest.mark.full(default="3-model")
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_load_on_one_rank_alone_is_an_error_on_all(stage: int, whose: str) -> None:

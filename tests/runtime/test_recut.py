@@ -91,6 +91,7 @@ def _both(name: str, run: Run, recuts: int, switch: str, average: bool, options:
 ADAMW = Run(clip=0.5, steps=10)
 
 
+@pytest.mark.full(default=["gpt-2-*-1", "gpt-3-run4-0", "tied_blocks-*-1"])
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize(
     ("name", "world", "run"),
@@ -112,6 +113,7 @@ def test_fifty_recuts_change_no_bit(name: str, world: int, run: Run, switch: str
     run_ranks(world, _both, name, replace(run, bucket_mb=SMALL), 5, switch, True, {})
 
 
+@pytest.mark.full(default=["3-run0-device-1", "2-run4-disk-1", "3-run6-fp8-0"])
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize(
     ("world", "run", "states"),
@@ -169,6 +171,7 @@ def test_what_moves_is_what_changes_hands(case: tuple[int, Any, int]) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.full
 @on_ranks(2, cases=(2, 3))
 def test_memory_is_as_predicted_and_does_not_grow(stage: int, tmp_path: Path) -> None:
     """Fifty recuts: bytes held as the shares have them, the process no larger, the file of states neither."""
