@@ -76,6 +76,7 @@ def _loaded(folder: str, world: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.full(default="3")
 @pytest.mark.parametrize("world", CUTS)
 def test_any_cut_goes_on_with_any_other_and_is_resharded_as_it(world: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
