@@ -16,11 +16,8 @@ from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = ROOT / ".github/workflows"
-CLUSTERS = ("netns", "sshd", "slurm")
-
-
-def in_clusters(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in CLUSTERS)
+CLUSTER = "tests/checkpoint/nodes/test_remote.py::test_real_machines"
+"""The test that makes a cluster in the default tier."""
 
 
 def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
@@ -35,12 +32,15 @@ def test_each_file_has_a_test_in_the_default_tier(request: pytest.FixtureRequest
     for item in collected(request):
         files[item.path].append(item)
     full = {path for path, items in files.items() if all(map(tiers.is_full, items))}
-    assert {str(path) for path in full if not all(map(in_clusters, files[path]))} == set()
+    assert {str(path) for path in full if not all(map(tiers.in_cluster, files[path]))} == set()
 
 
 def test_clusters_belong_to_the_full_tier_but_one(request: pytest.FixtureRequest) -> None:
-    clusters = [item for item in collected(request) if in_clusters(item)]
-    assert len([item.nodeid for item in clusters if not tiers.is_full(item)]) == (1 if clusters else 0)
+    file, _, name = CLUSTER.partition("::")
+    assert f"def {name}(" in (ROOT / file).read_text()
+    clusters = [item for item in collected(request) if tiers.in_cluster(item)]
+    kept = {item.nodeid for item in clusters if not tiers.is_full(item)}
+    assert kept == {CLUSTER} & {item.nodeid for item in clusters}
 
 
 def test_each_pattern_of_a_marker_matches_parameters(request: pytest.FixtureRequest) -> None:

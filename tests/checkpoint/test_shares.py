@@ -123,6 +123,7 @@ def test_a_command_cuts_by_shares_and_damage_is_found(tmp_path: Path) -> None:
         assert text in done.stderr
 
 
+@pytest.mark.full(default="*0,0*")
 @pytest.mark.parametrize(
     "shares", ["[2,2]", "[1,1]", "[0,0]", "[-1,2]", "[1]", '["1",2]', "[1.0,2]", "[1,2097152]"]
 )

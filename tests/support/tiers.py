@@ -1,7 +1,8 @@
 """The two tiers of the suite: the default one, and the full one that `--all` adds.
 
-A test marked `full` belongs to the full tier. With `@pytest.mark.full(default="gpt-2")` the parameters whose ids match
-stay in the default tier; `default` is one pattern of fnmatch, or a list of them.
+A test marked `full` belongs to the full tier, and so does one that makes a cluster. With
+`@pytest.mark.full(default="gpt-2")` the parameters whose ids match stay in the default tier: one pattern of fnmatch, or
+a list of them. The pattern "*" keeps the whole test there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 import pytest
+
+CLUSTERS = ("netns", "sshd", "slurm")
+"""The markers of tests that make a cluster on this machine."""
 
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """All tests that were collected, of both tiers."""
@@ -26,11 +30,15 @@ def parameters(item: pytest.Item) -> str:
     return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
 
 
+def in_cluster(item: pytest.Item) -> bool:
+    """Whether a test makes a cluster."""
+    return any(item.get_closest_marker(name) for name in CLUSTERS)
+
+
 def is_full(item: pytest.Item) -> bool:
     """Whether a test belongs to the full tier."""
-    return item.get_closest_marker("full") is not None and not any(
-        fnmatchcase(parameters(item), pattern) for pattern in defaults(item)
-    )
+    marked = item.get_closest_marker("full") is not None or in_cluster(item)
+    return marked and not any(fnmatchcase(parameters(item), pattern) for pattern in defaults(item))
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
