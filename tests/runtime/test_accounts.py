@@ -105,7 +105,7 @@ def _accounts_of(world: int) -> list[list[Account]]:
     return found
 
 
-@pytest.mark.full(default="[13]")
+@pytest.mark.full(default="3")
 @pytest.mark.parametrize("world", ACCOUNTS)
 def test_memory_and_traffic_equal_predictions_and_formulas(world: int) -> None:
     found = run_ranks(world, _accounts_of, world)

@@ -75,7 +75,6 @@ def test_hooks_in_a_thread_of_their_own_change_no_bit(stage: int) -> None:
     assert run_on("cpu", late_and_prompt, cases, True) == [[], []]
 
 
-@pytest.mark.full
 @on_ranks(4, [(name, stage) for stage in ((0, 3), (1, 3), (2, 2)) for name in ("muon", "adafactor")])
 def test_late_results_of_whole_tensors_change_no_bit_on_two_axes(given: tuple[str, tuple[int, int]]) -> None:
     name, stage = given

@@ -149,7 +149,7 @@ def _accounts(world: int) -> list[tuple[MemoryReport, MemoryReport]]:
     return found
 
 
-@pytest.mark.full(default="[12]")
+@pytest.mark.full(default="1")
 @pytest.mark.parametrize("world", STAGES)
 def test_memory_equals_the_formulas(world: int) -> None:
     for accounts in run_ranks(world, _accounts, world):

@@ -90,7 +90,7 @@ def _accounts_of(world: int) -> list[list[Account]]:
     ]
 
 
-@pytest.mark.full(default="[12]")
+@pytest.mark.full(default="2")
 @pytest.mark.parametrize("world", ACCOUNTS)
 def test_memory_and_traffic_equal_predictions(world: int) -> None:
     found = run_ranks(world, _accounts_of, world)
