@@ -36,7 +36,9 @@ APART = [
     if PATTERNS[jobs[0][0]].apart and jobs[0][1].stage in PATTERNS[jobs[0][0]].refused
 ]
 """Most of them wait for a time-out: each eighth is in the default tier."""
-FULL = [jobs for jobs in LAUNCHES if jobs[0][1].outer or (jobs in APART and jobs not in APART[::8])]
+FULL = [
+    jobs for jobs in LAUNCHES if jobs[0][1].outer is not None or (jobs in APART and jobs not in APART[::8])
+]
 
 
 @pytest.mark.parametrize(
