@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -91,6 +92,9 @@ def test_an_example_of_both_tiers(number: int) -> None:
 )
 def test_full_tests_run_with_all_and_by_their_names(arguments: list[str], found: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run([*command, "-k", "example"], cwd=ROOT, capture_output=True, text=True, check=True)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [*command, "-k", "example"], cwd=ROOT, env=own, capture_output=True, text=True, check=True
+    )
     examples = [line for line in done.stdout.splitlines() if "::" in line]
     assert examples == [f"tests/test_tiers.py::test_an_example_of_both_tiers[{name}]" for name in found]

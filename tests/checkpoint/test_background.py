@@ -241,7 +241,7 @@ def _absent(folder: str, way: str, blocking: bool) -> list[str]:
     return said
 
 
-@pytest.mark.full
+@pytest.mark.full(default="skipped-True")
 @pytest.mark.parametrize(("way", "blocking"), [("skipped", True), ("stopped", False)])
 def test_after_a_save_without_all_ranks_the_next_one_works(tmp_path: Path, way: str, blocking: bool) -> None:
     first, second = run_ranks(2, _absent, str(tmp_path), way, blocking)

@@ -497,7 +497,6 @@ def test_without_frozen_parameters_nothing_is_different(tmp_path: Path) -> None:
     assert read_tree(tmp_path / "once") == read_tree(tmp_path / "never") == always
 
 
-@pytest.mark.full
 @on_ranks(2)
 def test_ranks_that_differ_and_unknown_values_are_named(tmp_path: Path) -> None:
     _, zero = made()

@@ -439,7 +439,6 @@ def _bytes_read(folder: str) -> None:
         assert read == 4 * 3 * (own if stage else whole), stage
 
 
-@pytest.mark.full
 def test_loads_of_what_is_damaged_hostile_or_does_not_fit(tmp_path: Path) -> None:
     """Loads copies of a run, each with one fault, and steps whose checksums are right but whose content is wrong."""
     run_ranks(3, _saved, str(tmp_path))

@@ -98,7 +98,6 @@ def _each_refused(rank: int, run: Path, work: Any, expected: int) -> None:
             return
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*is saved, but older files stay:zerokit.ZerokitWarning")
 def test_one_rank_s_failed_call_is_everyone_s_error(tmp_path: Path) -> None:
     run_ranks(2, in_turn, [_load_and_save], str(tmp_path))

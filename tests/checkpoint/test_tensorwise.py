@@ -135,7 +135,6 @@ def test_four_ranks_save_and_others_go_on_with_the_same_bits(
             assert cut[name] == saved[name]
 
 
-@pytest.mark.full
 def test_strangers_read_every_state(tmp_path: Path) -> None:
     """Only a step with states of other shapes is of version 3."""
     for mix, version in (("muon", [1, 0]), ("lamb", [1, 0]), ("adafactor", [3, 0]), ("soap", [3, 0])):
@@ -171,7 +170,6 @@ def _read_as(value: Any, like: Any) -> Any:
     return (*like[:3], _digest_of(value, like)) if isinstance(value, bytes) and value else like
 
 
-@pytest.mark.full
 @on_ranks(3, [(mix, stage) for mix in ("muon", "soap") for stage in (0, 2, 3)])
 def test_every_way_to_save_writes_the_same(case: tuple[str, int], tmp_path: Path) -> None:
     """Beside the training, with frozen parameters elsewhere, with an average, after some were frozen for a while."""

@@ -74,7 +74,6 @@ def _on_a_gpu() -> Iterator[tuple[torch.device, Clocks]]:
         yield device, clocks
 
 
-@pytest.mark.full
 @on_ranks(
     2,
     [

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -139,7 +138,6 @@ def test_training_has_the_same_bits(case: tuple[dict[str, Any], dict[str, Any]],
     _compare(case, _home(tmp_path))
 
 
-@pytest.mark.full
 @on_ranks(
     4,
     cases=[

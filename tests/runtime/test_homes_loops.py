@@ -268,7 +268,6 @@ LOOPS: tuple[Callable[[Any, int], str], ...] = (
 )
 
 
-@pytest.mark.full
 @on_ranks(2, cases=LOOPS)
 def test_what_a_user_does_between_steps_has_the_same_bits(
     loop: Callable[[Any, int], str], tmp_path: Path

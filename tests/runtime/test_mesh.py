@@ -193,7 +193,7 @@ def _freezes(pair: Any, frozen: int) -> None:
             store.set("the others are done", "")
 
 
-@pytest.mark.full
+@pytest.mark.full(default="pair0")
 @pytest.mark.parametrize("pair", [(0, 3), (1, 3)])
 def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
     outcomes = run_ranks_expecting_errors(4, _freezes, pair, 3, timeout=20.0)

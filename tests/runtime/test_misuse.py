@@ -361,7 +361,6 @@ def _one_rank_is_refused() -> None:
     make(stage=4 if dist.get_rank() == 1 else 2)
 
 
-@pytest.mark.full
 def test_a_constructor_that_fails_on_one_rank_ends_the_others_within_the_time_out() -> None:
     first, second, third = run_ranks_expecting_errors(3, _one_rank_is_refused, timeout=20.0)
     assert second.raised("UsageError")

@@ -180,7 +180,6 @@ def test_one_ranks_changes_reach_all_with_source_and_are_told_without(where: tup
     _only_one_rank_changes(where)
 
 
-@pytest.mark.full
 @on_ranks(4, MESHES)
 def test_one_ranks_changes_on_a_mesh(where: tuple[Any, DtypeName]) -> None:
     _only_one_rank_changes(where)

@@ -171,7 +171,6 @@ def test_what_moves_is_what_changes_hands(case: tuple[int, Any, int]) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.full
 @on_ranks(2, cases=(2, 3))
 def test_memory_is_as_predicted_and_does_not_grow(stage: int, tmp_path: Path) -> None:
     """Fifty recuts: bytes held as the shares have them, the process no larger, the file of states neither."""

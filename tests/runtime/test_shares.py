@@ -63,7 +63,6 @@ def test_shares_change_no_bit(world: int, switch: str) -> None:
             assert_equal_bits(unequal, equal, f"rank {rank}, {label}")
 
 
-@pytest.mark.full
 @on_ranks(
     4, [((0, 3), (3, 1)), ((1, 3), (1, 2)), ((2, 2), (0, 5)), ((3, 3), (3, 1, 2, 1)), ((1, 2), (1, 0, 4, 3))]
 )

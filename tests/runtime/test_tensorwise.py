@@ -114,7 +114,7 @@ def test_stages_are_equal_bits_and_equal_one_process(mix: str, world: int) -> No
                 assert_equal_bits(first, alone[key][rank], f"rank {rank}, {key} against one process")
 
 
-@pytest.mark.full
+@pytest.mark.full(default="muon")
 @pytest.mark.parametrize("mix", NAMES)
 def test_pairs_of_stages_are_equal_bits_on_a_mesh(mix: str) -> None:
     for name, run in (("odd_shapes", TWENTY), ("gpt", replace(LOOPS["several passes"], steps=20))):

@@ -109,7 +109,6 @@ def test_the_nodes_that_are_left_have_the_bits_of_an_ordinary_load(tmp_path: Pat
     assert read_tree(tmp_path / "a-nodes") == read_tree(tmp_path / "a-ordinary")
 
 
-@pytest.mark.full
 def test_every_kind_of_state_comes_from_other_nodes(tmp_path: Path) -> None:
     cases = list(KINDS)
     run_ranks(3, _save_all, str(tmp_path), cases, (0, 1, 2), 2, 2, None)

@@ -120,7 +120,6 @@ def _each_shape(root: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.full
 def test_nodes_of_any_size_and_meshes(tmp_path: Path) -> None:
     run_ranks(4, _each_shape, str(tmp_path))
     for number, (nodes, _, _, copies) in enumerate(SHAPES):
