@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import namespaces, slurm
+from tests.support import namespaces, slurm, tiers
 
 with contextlib.suppress(ImportError):  # a GPU machine may lack it: the tests marked `gpu` do without
     from hypothesis import HealthCheck, settings
@@ -19,6 +19,14 @@ with contextlib.suppress(ImportError):  # a GPU machine may lack it: the tests m
     # A machine with more at work than cores lets any example take seconds.
     settings.register_profile("zerokit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("zerokit")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked `full` as well")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return None if config.getoption("--all") else "tests marked `full` are left out; --all runs them as well"
 
 
 def pytest_configure() -> None:
@@ -60,8 +68,12 @@ REFUSALS: dict[str, Callable[[], str | None]] = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests whose marker names what this machine lacks; `-ra` in pyproject.toml lists them with reasons."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the tests of the full tier, and skips those whose marker names what this machine lacks.
+
+    `-ra` in pyproject.toml lists those that are skipped, with the reasons.
+    """
+    tiers.select(config, items)
     for marker, refusal in REFUSALS.items():
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and (reason := refusal()) is not None:

@@ -9,6 +9,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from benchmarks.measuring import ROOT
 
 QUICK = ["--benchmark-min-rounds=1", "--benchmark-max-time=0", "--benchmark-warmup=off", "--size-mb=4"]
@@ -30,6 +32,7 @@ def benchmarks(folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_every_group_has_zerokit_and_what_it_is_compared_with(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     said = benchmarks(tmp_path, "benchmarks/", f"--benchmark-json={found}")

@@ -78,6 +78,7 @@ def _trained(directory: str, stage: int, precision: str) -> None:
     assert list_steps(Path(directory, "background")) == [1, 3, 4]
 
 
+@pytest.mark.full(default="2-3-bf16")
 @pytest.mark.parametrize(("world", "stage", "precision"), [(2, 3, "bf16"), (3, 2, "fp32")])
 def test_it_holds_the_state_of_the_moment_byte_for_byte(
     tmp_path: Path, world: int, stage: int, precision: str
@@ -240,6 +241,7 @@ def _absent(folder: str, way: str, blocking: bool) -> list[str]:
     return said
 
 
+@pytest.mark.full(default="skipped-True")
 @pytest.mark.parametrize(("way", "blocking"), [("skipped", True), ("stopped", False)])
 def test_after_a_save_without_all_ranks_the_next_one_works(tmp_path: Path, way: str, blocking: bool) -> None:
     first, second = run_ranks(2, _absent, str(tmp_path), way, blocking)

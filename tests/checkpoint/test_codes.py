@@ -52,6 +52,7 @@ def _resume(classes: str, folder: str, stages: list[Any], precision: str) -> lis
     return found
 
 
+@pytest.mark.full(default=["adamw-fp32"])
 @pytest.mark.parametrize(("classes", "precision"), [*product(CLASSES, ["fp32"]), ("both", "bf16")])
 def test_four_ranks_save_and_others_go_on_with_the_same_bits(
     classes: str, precision: str, tmp_path: Path

@@ -173,6 +173,9 @@ def _survives_one(
     assert again or newest is None or zerokit.verify(run / f"step-{newest[0]:08d}").intact
 
 
+@pytest.mark.full(
+    default=["3-next", "3-background", "3-overwrite the newest", "3-retention", "3-states*", "3-another base"]
+)
 @pytest.mark.parametrize(("world", "name"), CASES, ids=str)
 def test_a_crash_of_a_save_leaves_the_old_or_the_new_step(
     world: int, name: str, journals: dict[tuple[int, str], Path], tmp_path: Path

@@ -262,6 +262,7 @@ def _resume(folder: str, stage: Any, seed: int) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.full(default="3-3")
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (3, 3), (3, 1)])
 def test_any_number_of_ranks_resumes(
     saved: tuple[Path, dict[str, bytes]], folder: Path, world: int, stage: int
@@ -335,6 +336,7 @@ def _never(folder: str, stage: Any) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.full(default="1-2")
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (3, 3)])
 def test_never_takes_the_model_s_own_and_refuses_others(
     saved: tuple[Path, dict[str, bytes]], folder: Path, world: int, stage: int

@@ -281,6 +281,7 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
+@pytest.mark.full(default=["long keys", "empty tensors"])
 @pytest.mark.parametrize("case", MADE)
 def test_reading_costs_in_proportion_to_the_files(tmp_path: Path, case: str) -> None:
     works: dict[str, Callable[[Path], object]] = {

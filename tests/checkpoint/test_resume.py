@@ -117,6 +117,7 @@ def _compared(folder: str, world: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.full(default="[13]")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_any_world_size_and_stage_continues_with_the_same_bits(
     world: int, saved: tuple[Path, list[dict[str, list[str]]]]

@@ -76,6 +76,7 @@ def _loaded(folder: str, world: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.full(default="3")
 @pytest.mark.parametrize("world", CUTS)
 def test_any_cut_goes_on_with_any_other_and_is_resharded_as_it(world: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
@@ -122,6 +123,7 @@ def test_a_command_cuts_by_shares_and_damage_is_found(tmp_path: Path) -> None:
         assert text in done.stderr
 
 
+@pytest.mark.full(default="*0,0*")
 @pytest.mark.parametrize(
     "shares", ["[2,2]", "[1,1]", "[0,0]", "[-1,2]", "[1]", '["1",2]', "[1.0,2]", "[1,2097152]"]
 )

@@ -103,6 +103,7 @@ def _alone(run: Run) -> str:
     return train_alone(NAME, run, 4, later=(SAVED, 3))[0].weights
 
 
+@pytest.mark.full(default=["muon-bf16"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_four_ranks_save_and_others_go_on_with_the_same_bits(

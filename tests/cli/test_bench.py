@@ -175,6 +175,7 @@ def test_muon_is_named_with_its_share_of_the_step_and_its_figures_are_the_formul
     assert run.data.metrics["phase/optimizer_share"] == pytest.approx(phases.optimizer_share)
 
 
+@pytest.mark.full
 def test_states_on_a_disk_have_the_same_losses_and_their_bytes_are_the_formulas(
     tmp_path: Path, mlflow_uri: str
 ) -> None:

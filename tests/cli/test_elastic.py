@@ -184,6 +184,7 @@ def test_a_restart_resumes_from_memory_and_reads_nothing_of_the_run(tmp_path: Pa
     assert run.data.tags["zerokit.resumed"] == "step 4 from copies"
 
 
+@pytest.mark.full
 def test_without_room_in_memory_the_run_is_resumed_and_says_why(tmp_path: Path, bench: Bench) -> None:
     """As the copies' directory is another user's, or no directory: the training goes on without them."""
     seen = prepare(tmp_path, hold=5)
@@ -198,6 +199,7 @@ def test_without_room_in_memory_the_run_is_resumed_and_says_why(tmp_path: Path, 
     require_plain_order(tmp_path, record.parts)
 
 
+@pytest.mark.full(default="2")
 @pytest.mark.parametrize("islands", [3, 2])
 def test_islands_go_on_from_the_last_round_without_one_that_was_killed(
     tmp_path: Path, bench: Bench, islands: int
@@ -247,6 +249,7 @@ def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_on
     assert (len(more.loss), len(bench.runs())) == (1, 2)
 
 
+@pytest.mark.full(default="*.Store.write")
 @pytest.mark.parametrize(
     "place",
     ["bench.tracking.push.Mirror.push", "bench.tracking.store.Store.write", "cli.display.Display.files"],
@@ -275,6 +278,7 @@ def test_a_job_killed_once_its_record_is_there_is_completed_by_the_same_command(
         assert [run.info.status for run in bench.runs()] == ["FINISHED"]
 
 
+@pytest.mark.full
 def test_a_job_killed_after_its_last_step_is_told_to_the_end_without_figures(
     tmp_path: Path, bench: Bench
 ) -> None:
@@ -362,6 +366,7 @@ def test_a_killed_rank_is_started_anew_by_torchrun(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == {}
 
 
+@pytest.mark.full
 def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path: Path) -> None:
     seen = prepare(tmp_path, hold=5)
     nodes = (
@@ -399,6 +404,7 @@ def test_a_node_that_leaves_shrinks_the_job_and_one_that_comes_grows_it(tmp_path
     assert (record.settings.world, record.restarts, len(record.loss)) == (2, 2, 12)
 
 
+@pytest.mark.full
 def test_nodes_resume_from_each_others_memory_where_one_is_lost_with_its_own(tmp_path: Path) -> None:
     """Each node has a folder, in which its copies are; one is killed, and its folder is gone. An empty one joins."""
     shared = tmp_path / "shared"

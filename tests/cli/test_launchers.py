@@ -216,6 +216,7 @@ def test_torchruns_ranks_refuse_other_numbers_of_ranks(tmp_path: Path) -> None:
     assert not (tmp_path / "record.json").exists()
 
 
+@pytest.mark.full
 def test_the_doctor_looks_at_torchruns_ranks(tmp_path: Path) -> None:
     done = by_torchrun(tmp_path, *FORKS, CLI, "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

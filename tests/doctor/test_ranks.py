@@ -81,6 +81,7 @@ def test_faults_that_ranks_see_together(plan: Plan) -> None:
     assert (routes.severity, routes.found) == (Severity.WARNING, "through sockets")
 
 
+@pytest.mark.full
 def test_a_rank_that_hangs_is_named_in_time(plan: Plan) -> None:
     report = examined(plan, "hang", timeout_s=40.0)
     assert report.exit_code == FAULTS

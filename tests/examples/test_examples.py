@@ -90,6 +90,7 @@ def test_context_parallel(tmp_path: Path) -> None:
             torch.testing.assert_close(found[name], weight, rtol=0.0, atol=1e-6)
 
 
+@pytest.mark.full
 def test_llama_on_meta(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     preload(LIBRARIES)
@@ -140,6 +141,7 @@ def test_uneven_evaluation(tmp_path: Path) -> None:
     assert _numbers(r"inside gathered\(\): (\S+)", printed)[0] == pytest.approx(mean, abs=2e-6)
 
 
+@pytest.mark.full
 def test_batches(tmp_path: Path) -> None:
     printed = _run(tmp_path, "batches")
     losses = [

@@ -241,6 +241,7 @@ def _parts(shares: tuple[int, ...]) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.full(default=["adamw-abca-*", "muon-aabb-*"])
 @pytest.mark.parametrize(
     ("names", "memory", "mesh"),
     [

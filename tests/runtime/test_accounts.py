@@ -105,6 +105,7 @@ def _accounts_of(world: int) -> list[list[Account]]:
     return found
 
 
+@pytest.mark.full(default="3")
 @pytest.mark.parametrize("world", ACCOUNTS)
 def test_memory_and_traffic_equal_predictions_and_formulas(world: int) -> None:
     found = run_ranks(world, _accounts_of, world)
@@ -250,6 +251,7 @@ def _really_received(
     return (bytes_received() if sockets else read[0]) - before, claimed
 
 
+@pytest.mark.full(default=["3-2-True-fp32-adamw", "2-3-True-fp32-adamw", "3-2-True-bf16-muon"])
 @pytest.mark.parametrize(
     ("world", "stage", "sockets", "precision", "optimizer"),
     [

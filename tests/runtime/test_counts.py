@@ -123,6 +123,7 @@ def _each(stages: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
     return [trained(stage, **options) for stage in stages]
 
 
+@pytest.mark.full(default=["*-2", "unequal-2x2"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, "2x2"])
 @pytest.mark.parametrize(
     "options",

@@ -238,6 +238,7 @@ def _wait_for_ever(precision: str) -> None:
         training.step(1)
 
 
+@pytest.mark.full(default="bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_device_that_hangs_is_an_error_within_the_time_out(precision: str) -> None:
     for rank, outcome in enumerate(run_ranks_expecting_errors(2, _wait_for_ever, precision, timeout=20.0)):

@@ -62,6 +62,7 @@ def test_late_results_change_no_bit(name: str) -> None:
     assert run_on("cpu", late_and_prompt, cases) == [[], []]
 
 
+@pytest.mark.full(default="3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_hooks_in_a_thread_of_their_own_change_no_bit(stage: int) -> None:
     """On CUDA forward's hooks run in the main thread, and those of backward in autograd's thread of the device."""

@@ -64,6 +64,7 @@ def _one_rank_ends(run: Run, how: str, switch: str) -> None:
         one_step(model, optimizer, case, replace(run, clip=1.0), step, Trajectory())
 
 
+@pytest.mark.full(default=["run0-*", "run3-*", "run4-*"])
 @pytest.mark.parametrize(
     ("run", "world", "how", "switch"),
     [
@@ -107,6 +108,7 @@ def _one_rank_is_gone(run: Run) -> None:
     one_step(model, optimizer, case, run, 2, Trajectory())
 
 
+@pytest.mark.full(default="run0")
 @pytest.mark.parametrize("run", [Run(stage=0), Run(stage=2), Run(stage=2, precision=INT8), Run(stage=3)])
 def test_messages_to_a_rank_that_is_gone_are_explained(run: Run) -> None:
     """gloo refuses to post them, where otherwise it lets the rank wait."""

@@ -87,6 +87,7 @@ def _trained(world: int, classes: str) -> list[tuple[list[str], str]]:
     return found
 
 
+@pytest.mark.full(default=["adamw", "both"])
 @pytest.mark.parametrize("classes", CLASSES)
 def test_stages_buckets_and_world_sizes_give_the_same_bits(classes: str) -> None:
     found = [each for world in STAGES for rank in run_ranks(world, _trained, world, classes) for each in rank]
@@ -148,6 +149,7 @@ def _accounts(world: int) -> list[tuple[MemoryReport, MemoryReport]]:
     return found
 
 
+@pytest.mark.full(default="1")
 @pytest.mark.parametrize("world", STAGES)
 def test_memory_equals_the_formulas(world: int) -> None:
     for accounts in run_ranks(world, _accounts, world):

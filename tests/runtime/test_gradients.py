@@ -147,6 +147,7 @@ def _train_all(route: str, seeds: range) -> None:
             _train((seed + 2) % 4, seed)
 
 
+@pytest.mark.full(default=["host", "device"])
 @pytest.mark.parametrize("route", ROUTES)
 def test_gradients_are_the_mean_over_ranks_whatever_arrives(route: str) -> None:
     run_ranks(WORLD, _train_all, route, range(8 if route == "host" else 4))

@@ -64,6 +64,7 @@ def _accounts(world: int) -> list[Account]:
     return found
 
 
+@pytest.mark.full(default="1")
 @pytest.mark.parametrize("world", STAGES)
 def test_memory_by_home_equals_the_formulas(world: int) -> None:
     for accounts in run_ranks(world, _accounts, world):

@@ -70,6 +70,7 @@ def _runs(world: int) -> list[tuple[str, Run]]:
     ]
 
 
+@pytest.mark.full(default="[13]")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_losses_norms_and_weights_have_the_bits_of_states_on_the_device(world: int, tmp_path: Path) -> None:
     runs = _runs(world)

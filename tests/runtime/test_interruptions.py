@@ -120,6 +120,7 @@ def _interrupt(stage: int, at: int, during: str, begun: int, **ways: Any) -> tup
     return training, interruption
 
 
+@pytest.mark.full
 @on_ranks(1, list(itertools.product(STAGES, enumerate(WAYS))))
 def test_backward_may_be_interrupted_at_any_line(given: tuple[int, tuple[int, dict[str, Any]]]) -> None:
     stage, (turn, ways) = given
@@ -200,6 +201,7 @@ def _one_rank_is_interrupted(stage: int) -> None:
     training.train(6, 7)
 
 
+@pytest.mark.full(default="3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_one_rank_that_is_interrupted_alone_is_no_secret(stage: int) -> None:
     for outcome in run_ranks_expecting_errors(2, _one_rank_is_interrupted, stage, timeout=3.0):

@@ -47,6 +47,7 @@ def _train(name: str, runs: dict[str, Run], switch: str) -> dict[str, Trajectory
     return train_all(name, runs)
 
 
+@pytest.mark.full(default=["gpt-mesh1-*", "gpt-mesh4-*", "tied_blocks-*"])
 @pytest.mark.parametrize(
     ("name", "mesh", "switch", "base", "pairs"),
     [
@@ -154,6 +155,7 @@ def _on_nodes(nodes: list[int], stages: Sequence[Any]) -> tuple[str, list[Trajec
     return route, found, bytes_of
 
 
+@pytest.mark.full(default="nodes0-*")
 @pytest.mark.parametrize(
     ("nodes", "route"),
     [
@@ -191,6 +193,7 @@ def _freezes(pair: Any, frozen: int) -> None:
             store.set("the others are done", "")
 
 
+@pytest.mark.full(default="pair0")
 @pytest.mark.parametrize("pair", [(0, 3), (1, 3)])
 def test_a_rank_that_does_not_come_is_named_on_both_axes(pair: Any) -> None:
     outcomes = run_ranks_expecting_errors(4, _freezes, pair, 3, timeout=20.0)

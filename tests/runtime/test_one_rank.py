@@ -260,6 +260,7 @@ def _loads_alone(stage: int, whose: str) -> None:
     _step(model, optimizer)
 
 
+@pytest.mark.full(default="3-model")
 @pytest.mark.parametrize("whose", ["model", "optimizer"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_load_on_one_rank_alone_is_an_error_on_all(stage: int, whose: str) -> None:

@@ -75,6 +75,7 @@ def relative(found: list[float], expected: list[float]) -> float:
     return max((abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found, expected, strict=True)), default=0.0)
 
 
+@pytest.mark.full(default=["*-[12]", "gpt-*"])
 @pytest.mark.parametrize(("name", "world"), [(name, world) for name in NAMES for world in worlds_of(name)])
 def test_stages_are_identical_bits_and_equal_one_process(name: str, world: int) -> None:
     sets = runs_of(name, world)

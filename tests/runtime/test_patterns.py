@@ -30,9 +30,22 @@ KEYS = [key for key in PATTERNS if key not in BROKEN]
 ON_MESH = [(key, setting) for key in KEYS[::8] if (setting := PATTERNS[key].on_mesh()) is not None]
 """Each eighth; `python -m tests.runtime.patterns --mesh` tries all."""
 LAUNCHES = launches([*(job for key in KEYS for job in jobs_of(key)), *ON_MESH])
+APART = [
+    jobs
+    for jobs in LAUNCHES
+    if PATTERNS[jobs[0][0]].apart and jobs[0][1].stage in PATTERNS[jobs[0][0]].refused
+]
+"""Most of them wait for a time-out: each eighth is in the default tier."""
+FULL = [
+    jobs for jobs in LAUNCHES if jobs[0][1].outer is not None or (jobs in APART and jobs not in APART[::8])
+]
 
 
-@pytest.mark.parametrize("jobs", LAUNCHES, ids=lambda jobs: f"{jobs[0][0]}, {jobs[0][1]}")
+@pytest.mark.parametrize(
+    "jobs",
+    [pytest.param(jobs, marks=pytest.mark.full if jobs in FULL else ()) for jobs in LAUNCHES],
+    ids=lambda jobs: f"{jobs[0][0]}, {jobs[0][1]}",
+)
 def test_patterns(jobs: list[Job]) -> None:
     found = try_out(jobs)
     assert not found, found

@@ -59,6 +59,7 @@ def _by_module(name: str, precision: dict[str, str]) -> dict[str, Trajectory]:
     )
 
 
+@pytest.mark.full(default="2-*-precision[03]")
 @pytest.mark.parametrize(("name", "precision"), BY_MODULE)
 @pytest.mark.parametrize("world", [1, 2])
 def test_modules_of_another_precision_equal_one_process(

@@ -15,6 +15,7 @@ STRIDE = 5
 _fingerprint = functools.cache(fingerprint)
 
 
+@pytest.mark.full(default="3")
 @pytest.mark.parametrize("world", WORLDS)
 def test_results_are_the_recorded_ones(world: str) -> None:
     recorded = json.loads(FILE.read_text())

@@ -91,6 +91,7 @@ def _both(name: str, run: Run, recuts: int, switch: str, average: bool, options:
 ADAMW = Run(clip=0.5, steps=10)
 
 
+@pytest.mark.full(default=["gpt-2-*-1", "gpt-3-run4-0", "tied_blocks-*-1"])
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize(
     ("name", "world", "run"),
@@ -112,6 +113,7 @@ def test_fifty_recuts_change_no_bit(name: str, world: int, run: Run, switch: str
     run_ranks(world, _both, name, replace(run, bucket_mb=SMALL), 5, switch, True, {})
 
 
+@pytest.mark.full(default=["3-run0-device-1", "2-run4-disk-1", "3-run6-fp8-0"])
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize(
     ("world", "run", "states"),
@@ -376,6 +378,16 @@ def test_one_rank_without_memory_leaves_all_as_they_were(case: tuple[int, int]) 
     assert optimizer.memory().optimizer == optimizer.predicted_memory().optimizer
 
 
+def _free_heap() -> list[torch.Tensor]:
+    """Memory that earlier tests of this process have given back, and the C library still has: it needs no new space."""
+    process, held, grown = psutil.Process(), list[torch.Tensor](), 0
+    while grown < 8:
+        before = process.memory_info().vms
+        held.append(torch.empty(1 << 18, dtype=torch.uint8))
+        grown = grown + 1 if process.memory_info().vms > before else 0
+    return held
+
+
 @on_ranks(2, cases=(1, 2, 3))
 def test_one_rank_that_runs_out_of_address_space_leaves_all_as_they_were(stage: Any) -> None:
     """The system itself refuses memory, wherever that is asked for."""
@@ -390,6 +402,7 @@ def test_one_rank_that_runs_out_of_address_space_leaves_all_as_they_were(stage: 
         optimizer.zero_grad()
     bits = digest(whole_weights(model).items())
     _, most = before = resource.getrlimit(resource.RLIMIT_AS)
+    held = _free_heap() if dist.get_rank() == 0 else []
     for room in (2, 16):
         if dist.get_rank() == 0:
             size = psutil.Process().memory_info().vms + (room << 20)
@@ -401,6 +414,7 @@ def test_one_rank_that_runs_out_of_address_space_leaves_all_as_they_were(stage: 
             resource.setrlimit(resource.RLIMIT_AS, before)
         assert optimizer.layout.shares == (1, 3)
         assert digest(whole_weights(model).items()) == bits
+    held.clear()
     optimizer.recut((3, 1))
     assert digest(whole_weights(model).items()) == bits
 

@@ -198,6 +198,7 @@ def _by_every_route(name: str, runs: list[dict[str, Run]]) -> list[dict[str, Tra
         return found + [train_all(name, mine) for mine in runs[2:]]
 
 
+@pytest.mark.full(default=["*-options[0236]", "*-options13"])
 @pytest.mark.parametrize(
     ("turn", "name", "world", "precision", "options"),
     [
@@ -400,6 +401,7 @@ def _without_one(switch: str, leaves: str) -> None:
     collectives.exchange(collectives.between_all, Kind.TO_OWNERS, 1, parcels, []).wait()
 
 
+@pytest.mark.full(default=["ends-1", "does not come-0"])
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize("leaves", ["ends", "does not come"])
 def test_a_rank_that_does_not_come_to_an_exchange_is_named(switch: str, leaves: str) -> None:

@@ -67,6 +67,7 @@ def _accounts(shares: Shares, mesh: tuple[int, int] | None) -> list[tuple[object
     ]
 
 
+@pytest.mark.full(default="shares[01]-*")
 @pytest.mark.parametrize(
     ("shares", "mesh"), [*((each, None) for each in REAL), ((3, 1), (2, 2)), ((5, 3, 2, 0), (2, 2))]
 )

@@ -54,6 +54,7 @@ def _ways(world: int, switch: str) -> dict[str, tuple[Trajectory, Trajectory]]:
     return found
 
 
+@pytest.mark.full(default="2-1")
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize("world", SHARES)
 def test_shares_change_no_bit(world: int, switch: str) -> None:

@@ -68,6 +68,7 @@ def _load_each(folder: str, base: Run, mesh: Any) -> None:
         assert bits[1:] == bits[:1] * (len(bits) - 1), name
 
 
+@pytest.mark.full(default="by module")
 @pytest.mark.parametrize("precision", ["fp32", {"blocks.1": "fp32", "*": "bf16"}], ids=["fp32", "by module"])
 def test_checkpoints_move_between_mixes_and_ranks(tmp_path: Path, precision: Any) -> None:
     """What any mix saved goes on at any other, on 3 ranks and on two axes; tools read it."""

@@ -99,6 +99,7 @@ def _alone(mix: str, world: int) -> dict[tuple[str, str], list[Trajectory]]:
     return {key: train_alone(key[0], run, world) for key, run in sets if world in EXACT.get(key[1], ())}
 
 
+@pytest.mark.full(default=["muon-2", "soap-1"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("mix", NAMES)
 def test_stages_are_equal_bits_and_equal_one_process(mix: str, world: int) -> None:
@@ -113,6 +114,7 @@ def test_stages_are_equal_bits_and_equal_one_process(mix: str, world: int) -> No
                 assert_equal_bits(first, alone[key][rank], f"rank {rank}, {key} against one process")
 
 
+@pytest.mark.full(default="muon")
 @pytest.mark.parametrize("mix", NAMES)
 def test_pairs_of_stages_are_equal_bits_on_a_mesh(mix: str) -> None:
     for name, run in (("odd_shapes", TWENTY), ("gpt", replace(LOOPS["several passes"], steps=20))):
@@ -139,6 +141,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.full(default="[025]")
 @pytest.mark.parametrize("part", range(8))
 def test_ways_to_train_that_people_use(part: int) -> None:
     """Each eighth pattern, at stage 3 and another by turns."""

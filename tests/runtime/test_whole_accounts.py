@@ -90,6 +90,7 @@ def _accounts_of(world: int) -> list[list[Account]]:
     ]
 
 
+@pytest.mark.full(default="2")
 @pytest.mark.parametrize("world", ACCOUNTS)
 def test_memory_and_traffic_equal_predictions(world: int) -> None:
     found = run_ranks(world, _accounts_of, world)
@@ -128,6 +129,7 @@ def _received_with_and_without(mesh: Any, stages: Sequence[Any]) -> list[tuple[i
     return found
 
 
+@pytest.mark.full(default="3-*")
 @pytest.mark.parametrize(
     ("world", "mesh", "stages"), [(3, None, STAGES), (4, (2, 2), [(0, 3), (1, 3), (2, 2)])]
 )
@@ -154,6 +156,7 @@ def _faked(world: int, mesh: tuple[int, int] | None) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.full(default="64-None")
 @pytest.mark.parametrize(("world", "mesh"), [(64, None), (64, (8, 8))])
 def test_world_sizes_that_only_a_fake_process_group_has(world: int, mesh: tuple[int, int] | None) -> None:
     run_alone(_faked, world, mesh)

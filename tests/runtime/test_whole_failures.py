@@ -57,6 +57,7 @@ def _steps(switch: str, stage: Any, how: str) -> list[str]:
     return told
 
 
+@pytest.mark.full(default=["1-1", "2-0", "3-*"])
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_others_finish_their_step_where_a_class_raises_on_one_rank(switch: str, stage: int) -> None:

@@ -62,6 +62,7 @@ def _resumed(run: str) -> int:
     return step
 
 
+@pytest.mark.full(default="1-1")
 @pytest.mark.parametrize(("victim", "keep_last"), [(0, None), (1, 1)])
 def test_islands_go_on_from_one_step_wherever_one_is_killed(
     tmp_path: Path, victim: int, keep_last: int | None

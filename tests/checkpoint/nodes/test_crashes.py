@@ -43,6 +43,7 @@ def _without(nodes: tuple[int, ...], dead: int, *, replaced: bool) -> tuple[int,
     return tuple(9 if node == dead else node for node in nodes if replaced or node != dead)
 
 
+@pytest.mark.full(default="nodes0-left")
 @pytest.mark.parametrize("replaced", [False, True], ids=["left", "replaced"])
 @pytest.mark.parametrize("nodes", [(0, 1), (0, 1, 2), (0, 0, 1, 1)])
 def test_a_node_killed_at_a_random_moment(tmp_path: Path, nodes: tuple[int, ...], replaced: bool) -> None:
@@ -99,6 +100,7 @@ def _stop(copies: Any, folder: Path, rank: int, *, moment: str, other: str) -> N
         setattr(owner, name, stopped)
 
 
+@pytest.mark.full(default=["sending 1-*", "renaming-nodes2-*", "removed-*"])
 @pytest.mark.parametrize(
     ("moment", "nodes", "found"),
     [

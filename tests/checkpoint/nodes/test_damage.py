@@ -353,6 +353,7 @@ WORKS: list[Callable[[str], None]] = [
 ]
 
 
+@pytest.mark.full(default=["_damage_*", "_in_both_*", "_other_users", "_manifests_*"])
 @pytest.mark.parametrize("work", WORKS)
 def test_damage(tmp_path: Path, work: Any) -> None:
     run_ranks(3, in_turn, [work], str(tmp_path), **AT_ONCE)

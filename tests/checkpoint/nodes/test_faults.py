@@ -125,6 +125,7 @@ WORKS: list[Callable[[str], None]] = [
 ]
 
 
+@pytest.mark.full(default=["_a_piece_*", "_ranks_*", "_interrupted"])
 @pytest.mark.parametrize("work", WORKS)
 def test_faults(tmp_path: Path, work: Any) -> None:
     run_ranks(2, in_turn, [work], str(tmp_path), **AT_ONCE)

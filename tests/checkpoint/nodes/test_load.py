@@ -91,6 +91,9 @@ LOSSES = {
 }
 
 
+@pytest.mark.full(
+    default=["all are there", "one of two is lost and replaced", "three of four", "a replica group is lost"]
+)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_nodes_that_are_left_have_the_bits_of_an_ordinary_load(tmp_path: Path, name: str) -> None:
     loss = LOSSES[name]

@@ -211,6 +211,7 @@ def test_names_are_never_commands(step: Path, machines: Path, tmp_path: Path) ->
     assert list(machines.rglob("evil")) == [] == list(tmp_path.glob("evil"))
 
 
+@pytest.mark.full(default=["gather-2", "inspect-15"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", ["gather", "inspect", "verify"])
 def test_a_signal_leaves_nothing(machines: Path, tmp_path: Path, command: str, number: int) -> None:
@@ -278,6 +279,7 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
+@pytest.mark.full(default="*")  # a cluster in the default tier
 @pytest.mark.sshd
 def test_real_machines(step: Path, tmp_path: Path, hosts: Hosts, nodes: list[Path]) -> None:
     """Both see this machine's files, but a path with a host is only looked at over ssh."""

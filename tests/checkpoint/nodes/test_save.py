@@ -82,6 +82,7 @@ def _require_equal(root: Path, nodes: tuple[int, ...], copies: int) -> None:
         assert sorted(path.name for path in step.parent.iterdir()) == ["latest", STEP]
 
 
+@pytest.mark.full(default="2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_nodes_together_have_the_ordinary_step_for_every_optimizer(tmp_path: Path, world: int) -> None:
     cases = [*KINDS, "by rank", "weights only"]
