@@ -20,6 +20,7 @@ from zerokit.launch import agents, processes
 def be_member(folder: str, what: str, times: str) -> None:
     """The leader launches as often as it is told; both have little patience. Ends this process."""
     mail.SILENCE_SECONDS, mail.HEARTBEAT_SECONDS = 4.0 if what == "wait" else 60.0, 0.25
+    mail._STUCK_SECONDS = 2.0
     agents.PEERS_FOLLOW_SECONDS, processes.STOPPED_SECONDS = 0.5, 2.0
     asked = [os.environ.get("ASKED", "bench")]
     if "PACKAGE" in os.environ:

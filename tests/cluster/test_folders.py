@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from zerokit.cluster.folders import Changes, pack, pack_folder, put_file
+from zerokit.cluster.folders import Changes, pack, pack_folder, put_file, temporary_folder
 from zerokit.launch.failures import LaunchError
 
 
@@ -41,3 +46,28 @@ def test_what_changes_in_a_copy_is_told_once(tmp_path: Path) -> None:
             put_file(source, **one)
     assert (source / "rank-0" / "stdout.log").read_text() == "a word\nanother\n"
     assert [*changes.take(logs=True)] == []
+
+
+def test_what_a_killed_process_leaves_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "from zerokit.cluster.folders import *\nwith temporary_folder() as f: print(f, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        folder = Path(other.stdout.readline().strip())
+        with temporary_folder() as own:
+            assert {own, folder} == set(tmp_path.iterdir())  # the other one is alive
+            other.send_signal(signal.SIGKILL)
+            other.wait()
+            with temporary_folder() as third:
+                assert {own, third} == set(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []

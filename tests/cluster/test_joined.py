@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -229,6 +230,38 @@ def test_a_follower_that_is_gone_is_named(members: Members, tmp_path: Path, numb
     assert "WorkerFailed: rank 1 of 2, node 0: nothing was heard of it for 4 s" in said
     follower.kill()
     wait_for(lambda: all_ended(tmp_path))
+
+
+def test_a_follower_that_is_ended_says_so(members: Members, tmp_path: Path) -> None:
+    """Nobody waits until it is taken for lost."""
+    leader, follower = members.start_two(torchrun, "wait")
+    follower.send_signal(signal.SIGTERM)
+    _, said = leader.communicate(timeout=800)
+    assert "WorkerFailed: rank 1 of 2, node 0 has ended: interrupted by SIGTERM\nlogs: " in said
+    wait_for(lambda: all_ended(tmp_path))
+
+
+STORE = """
+import sys, time
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+time.sleep(1000)
+"""
+
+
+def test_an_agent_that_is_stopped_is_named(members: Members, tmp_path: Path) -> None:
+    """Its store does not respond: neither of the ranks is the cause."""
+    with subprocess.Popen([sys.executable, "-c", STORE, str(members.port)]) as agent:
+        try:
+            members.start_two(
+                lambda rank, port: torchrun(rank, port) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, "wait"
+            )
+            agent.send_signal(signal.SIGSTOP)
+            for _, said in members.ends():
+                assert f"torchrun's store at 127.0.0.1:{members.port} does not respond any more" in said
+        finally:
+            agent.kill()
+    assert all_ended(tmp_path)
 
 
 def test_a_signal_to_all_ends_all(members: Members, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -16,7 +17,10 @@ from typing import Any
 import pytest
 
 from tests.launch.ranks import WORKLOAD, all_ended, require_two_nodes, started, wait_for
+from tests.support.processes import children_of, words_of
+from zerokit.errors import ScheduleError
 from zerokit.interrupts import Interrupted, Interrupts
+from zerokit.launch import rank
 from zerokit.launch.failures import Failure, LaunchError, WorkerFailed
 from zerokit.launch.local import launch
 from zerokit.launch.ranks import start_rank
@@ -34,18 +38,46 @@ def test_ranks_of_two_nodes_find_the_torchrun_environment(tmp_path: Path, logs: 
     require_two_nodes(tmp_path, ranks_of_a_machine=4)
 
 
-def failure(rank: int, exit_code: int, message: str = "", moment: float = 0.0) -> Failure:
-    return Failure(rank, rank // 2, 1000 + rank, exit_code, message, False, moment)
+def failure(
+    rank: int, exit_code: int, message: str = "", moment: float = 0.0, *, follows: bool = False
+) -> Failure:
+    return Failure(rank, rank // 2, 1000 + rank, exit_code, message, False, moment, follows=follows)
 
 
 def test_causes_come_before_consequences() -> None:
-    """A kill may be noticed late, and SIGTERM asks a rank to end beside one that failed."""
-    lost_its_peer = failure(0, 1, "connection closed", moment=1.0)
+    """A kill may be noticed late; SIGTERM asks a rank to end, beside one that failed or alone; clocks differ."""
+    lost_its_peer = failure(0, 1, "connection closed", moment=1.0, follows=True)
     killed = failure(1, -signal.SIGKILL, moment=2.0)
     ended = failure(2, -signal.SIGTERM, moment=0.5)
-    later = failure(3, 1, "connection closed", moment=1.5)
-    in_order = sorted([ended, later, lost_its_peer, killed], key=lambda one: one.cause_order)
-    assert in_order == [killed, lost_its_peer, later, ended]
+    later = failure(3, 1, "connection closed", moment=1.5, follows=True)
+    failed = failure(4, 1, "a fault", moment=3600.0)
+    in_order = sorted([ended, later, failed, lost_its_peer, killed], key=lambda one: one.cause_order)
+    assert in_order == [killed, failed, ended, lost_its_peer, later]
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (ScheduleError("rank 0 did not get through its all-gather"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("a fault"), False),
+        (BrokenPipeError("Broken pipe"), False),
+    ],
+)
+def test_a_rank_records_whether_it_lost_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, follows: bool
+) -> None:
+    monkeypatch.setenv("ZEROKIT_ERROR_FILE", str(tmp_path / "error.json"))
+    rank._record(error)
+    assert json.loads((tmp_path / "error.json").read_text())["follows"] is follows
+
+
+def test_where_a_rank_has_no_folder_the_others_end(tmp_path: Path, logs: Path) -> None:
+    (logs / "rank-1").touch()
+    with pytest.raises(LaunchError, match="rank 1 cannot be started: File exists"):
+        run(tmp_path, logs, "wait")
+    assert all_ended(tmp_path)
+    assert not [pid for pid in children_of(os.getpid()) if WORKLOAD in words_of(pid)]
 
 
 def test_a_failure_in_one_line() -> None:

@@ -278,8 +278,8 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
 
     member = chosen.member
     assert member is not None
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # other launchers' daemons end what they have started, nohup shall not
+    if "TORCHELASTIC_RUN_ID" in os.environ or member.scheme != "torchrun":
+        end_with_parent()  # not for nohup, with torchrun's variables set by hand
     if member.leads:
         click.echo(f"zerokit: {member.describe()} leads", err=True)
     with Interrupts() as interrupts:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +17,26 @@ from zerokit.launch.failures import LaunchError
 
 _MOST_LOG_BYTES = 1 << 20
 """The most that is sent of what was added to a log: its end."""
+
+_PREFIX, _LOCK = "zerokit-member-", ".lock"
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """An empty folder for a copy, removed at the end; those that killed processes have left are removed, too."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), left.open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever is alive holds it
+            shutil.rmtree(left.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    try:
+        with (folder / f"{_LOCK}-new").open("wb") as lock:
+            with contextlib.suppress(OSError):  # as on some disks of networks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                Path(lock.name).rename(folder / _LOCK)  # only now do others find it
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pack(data: bytes) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerokit.cluster import mail
-from zerokit.cluster.leader import Member, dismiss, meet, start_ranks
+from zerokit.cluster.leader import LOOK, Member, dismiss, meet, start_ranks
 from zerokit.cluster.mail import LEADER, Mail
 from zerokit.cluster.member import serve
 from zerokit.cluster.membership import Membership
@@ -109,10 +109,10 @@ class _Joined(Member):
 
     def explain_silence(self) -> str:
         member, trouble = self._member, self._letters.trouble
+        if self.hello:
+            return _explain_store(member) if self._letters.stuck else super().explain_silence()
         if trouble is not None:
             return str(_unmet(member, trouble))
-        if self.hello:
-            return super().explain_silence()
         return (
             f"{self.where} that {member.scheme} started has not joined within {mail.MEET_SECONDS:g} s: look at its "
             f"output, and check that it reaches {member.master_addr}:{member.master_port}"
@@ -132,8 +132,10 @@ def follow(member: Membership, command_line: Sequence[str], interrupts: Interrup
             interrupts.check()
             if not leader.met:
                 raise _unmet(member, letters.trouble) from letters.trouble
+            if member.has_store and letters.stuck:
+                raise LaunchError(f"{member.describe()}: {_explain_store(member)}") from None
             raise LaunchError(
-                f"{member.describe()}: number 0 is gone, or has not responded for {mail.SILENCE_SECONDS:g} s"
+                f"{member.describe()}: number 0 is gone, or has not responded for {mail.SILENCE_SECONDS:g} s: {LOOK}"
             ) from None
 
 
@@ -154,6 +156,13 @@ def _store(member: Membership) -> Callable[[], Store]:
             f"({error.strerror}): set MASTER_PORT to one that is free"
         ) from error
     return mail.host_store(server)
+
+
+def _explain_store(member: Membership) -> str:
+    return (
+        f"{member.scheme}'s store at {member.master_addr}:{member.master_port} does not respond any more: the agent "
+        f"that has it was killed or is stopped, or its machine or the network between is gone: {LOOK}"
+    )
 
 
 def _unmet(member: Membership, error: Exception | None) -> LaunchError:

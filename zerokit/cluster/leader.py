@@ -26,6 +26,7 @@ from zerokit.versions import describe_difference
 
 _END_SECONDS = 10.0
 _OTHERS_SECONDS = 1.0
+LOOK = "look at that machine (dmesg tells what the kernel killed), then start again"
 
 
 class Lost(LaunchError):
@@ -35,19 +36,26 @@ class Lost(LaunchError):
 class Member:
     """A process that serves this one's launches.
 
-    `where` names it in messages, and `host` its machine; None if that is this one. `hello` is what it said of itself.
+    `where` names it in messages, and `host` its machine; None if that is this one. `hello` is what it said of itself,
+    and `lost` why it is not heard any more.
     """
 
     def __init__(self, peer: Peer, where: str, host: str | None = None) -> None:
         self.peer, self.where, self.host = peer, where, host
         self.hello: Mapping[str, Any] = {}
+        self.lost: str | None = None
 
     def hear(self) -> Message | None:
         """Its next message, if any; raises `Lost`, with the reason, if it is gone."""
         try:
             message = self.peer.hear()
         except EOFError:
-            raise Lost(self.explain_silence()) from None
+            self.lost = self.lost or self.explain_silence()
+            raise Lost(self.lost) from None
+        if message is not None and message[0] == "left":  # nothing more will come
+            self.lost = f"{self.where} has ended: {message[1]['why']}"
+            self.peer.leave()
+            return None
         if message is not None and message[0] == "hello":
             self.greet(message[1])
             return None
@@ -61,7 +69,7 @@ class Member:
         """The reason of a member that is not heard."""
         return (
             f"{self.where}: nothing was heard of it for {mail.SILENCE_SECONDS:g} s: its program was killed or is "
-            "stopped, or its machine or the network between is gone"
+            f"stopped, or its machine or the network between is gone: {LOOK}"
         )
 
 

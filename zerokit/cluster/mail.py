@@ -36,6 +36,7 @@ _PIECE_BYTES = 4 << 20
 """Half of what the store takes as one value."""
 _POLL_SECONDS = 0.05
 _CLOSE_SECONDS = 2.0
+_STUCK_SECONDS = 5.0
 
 Message = tuple[str, dict[str, Any]]
 
@@ -126,7 +127,7 @@ class Mail:
         self.peers = {name: Peer(own, name, patience) for name in others}
         self.trouble: Exception | None = None
         """Why there is no store, or none any more."""
-        self._own, self._closing = own, threading.Event()
+        self._own, self._closing, self._looked = own, threading.Event(), time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(connect,), daemon=True)
         self._thread.start()
 
@@ -137,12 +138,17 @@ class Mail:
         self._closing.set()
         self._thread.join(_CLOSE_SECONDS)  # the store may not respond any more
 
+    @property
+    def stuck(self) -> bool:
+        """Whether the store is gone, or does not respond for now."""
+        return self.trouble is not None or time.monotonic() - self._looked > _STUCK_SECONDS
+
     def _work(self, connect: Callable[[], Store]) -> None:
         heartbeat, messages = 0.0, 0
         try:
             store = connect()
             while True:
-                closing = self._closing.is_set()
+                closing, self._looked = self._closing.is_set(), time.monotonic()
                 for peer in self.peers.values():
                     peer.send(store)
                 if (count := store.add(f">{self._own}", 0)) != messages:

@@ -6,34 +6,46 @@ python -P -m zerokit.cluster.member ADDRESS PORT NAME        a node, started by 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zerokit.cluster.folders import Changes
+from zerokit.cluster.folders import Changes, temporary_folder
 from zerokit.cluster.mail import LEADER, SILENCE_SECONDS, Mail, Peer, join_store
+from zerokit.errors import ZerokitError
+from zerokit.interrupts import Interrupted
 from zerokit.launch.agents import POLL_SECONDS
 from zerokit.launch.ranks import Ranks, World, describe_machine
 from zerokit.network import free_port
 from zerokit.versions import versions
 
 _FILES_SECONDS = 0.5
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve(leader: Peer, asked: list[str], check: Callable[[], None]) -> int:
     """Serve launches; returns the exit code with which the leader dismisses this process.
 
     `asked` is what this process was asked for, which the leader compares. `check` raises if this machine's user wants
-    no more. Raises `EOFError` if the leader is gone. No rank is alive afterwards.
+    no more. Raises `EOFError` if the leader is gone; what else ends this process is told to the leader. No rank is
+    alive afterwards.
     """
     leader.say("hello", versions=versions(), port=free_port(""), asked=asked, **describe_machine())
+    try:
+        return _serve(leader, check)
+    except EOFError:
+        raise
+    except BaseException as error:
+        known = isinstance(error, ZerokitError | Interrupted)
+        leader.say("left", why=str(error) if known else f"{type(error).__name__}: {error}")
+        raise
+
+
+def _serve(leader: Peer, check: Callable[[], None]) -> int:
     while True:
         check()
         kind, content = leader.hear() or ("", {})
@@ -43,11 +55,8 @@ def serve(leader: Peer, asked: list[str], check: Callable[[], None]) -> int:
         if kind != "start":  # it may also be a signal for ranks that have ended by themselves
             time.sleep(POLL_SECONDS)
             continue
-        folder = Path(tempfile.mkdtemp(prefix="zerokit-member-"))
-        try:
+        with temporary_folder() as folder:
             _run(leader, content, folder, check)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[], None]) -> None:
@@ -89,13 +98,15 @@ def main(address: str, port: str, name: str) -> int:
     except EOFError:
         if not mail.peers[LEADER].met:
             print(f"the launcher cannot be reached at {address}:{port}: {mail.trouble}", file=sys.stderr)
-        return 1
+    except (Interrupted, ZerokitError, OSError) as error:
+        print(error, file=sys.stderr)
+    return 1
 
 
-def _leave(*_: object) -> None:
+def _leave(received: int, _: object) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    raise EOFError
+    raise Interrupted(received)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.cluster import mail
-from zerokit.cluster.leader import Lost, Member, dismiss, meet, start_ranks
+from zerokit.cluster.leader import LOOK, Lost, Member, dismiss, meet, start_ranks
 from zerokit.cluster.mail import LEADER, Mail, Message
 from zerokit.interrupts import Interrupts
 from zerokit.launch.agents import GRACE_SECONDS, conduct
@@ -112,7 +112,9 @@ class _Node(Member):
             return None
         what = "was lost while its ranks ran: the connection ended" if self.hello else "did not start"
         said = self._log.read_text(errors="replace").lower()
-        remedy = next((remedy for words, remedy in _REMEDIES.items() if words in said), None)
+        remedy = next(
+            (remedy for words, remedy in _REMEDIES.items() if words in said), LOOK if self.hello else None
+        )
         lines = [f"{self.where} {what} with exit code {self._process.returncode}", tail(self._log), remedy]
         raise Lost("\n".join(line for line in lines if line))
 
@@ -125,9 +127,9 @@ class _Node(Member):
         )
 
     def disconnect(self) -> None:
-        """End the connection: soon, if the node has not answered, and has started nothing."""
+        """End the connection: at once, if the node has not answered, and has started nothing, or is lost."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS if self.hello else 0.0)
+            self._process.wait(_END_SECONDS if self.hello and self.lost is None else 0.0)
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # a proxy of ssh's as well

@@ -36,7 +36,8 @@ class WorkerFailed(ZerokitError):
 class Failure:
     """The end of one rank; `time` in seconds since the epoch, `expected` if zerokit raised the error on purpose.
 
-    `host` names the machine of its node, where that is not this one.
+    `follows` if the error says that another rank was lost. `host` names the machine of its node, where that is not
+    this one.
     """
 
     rank: int
@@ -47,16 +48,19 @@ class Failure:
     expected: bool
     time: float
     host: str | None = None
+    follows: bool = False
 
     @property
-    def cause_order(self) -> tuple[bool, bool, float]:
+    def cause_order(self) -> tuple[int, float]:
         """The sort key that puts the cause before its consequences.
 
-        A killed rank may be noticed after its peers have failed for want of it. SIGTERM asks a rank to end, and is
-        rather a consequence.
+        A killed rank may be noticed after its peers have failed for want of it, and clocks of machines differ. SIGTERM
+        asks a rank to end: it is the cause of what follows from it, as where a daemon makes room in memory, but not of
+        other errors.
         """
-        killed = self.exit_code < 0 and self.exit_code != -signal.SIGTERM
-        return (not killed, self.exit_code < 0, self.time)
+        if self.exit_code < 0:
+            return (2 if self.exit_code == -signal.SIGTERM else 0, self.time)
+        return (3 if self.follows else 1, self.time)
 
     def describe(self) -> str:
         """One line: the rank, its node and process, and how it ended."""

@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -22,8 +23,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from zerokit import files
-from zerokit.errors import ZerokitError
+from zerokit.errors import ScheduleError, ZerokitError
 from zerokit.launch.processes import die_with_parent, import_torch
+
+_PEER_LOST = re.compile("closed by peer|reset by peer|broken pipe|remote process exited", re.IGNORECASE)
+"""What gloo and NCCL say of a peer that is gone."""
 
 
 def _record(error: Exception) -> None:
@@ -31,7 +35,10 @@ def _record(error: Exception) -> None:
     # An error that zerokit raises on purpose is complete; others deserve a traceback.
     expected = isinstance(error, ZerokitError)
     message = f"{'' if expected else f'{type(error).__name__}: '}{error}"
-    said = {"message": message, "expected": expected, "time": time.time()}
+    follows = isinstance(error, ScheduleError) or (
+        isinstance(error, RuntimeError) and _PEER_LOST.search(message) is not None
+    )
+    said = {"message": message, "expected": expected, "time": time.time(), "follows": follows}
     files.write_aside(target, json.dumps(said).encode(), durable=False)
 
 

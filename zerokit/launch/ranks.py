@@ -94,8 +94,8 @@ class Ranks:
         for rank in ranks:
             node, local_rank = divmod(rank, self._each)
             own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "GROUP_RANK": str(node)}
-            (folder := log_dir / f"rank-{rank}").mkdir()
             try:
+                (folder := log_dir / f"rank-{rank}").mkdir()
                 self._processes[rank] = start_rank(command, variables | own, folder)
                 began(rank, self._processes[rank].pid)
             except OSError as error:  # no process is left: ulimit -u, or a container's limit
