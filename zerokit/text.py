@@ -33,6 +33,11 @@ def printable_lines(text: str) -> str:
     return "\n".join(printable(line) for line in text.expandtabs().split("\n"))
 
 
+def as_seen(text: str) -> str:
+    """What a terminal is left with of lines that were drawn again and again, as progress bars are."""
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+
 def printable_json(text: str) -> str:
     """A JSON document for a terminal, the same for a program: what `printable` escapes is escaped as JSON does."""
     return "".join(

@@ -19,16 +19,21 @@ from zerokit.cli import cli
 from zerokit.network import free_port
 
 PROGRAM = """
-import json, os, signal, sys, time
+import atexit, json, os, signal, sys, time
 import beside
 
 names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+names += ("GROUP_WORLD_SIZE", "ROLE_RANK", "TORCHELASTIC_RUN_ID")
 seen = {name: os.environ.get(name) for name in names}
 rank = int(os.environ["RANK"])
 print(json.dumps(seen | {"rank": rank, "words": sys.argv[1:], "name": __name__}))
 if sys.argv[1:] == ["wait"]:
-    time.sleep(1000)
+    try:
+        time.sleep(1000)
+    finally:
+        print("saved", rank, file=sys.stderr)
 if rank == 1 and sys.argv[1:] == ["raise"]:
+    atexit.register(print, "{}", file=open("left", "w"))
     raise ValueError("no luck")
 if rank == 1 and sys.argv[1:] == ["exit"]:
     print("a last word", file=sys.stderr)
@@ -67,6 +72,8 @@ def test_ranks_of_two_nodes_find_torchruns_environment_and_what_is_beside_them(f
     assert {(one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["name"]) for one in ranks} == {
         ("4", "2", "__main__")
     }
+    roles = {(one["GROUP_WORLD_SIZE"], one["ROLE_RANK"], one["TORCHELASTIC_RUN_ID"]) for one in ranks}
+    assert roles == {("2", str(rank), "zerokit") for rank in range(4)}
     assert [one["CUDA_VISIBLE_DEVICES"] for one in ranks] == ["a,b", "a,b", "c,d", "c,d"]
     assert {one["OMP_NUM_THREADS"] for one in ranks} == {str(max(1, len(os.sched_getaffinity(0)) // 4))}
     assert ranks[0]["words"] == ["--nodes", "7"]
@@ -92,6 +99,9 @@ def test_a_failed_rank_is_named_and_its_logs_are_kept(folder: Path, what: str, s
     assert done.returncode == 1
     assert re.search(rf"^zerokit: rank 1 \(node 1, pid \d+\) {said}$", done.stderr, re.MULTILINE)
     assert f"  | {'ValueError: no luck' if what == 'raise' else 'a last word'}\n" in done.stderr
+    assert "runpy" not in done.stderr
+    assert what == "exit" or f'"{folder}/own/train.py", line ' in done.stderr
+    assert what == "exit" or (folder / "left").read_text() == "{}\n"
     (logs,) = (folder / "tmp").glob("zerokit-launch-*")
     assert f"logs: {logs}\n" in done.stderr
     assert told((logs / "rank-1" / "stdout.log").read_text())
@@ -105,7 +115,10 @@ def test_an_interruption_ends_all_ranks(folder: Path) -> None:
         )
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=800)
-    assert (process.returncode, errors) == (130, "zerokit: interrupted by SIGINT\n")
+    assert process.returncode == 130
+    assert errors.endswith("\nzerokit: interrupted by SIGINT\n")
+    assert {f"rank {rank}: saved {rank}" for rank in range(2)} < set(errors.splitlines())
+    assert errors.count(": KeyboardInterrupt\n") == 2
     wait_until(lambda: processes_of(folder) == {})
     assert list(logs.iterdir()) == []
 
@@ -138,8 +151,8 @@ def test_a_process_of_mpirun_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert done.exit_code == 0, done.output
     ((words, found),) = started
     assert words == [sys.executable, "-u", "train.py", "--rate", "1"]
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR OMP_NUM_THREADS"
-    assert [found[name] for name in names.split()] == ["3", "4", "1", "2", "1", "node-0", "3"]
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK MASTER_ADDR OMP_NUM_THREADS"
+    assert [found[name] for name in names.split()] == ["3", "4", "1", "2", "1", "3", "node-0", "3"]
     refused = runner.invoke(cli, ["launch", "--nodes", "3", "train.py"])
     assert (refused.exit_code, "omit --nodes" in refused.output) == (2, True)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerokit.launch import logs as launch_logs
 from zerokit.launch.logs import RankLogs
 
 
@@ -41,3 +43,23 @@ def test_every_rank_is_named_and_other_files_are_not_shown(tmp_path: Path) -> No
     logs.look()
     logs.look()
     assert shown == [("rank 1: out", "stdout"), ("rank 3: err", "stderr")]
+
+
+def test_a_progress_bar_is_shown_now_and_then_and_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    logs, path = RankLogs(tmp_path, lambda line, stream: shown.append(line)), log_of(tmp_path, 0, "stderr")
+    with path.open("ab", buffering=0) as file:
+        for number in range(3):
+            file.write(b"\r %d%%|" % number)
+            logs.look()
+        assert shown == ["rank 0:  0%|"]
+        monkeypatch.setattr(launch_logs, "_REDRAWN_SECONDS", 0.0)
+        logs.look()
+        file.write(b"\r 3%|\r 4%|")
+        logs.look()
+        assert shown[1:] == ["rank 0:  4%|"]
+        file.write(b"\r 9%|\nwhole\r\n\r ba\r    \r")
+        logs.look(last=True)
+        assert shown[2:] == ["rank 0:  9%|", "rank 0: whole"]

@@ -132,6 +132,7 @@ def _logs(asked: Path | None) -> Iterator[Path]:
 
 def _become_rank(member: Membership, ranks: int, words: Sequence[str]) -> NoReturn:
     """Become Python with the program, in torchrun's environment."""
+    from zerokit.launch.rank import complete_environment
     from zerokit.launch.ranks import cores
 
     # Where srun has bound each rank to cores of its own, it says how many; else those of a node are shared.
@@ -147,4 +148,5 @@ def _become_rank(member: Membership, ranks: int, words: Sequence[str]) -> NoRetu
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or min(threads, len(cores())),
     }
     os.environ |= {name: str(value) for name, value in variables.items()}
+    complete_environment()
     os.execv(sys.executable, [sys.executable, "-u", *words])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerokit.errors import ZerokitError
+from zerokit.text import as_seen
 
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
 
@@ -99,7 +100,7 @@ def tail(path: Path) -> str:
 
 def quote_tail(text: str) -> str:
     """The last lines of a text, indented."""
-    return "\n".join(f"  | {line}" for line in text.splitlines()[-_TAIL_LINES:])
+    return "\n".join(f"  | {line}" for line in as_seen(text).splitlines()[-_TAIL_LINES:])
 
 
 def explain_failures(failures: Sequence[Failure], logs: Path) -> list[str]:
