@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.measuring import ROOT
 
-QUICK = ["--benchmark-min-rounds=1", "--benchmark-max-time=0", "--benchmark-warmup=off", "--size-mb=4"]
+QUICK = ["--benchmark-min-rounds=1", "--benchmark-max-time=0", "--size-mb=4"]
 
 
 def benchmarks(folder: Path, *words: str) -> str:
