@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import zerokit
 from benchmarks.elsewhere import take_turns
-from benchmarks.measuring import remove
+from benchmarks.measuring import empty, remove
 
 STATE_BYTES = 12
 """A parameter's: master and two moments of AdamW, in fp32."""
@@ -101,12 +101,7 @@ def measure(directory: str, size_mb: float, rounds: int) -> dict[str, list[float
         "read": partial(_read, plain, state),
     }
     places = {"zerokit.save": run, "dcp.save": other, "write and sync": plain}
-
-    def empty(name: str) -> None:
-        remove(places[name])
-        os.sync()
-
-    seconds = take_turns(saves, rounds, empty) | take_turns(loads, rounds)
+    seconds = take_turns(saves, rounds, lambda name: empty(places[name])) | take_turns(loads, rounds)
     remove(plain)
     shards = HuggingFaceStorageWriter(str(Path(directory, "dcp-hf")), save_distributed=True)
     dcp_save(weights, storage_writer=shards)

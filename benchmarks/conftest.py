@@ -6,10 +6,13 @@ pytest benchmarks/test_checkpoint_calls.py --size-mb 2000 --basetemp /mnt/disk/w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
+from benchmarks.elsewhere import InTurns, replay, take_turns
 from benchmarks.synthetic import make_checkpoint
 from zerokit.checkpoint.reader import Checkpoint
 
@@ -47,6 +50,36 @@ def checkpoint(step: Path) -> Checkpoint:
 
 @pytest.fixture(scope="session")
 def rounds(request: pytest.FixtureRequest) -> int:
-    """Rounds of what processes of their own measure: at least those of `--benchmark-min-rounds`."""
+    """The least rounds, those of `--benchmark-min-rounds`."""
     config = request.config
     return 1 if config.getoption("benchmark_disable") else int(config.getoption("benchmark_min_rounds"))
+
+
+@pytest.fixture(scope="session")
+def measured() -> dict[str, dict[str, list[float]]]:
+    """The seconds of `in_turns`, by group and name."""
+    return {}
+
+
+@pytest.fixture
+def in_turns(
+    benchmark: BenchmarkFixture,
+    measured: dict[str, dict[str, list[float]]],
+    rounds: int,
+    request: pytest.FixtureRequest,
+) -> InTurns:
+    """Measures this benchmark, which has the timer `elsewhere`, and all others of its group at the first of them."""
+    option = request.config.getoption
+    seconds = 0.0 if option("benchmark_disable") else float(option("benchmark_max_time"))
+
+    def measure(
+        how: str,
+        calls: Mapping[str, Callable[[], object]],
+        before: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        group = str(benchmark.group)
+        if group not in measured:
+            measured[group] = take_turns(calls, rounds, before, seconds)
+        replay(benchmark, measured[group][how])
+
+    return measure

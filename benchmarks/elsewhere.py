@@ -1,11 +1,12 @@
-"""Benchmarks whose rounds other processes measure, as ranks do, and which pytest-benchmark only puts into its tables.
+"""Benchmarks that take turns with their peers, and which pytest-benchmark only puts into its tables.
 
-    ranks, started once for all of a group             pytest
+    ranks, or pytest at the first test of a group      pytest
     round 1: zerokit, torch                            test_gather[zerokit]: replay(benchmark, times of zerokit)
     round 2: torch, zerokit        ── times ──►        test_gather[torch]:   replay(benchmark, times of torch)
 
-All ranks do the same rounds and begin each at a barrier. A round takes as long as on its slowest rank. No message
-between pytest and the ranks is inside a measured interval, and those of a group take turns in the same processes.
+So a machine that is slow for a while is so for all of a group. Ranks start once for a group, do the same rounds and
+begin each at a barrier. A round takes as long as on its slowest rank. No message between pytest and the ranks is inside
+a measured interval.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from benchmarks.measuring import in_rounds
 
+InTurns = Callable[..., None]
+"""Measures a benchmark and its peers: the fixture `in_turns`."""
 _now = 0.0
 
 
@@ -40,10 +43,12 @@ def take_turns(
     calls: Mapping[str, Callable[[], object]],
     rounds: int,
     before: Callable[[str], object] = lambda name: None,
+    seconds: float = 0.0,
 ) -> dict[str, list[float]]:
     """Seconds of each call on this rank, round by round, after one round that is not counted.
 
-    `before` is called before each, outside of its time, and should end with a barrier of the ranks.
+    `before` is called before each, outside of its time, and should end with a barrier of the ranks. There are more than
+    `rounds` where all take less than these `seconds` a call, which is for one process: ranks would not agree.
     """
 
     def measure(name: str) -> float:
@@ -52,7 +57,8 @@ def take_turns(
         calls[name]()
         return time.perf_counter() - begun
 
-    return {name: times[1:] for name, times in in_rounds(list(calls), rounds + 1, measure).items()}
+    once = sum(times[0] for times in in_rounds(list(calls), 1, measure).values())
+    return in_rounds(list(calls), max(rounds, int(seconds * len(calls) / once)), measure)
 
 
 def slowest(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

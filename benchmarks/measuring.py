@@ -103,6 +103,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def empty(path: Path) -> None:
+    """Remove what is there, and write what waits for the disk: who comes next does not pay for it."""
+    remove(path)
+    os.sync()
+
+
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Words to the left, figures to the right; without rich, which a bare GPU machine may lack."""
     lines = [columns, *rows]

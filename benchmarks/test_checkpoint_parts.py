@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from benchmarks.measuring import remove
+from benchmarks.elsewhere import InTurns, elsewhere
+from benchmarks.measuring import empty, remove
 from benchmarks.synthetic import make_checkpoint
 from zerokit.checkpoint.checksum import crc32
 from zerokit.checkpoint.copying import Copier
@@ -76,33 +76,35 @@ def _chunks(shape: tuple[int, ...], ranks: int) -> dict[int, ChunkStorageMetadat
     }
 
 
-@pytest.mark.benchmark(group=f"manifest of {RANKS} ranks: read")
+@pytest.mark.benchmark(group=f"manifest of {RANKS} ranks: read", timer=elsewhere)
 @pytest.mark.parametrize("how", ["zerokit", "json.loads", "DCP, pickle.loads"])
-def test_manifest_read(benchmark: BenchmarkFixture, wide: Checkpoint, dcp: Metadata, how: str) -> None:
+def test_manifest_read(in_turns: InTurns, wide: Checkpoint, dcp: Metadata, how: str) -> None:
     content, pickled = (wide.path / NAME).read_bytes(), pickle.dumps(dcp)
     calls: dict[str, Callable[[], object]] = {
         "zerokit": lambda: parse_manifest(content, NAME),
         "json.loads": lambda: json.loads(content),
         "DCP, pickle.loads": lambda: pickle.loads(pickled),
     }
-    benchmark(calls[how])
+    in_turns(how, calls)
 
 
-@pytest.mark.benchmark(group=f"manifest of {RANKS} ranks: write")
+@pytest.mark.benchmark(group=f"manifest of {RANKS} ranks: write", timer=elsewhere)
 @pytest.mark.parametrize("how", ["zerokit", "json.dumps", "DCP, pickle.dumps"])
-def test_manifest_write(benchmark: BenchmarkFixture, wide: Checkpoint, dcp: Metadata, how: str) -> None:
+def test_manifest_write(in_turns: InTurns, wide: Checkpoint, dcp: Metadata, how: str) -> None:
     plain = json.loads((wide.path / NAME).read_bytes())
     calls: dict[str, Callable[[], object]] = {
         "zerokit": wide.manifest.to_bytes,
         "json.dumps": lambda: json.dumps(plain),
         "DCP, pickle.dumps": lambda: pickle.dumps(dcp),
     }
-    benchmark(calls[how])
+    in_turns(how, calls)
 
 
-@pytest.mark.benchmark(group=f"plan: what one of {READERS} ranks reads of a checkpoint of {RANKS}")
+@pytest.mark.benchmark(
+    group=f"plan: what one of {READERS} ranks reads of a checkpoint of {RANKS}", timer=elsewhere
+)
 @pytest.mark.parametrize("how", ["zerokit", "DCP"])
-def test_plan(benchmark: BenchmarkFixture, wide: Checkpoint, dcp: Metadata, how: str) -> None:
+def test_plan(in_turns: InTurns, wide: Checkpoint, dcp: Metadata, how: str) -> None:
     target, rank = Memory(0), READERS // 2
     layout = wide.layout.for_world(READERS)
 
@@ -124,19 +126,22 @@ def test_plan(benchmark: BenchmarkFixture, wide: Checkpoint, dcp: Metadata, how:
     def by_dcp() -> list[object]:
         return list(chain.from_iterable(create_read_items_for_chunk_list(*one) for one in wanted))
 
-    assert benchmark(zerokit if how == "zerokit" else by_dcp)
+    in_turns(how, {"zerokit": zerokit, "DCP": by_dcp})
+    assert zerokit()
+    assert by_dcp()
 
 
-@pytest.mark.benchmark(group=f"checksum: CRC-32 of {BYTES >> 20} MiB")
+@pytest.mark.benchmark(group=f"checksum: CRC-32 of {BYTES >> 20} MiB", timer=elsewhere)
 @pytest.mark.parametrize("how", ["zerokit", "zlib.crc32"])
-def test_checksum(benchmark: BenchmarkFixture, how: str) -> None:
+def test_checksum(in_turns: InTurns, how: str) -> None:
     content = bytes(range(256)) * (BYTES // 256)
-    assert benchmark(crc32 if how == "zerokit" else zlib.crc32, content) == zlib.crc32(content)
+    in_turns(how, {"zerokit": lambda: crc32(content), "zlib.crc32": lambda: zlib.crc32(content)})
+    assert crc32(content) == zlib.crc32(content)
 
 
-@pytest.mark.benchmark(group="copy: a file, to the disk")
+@pytest.mark.benchmark(group="copy: a file, to the disk", timer=elsewhere)
 @pytest.mark.parametrize("how", ["zerokit, with CRC-32", "cp and sync", "shutil.copyfile and fsync"])
-def test_copy(benchmark: BenchmarkFixture, checkpoint: Checkpoint, tmp_path: Path, how: str) -> None:
+def test_copy(in_turns: InTurns, checkpoint: Checkpoint, tmp_path: Path, how: str) -> None:
     source, target = checkpoint.file_path(0), tmp_path / "copy"
     size = source.stat().st_size
 
@@ -156,5 +161,7 @@ def test_copy(benchmark: BenchmarkFixture, checkpoint: Checkpoint, tmp_path: Pat
             os.fsync(file.fileno())
 
     calls = {"zerokit, with CRC-32": zerokit, "cp and sync": by_cp, "shutil.copyfile and fsync": by_shutil}
-    benchmark.pedantic(calls[how], setup=lambda: remove(target), rounds=10, warmup_rounds=1)
+    in_turns(how, calls, lambda name: empty(target))
+    remove(target)
+    calls[how]()
     assert target.read_bytes() == source.read_bytes()

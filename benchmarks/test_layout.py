@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.utils.flop_counter import FlopCounterMode
 
 import zerokit
+from benchmarks.elsewhere import InTurns, elsewhere
 from zerokit.bench.catalogue.workloads import GPTConfig, describe
 from zerokit.bench.workloads.build import build_model
 from zerokit.layout import Layout, Parameter, Segment, build_layout
@@ -33,20 +33,23 @@ def _layout() -> Layout:
     return build_layout(blocks, world=WORLD, bucket_bytes=BUCKET_BYTES)
 
 
-@pytest.mark.benchmark(group=f"layout: {BLOCKS * len(SHAPES)} parameters to units, for {WORLD} ranks")
+@pytest.mark.benchmark(
+    group=f"layout: {BLOCKS * len(SHAPES)} parameters to units, for {WORLD} ranks", timer=elsewhere
+)
 @pytest.mark.parametrize("how", ["zerokit", "DDP, buckets"])
-def test_layout(benchmark: BenchmarkFixture, how: str) -> None:
+def test_layout(in_turns: InTurns, how: str) -> None:
     tensors = [torch.empty(shape, device="meta") for _ in range(BLOCKS) for shape in SHAPES]
     calls: dict[str, Callable[[], object]] = {
         "zerokit": _layout,
         "DDP, buckets": lambda: _compute_bucket_assignment_by_size(tensors, [BUCKET_BYTES]),
     }
-    assert benchmark(calls[how])
+    in_turns(how, calls)
+    assert calls[how]()
 
 
-@pytest.mark.benchmark(group=f"layout: what one of {WORLD} ranks owns")
+@pytest.mark.benchmark(group=f"layout: what one of {WORLD} ranks owns", timer=elsewhere)
 @pytest.mark.parametrize("how", ["zerokit", "DTensor"])
-def test_owned(benchmark: BenchmarkFixture, how: str) -> None:
+def test_owned(in_turns: InTurns, how: str) -> None:
     layout, rank = _layout(), WORLD // 2
 
     def by_dtensor() -> list[object]:
@@ -60,12 +63,13 @@ def test_owned(benchmark: BenchmarkFixture, how: str) -> None:
         "zerokit": lambda: list(layout.owned(rank)),
         "DTensor": by_dtensor,
     }
-    assert benchmark(calls[how])
+    in_turns(how, calls)
+    assert calls[how]()
 
 
-@pytest.mark.benchmark(group="plan: gpt-34m on 8 GPUs")
+@pytest.mark.benchmark(group="plan: gpt-34m on 8 GPUs", timer=elsewhere)
 @pytest.mark.parametrize("how", ["zerokit", "torch, FLOPs of a step"])
-def test_plan(benchmark: BenchmarkFixture, how: str) -> None:
+def test_plan(in_turns: InTurns, how: str) -> None:
     config = describe("gpt-34m").config
     assert isinstance(config, GPTConfig)
 
@@ -81,4 +85,4 @@ def test_plan(benchmark: BenchmarkFixture, how: str) -> None:
     def zerokit_plan() -> object:
         return zerokit.plan("gpt-34m", gpus=8, device="h100-80")
 
-    assert benchmark(zerokit_plan if how == "zerokit" else flops)
+    in_turns(how, {"zerokit": zerokit_plan, "torch, FLOPs of a step": flops})

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from benchmarks.elsewhere import take_turns
 from benchmarks.measuring import bar_holds, in_rounds, plain_table, ratio, spread
 from benchmarks.ranks import run_ranks
 from tests.support.distributed import server_context
@@ -28,6 +29,23 @@ def test_every_second_round_goes_backwards_and_all_is_kept() -> None:
     assert calls == ["a", "b", "b", "a", "a", "b"]
     assert found == {"a": [1, 4, 5], "b": [2, 3, 6]}
     assert kept == [1, 2, 3, 4, 5, 6]
+
+
+def test_calls_take_turns_after_a_round_that_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = 0.0, list[str]()
+
+    def call(name: str, seconds: float) -> None:
+        nonlocal now
+        calls.append(name)
+        now += seconds
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    both = {"a": lambda: call("a", 1.0), "b": lambda: call("b", 3.0)}
+    assert take_turns(both, 1) == {"a": [1.0], "b": [3.0]}
+    assert calls == ["a", "b"] * 2
+    calls.clear()
+    assert take_turns(both, 1, lambda name: call("-", 9.0), seconds=4.0) == {"a": [1.0] * 2, "b": [3.0] * 2}
+    assert "".join(calls) == "-a-b" + "-a-b-b-a"
 
 
 def test_figures() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.measuring import ROOT
 
-QUICK = ["--benchmark-min-rounds=1", "--benchmark-max-time=0", "--benchmark-warmup=off", "--size-mb=4"]
+QUICK = ["--benchmark-min-rounds=1", "--benchmark-max-time=0", "--size-mb=4"]
 
 
 def benchmarks(folder: Path, *words: str) -> str:

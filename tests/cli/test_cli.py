@@ -45,6 +45,11 @@ def test_a_full_standard_output_is_an_error(unbuffered: str, tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (1, "zerokit: No space left on device\n")
 
 
+def test_a_name_that_no_file_can_have_is_an_error(tmp_path: Path) -> None:
+    done = zerokit(tmp_path, "compare", name := "a" * 300)
+    assert (done.returncode, done.stderr) == (1, f"zerokit: File name too long: {name}\n")
+
+
 def test_a_working_directory_that_is_gone_is_an_error(tmp_path: Path) -> None:
     line = f"mkdir gone; cd gone; rmdir ../gone; exec {shlex.quote(sys.executable)} -m zerokit doctor --quick"
     done = subprocess.run(

@@ -164,7 +164,7 @@ def main() -> None:
     except OSError as error:
         # A file that does not exist has a name; the working directory and a folder for temporary files have none.
         missing = error.errno == errno.ENOENT and error.filename is None
-        if not missing and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if not missing and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG):
             raise
         gone = "the working directory" if error.strerror == os.strerror(errno.ENOENT) else ""
         where = f": {printable(str(error.filename or gone))}" if error.filename or gone else ""

@@ -19,6 +19,7 @@ from zerokit.bench.run.session import run_cell
 from zerokit.bench.run.sweep import Sweep, SweepFolder, prepare, product, run_sweep
 from zerokit.bench.run.traces import keep, read_trace, require_traces, traces_written
 from zerokit.errors import UsageError
+from zerokit.launch.failures import WorkerFailed
 
 CONTENT: dict[str, Any] = {
     "traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "ts": 0.0, "dur": 1.0, "name": "forward"}],
@@ -93,6 +94,27 @@ def test_each_of_zerokits_cells_has_a_file_in_its_first_round(tmp_path: Path) ->
     assert " and 1 more  open in https://ui.perfetto.dev" in shown
 
 
+@pytest.mark.parametrize("made", [True, False])
+def test_ranks_that_fail_after_the_steps_cost_only_what_follows(made: bool, tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text("of an earlier bench")
+
+    def act(settings: Settings, job: Path) -> None:
+        record = record_of(settings, None)
+        if made:
+            (job.parent / "trace.json").write_text(json.dumps(CONTENT))
+        write_record(traced(record) if made else record, job.parent / "record.json")
+        raise WorkerFailed("rank 1 was killed")
+
+    watcher = Watcher()
+    record = run_cell(ZEROKIT, tmp_path / "r.json", host(Ranks(act), watcher), trace=file)
+    unknown = "the cost of communication is unknown"
+    twin = "the compute-only twin, or collectives by themselves before it,"
+    why = f"{unknown}: {twin}" if made else f"there is no timeline, and {unknown}: the step that is traced"
+    assert watcher.warnings == [f"{why} failed: rank 1 was killed"]
+    assert (read_trace(record) is not None) == made
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
@@ -116,7 +138,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder: give the name of a file, such as"):
         require_traces(tmp_path, [ZEROKIT])
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="cannot be written"):
+    with pytest.raises(UsageError, match=r"x\.json cannot be written: \S+/file: File exists$"):
         require_traces(tmp_path / "file" / "x.json", [ZEROKIT])
 
 

@@ -92,7 +92,8 @@ def _killed(error: WorkerFailed) -> list[Failure]:
 
 DEFAULT_FOLDER = Path("zerokit-bench")
 JOB = "job.json"
-_NO_TWIN = "the cost of communication is unknown: the compute-only twin"
+_UNKNOWN = "the cost of communication is unknown"
+_NO_TWIN = f"{_UNKNOWN}: the compute-only twin"
 # A reason holds the end of a rank's stderr; a record should not hold more of it.
 _REASON_LENGTH = 8000
 
@@ -323,8 +324,8 @@ def _launch(
         record = read_record(written)
         before = settings.engine == "zerokit" and not record.bandwidth
         what = _NO_TWIN if not before else f"{_NO_TWIN}, or collectives by themselves before it,"
-        if traced and record.trace is None:
-            what += " or the timeline"
+        if traced and record.trace is None:  # it is made before these
+            what = f"there is no timeline, and {_UNKNOWN}: the step that is traced"
         why = str(error).partition("\n")[0]
         host.watch.warn(f"{what} failed: {why}")
         return record, error if isinstance(error, host.interruptions) else None

@@ -46,7 +46,8 @@ def require_traces(path: Path, cells: Iterable[Settings]) -> None:
     try:
         require_writable(path.parent)
     except RecordError as error:
-        raise UsageError(f"--timeline {path} cannot be written: {error.__cause__}") from error
+        reason = getattr(error.__cause__, "strerror", None)
+        raise UsageError(f"--timeline {path} cannot be written: {path.parent}: {reason}") from error
 
 
 def traces_written(records: Sequence[Record]) -> dict[str, str]:

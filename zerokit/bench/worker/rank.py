@@ -178,6 +178,7 @@ def run(
     if measured.step_ms:
         if trace_path is not None and (traced := trace_step(trainer, loop.batches)) is not None:
             record = replace(record, trace=write_trace(traced, trace_path))
+            write_record(record, record_path)
         timeline = measure_timeline(trainer, loop.batches, median(rank.step_ms))
         if first and trainer.zero is not None:
             name = torch.cuda.get_device_name(accelerator.device) if accelerator.is_cuda else None
