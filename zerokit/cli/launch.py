@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -90,15 +89,12 @@ def command(
         if devices and nodes > 1:  # each simulated node gets its own of these
             os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(one.uuid for one in devices))
     from zerokit.interrupts import Interrupts
-    from zerokit.launch.rank import is_script
+    from zerokit.launch.rank import PROGRAM
 
-    name, *arguments = words[1:] if words[0] == "-m" else words
-    if words[0] != "-m" and not is_script(name):
-        name = f"./{name}"
     followed = replace(chosen, options={**chosen.options, "follow": True})
     with Interrupts() as interrupts, _logs(log_dir) as folder:
         followed.launch(interrupts, None)(
-            *(name, arguments),
+            *(PROGRAM, words),
             nodes=nodes,
             nproc_per_node=ranks,
             log_dir=folder,
@@ -132,7 +128,7 @@ def _logs(asked: Path | None) -> Iterator[Path]:
 
 def _become_rank(member: Membership, ranks: int, words: Sequence[str]) -> NoReturn:
     """Become Python with the program, in torchrun's environment."""
-    from zerokit.launch.rank import complete_environment
+    from zerokit.launch.rank import become_program
     from zerokit.launch.ranks import cores
 
     # Where srun has bound each rank to cores of its own, it says how many; else those of a node are shared.
@@ -148,5 +144,4 @@ def _become_rank(member: Membership, ranks: int, words: Sequence[str]) -> NoRetu
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or min(threads, len(cores())),
     }
     os.environ |= {name: str(value) for name, value in variables.items()}
-    complete_environment()
-    os.execv(sys.executable, [sys.executable, "-u", *words])
+    become_program(list(words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import textwrap
 from collections.abc import Sequence
@@ -12,6 +13,10 @@ from zerokit.errors import ZerokitError
 from zerokit.text import as_seen
 
 _TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
+"""The last line of a traceback, behind what torch puts before it."""
+_PEER_LOST = re.compile("closed by peer|reset by peer|broken pipe|remote process exited", re.IGNORECASE)
+"""What gloo and NCCL say of a peer that is gone."""
 
 
 class LaunchError(ZerokitError):
@@ -88,12 +93,26 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def tail(path: Path) -> str:
+def says_peer_lost(message: str) -> bool:
+    """Whether an error's message is of a rank that lost another one."""
+    return _PEER_LOST.search(message) is not None
+
+
+def last_error(log: Path) -> str:
+    """The last error in a log, as Python prints it; empty if there is none."""
+    return next(iter(reversed(_ERROR.findall(_end_of(log)))), "")
+
+
+def tail(log: Path) -> str:
     """The last lines of a log, indented; empty if there is none."""
+    return quote_tail(_end_of(log))
+
+
+def _end_of(log: Path) -> str:
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            return quote_tail(file.read().decode(errors="replace"))
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
 

@@ -17,7 +17,7 @@ from typing import Any
 import zerokit
 from zerokit.documents import parse_json, read_text
 from zerokit.launch import agents
-from zerokit.launch.failures import Failure, LaunchError
+from zerokit.launch.failures import Failure, LaunchError, last_error, says_peer_lost
 from zerokit.launch.processes import MARK, StoppedProcesses, kill_marked
 from zerokit.network import address_towards, interface_of
 from zerokit.patience import Patience
@@ -121,12 +121,12 @@ class Ranks:
         return self._code
 
     def _failure(self, rank: int, code: int) -> Failure:
-        pid = self._processes[rank].pid
-        found = Failure(
-            rank, rank // self._each, pid, code, self._stopped.explain(pid), False, self._ended[rank]
-        )
+        pid, folder = self._processes[rank].pid, self._logs / f"rank-{rank}"
+        message = self._stopped.explain(pid) or (last_error(folder / "stderr.log") if code > 0 else "")
+        found = Failure(rank, rank // self._each, pid, code, message, False, self._ended[rank])
+        found = replace(found, follows=says_peer_lost(message))
         with contextlib.suppress(OSError, ValueError, TypeError):
-            said = parse_json(read_text(self._logs / f"rank-{rank}" / "error.json"))
+            said = parse_json(read_text(folder / "error.json"))
             found = replace(found, **said)
         return found
 
