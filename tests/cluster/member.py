@@ -30,7 +30,7 @@ def be_member(folder: str, what: str, times: str) -> None:
     with Interrupts() as interrupts:
         if not found.leads:
             sys.exit(joined.follow(found, asked, interrupts))
-        with joined.Leader(found, asked, interrupts) as leader:
+        with joined.lead(found, asked, interrupts) as leader:
             for number in range(int(times)):
                 log_dir = Path(folder, "logs", str(number))
                 log_dir.mkdir()

@@ -195,7 +195,7 @@ def test_who_is_not_met_is_told(members: Members, monkeypatch: pytest.MonkeyPatc
     leads, follows = (member(rank, members.port) for rank in range(2))
     lost = replace(follows, master_addr="no-such-host.invalid", count=4)
     with pytest.raises(LaunchError, match=r"number 1 of 2 that torchrun started has not joined within 1 s"):
-        joined.Leader(leads, [], Interrupts()).__enter__()
+        joined.lead(leads, [], Interrupts()).__enter__()
     said = r"rank 1 of 2 .* no rendezvous with the others at 127.0.0.1:\d+ within 1 s \(.+\); check that the name"
     with pytest.raises(LaunchError, match=said):
         joined.follow(follows, [], Interrupts())
@@ -205,7 +205,7 @@ def test_who_is_not_met_is_told(members: Members, monkeypatch: pytest.MonkeyPatc
         socket.create_server(("127.0.0.1", members.port)),
         pytest.raises(LaunchError, match=r"rank 0 of 2 .* cannot listen at port \d+, .*: set MASTER_PORT"),
     ):
-        joined.Leader(leads, [], Interrupts())
+        joined.lead(leads, [], Interrupts()).__enter__()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -272,8 +272,8 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
 
     Returns the leader's exit code, on all of them.
     """
-    from zerokit.cluster.joined import Leader, follow
-    from zerokit.interrupts import Interrupted, Interrupts
+    from zerokit.cluster.joined import follow, lead
+    from zerokit.interrupts import Interrupts
     from zerokit.launch.processes import end_with_parent
 
     member = chosen.member
@@ -285,16 +285,10 @@ def join(chosen: Chosen, command_line: Sequence[str], run: Callable[[Leader | No
     with Interrupts() as interrupts:
         if not member.leads:
             return follow(member, command_line, interrupts)
-        with Leader(member, command_line, interrupts) as leader:
+        with lead(member, command_line, interrupts) as leader:
             try:
                 leader.code = run(leader)
             except click.ClickException as error:
                 leader.code = error.exit_code
-                raise
-            except UsageError:
-                leader.code = 2
-                raise
-            except Interrupted as error:
-                leader.code = 128 + error.signal_number
                 raise
     return leader.code

@@ -10,10 +10,11 @@ torchrun's, or one of process 0.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from zerokit.cluster.mail import LEADER, Mail
 from zerokit.cluster.member import serve
 from zerokit.cluster.membership import Membership
 from zerokit.errors import UsageError
-from zerokit.interrupts import Interrupts
+from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch.agents import conduct
 from zerokit.launch.failures import LaunchError, name_node
 from zerokit.launch.ranks import World
@@ -35,39 +36,11 @@ if TYPE_CHECKING:
 
 
 class Leader:
-    """A context that starts launches on all members, one after the other; `code` is what the others exit with."""
+    """Starts launches on all members, one after the other. They exit with `code`, unless an error ends this process."""
 
-    def __init__(self, member: Membership, command_line: Sequence[str], interrupts: Interrupts) -> None:
-        """Enter it to wait until all members have come, each with the same `command_line`.
-
-        Raises `UsageError` when one has another, and `LaunchError` when one does not come or runs another program.
-        """
-        self._member, self._asked, self._interrupts = member, list(command_line), interrupts
-        self._mail = Mail(_store(member), LEADER, map(str, range(1, member.count)), mail.MEET_SECONDS)
-        self._members = {number: _Joined(self._mail, number, member) for number in range(1, member.count)}
-        self.code = 1
-
-    def __enter__(self) -> Leader:
-        try:
-            meet(list(self._members.values()), self._interrupts)
-            for one in self._members.values():
-                if one.hello["asked"] != self._asked:
-                    theirs, ours = (
-                        without_secrets(shlex.join(words)) for words in (one.hello["asked"], self._asked)
-                    )
-                    raise UsageError(
-                        f"all ranks must run the same command, but {one.where} was given {theirs!r}, and number 0 "
-                        f"{ours!r}"
-                    )
-        except BaseException as error:
-            self.code = 2 if isinstance(error, UsageError) else 1
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dismiss(list(self._members.values()), self.code)
-        self._mail.__exit__()
+    def __init__(self, member: Membership, members: Mapping[int, Member]) -> None:
+        self._member, self._members = member, members
+        self.code = 0
 
     def launch(
         self,
@@ -92,6 +65,42 @@ class Leader:
         world = World(nodes, nproc_per_node, address, port)
         agents = start_ranks(self._members, world, 1, [module, *arguments], log_dir)
         conduct(agents, log_dir, interrupts, poll)
+
+
+@contextlib.contextmanager
+def lead(member: Membership, command_line: Sequence[str], interrupts: Interrupts) -> Iterator[Leader]:
+    """Wait until all members have come, each with the same `command_line`, and send them home at the end.
+
+    Raises `UsageError` when one has another, and `LaunchError` when one does not come or runs another program.
+    """
+    numbers = range(1, member.count)
+    with Mail(_store(member), LEADER, map(str, numbers), mail.MEET_SECONDS) as letters:
+        members = {number: _Joined(letters, number, member) for number in numbers}
+        leader = Leader(member, members)
+        try:
+            meet([*members.values()], interrupts)
+            for one in members.values():
+                _compare(one, list(command_line))
+            yield leader
+        except UsageError:
+            leader.code = 2
+            raise
+        except Interrupted as error:
+            leader.code = 128 + error.signal_number
+            raise
+        except BaseException:
+            leader.code = leader.code or 1
+            raise
+        finally:
+            dismiss([*members.values()], leader.code)
+
+
+def _compare(one: Member, command_line: list[str]) -> None:
+    if one.hello["asked"] != command_line:
+        theirs, ours = (without_secrets(shlex.join(words)) for words in (one.hello["asked"], command_line))
+        raise UsageError(
+            f"all ranks must run the same command, but {one.where} was given {theirs!r}, and number 0 {ours!r}"
+        )
 
 
 class _Joined(Member):
