@@ -29,7 +29,7 @@ _NODE = "node"
 _PORT = 29500
 """torchrun's default."""
 _MOST_BYTES = 2**20
-"""Of a ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/."""
+"""The limit of a ConfigMap: https://kubernetes.io/docs/concepts/configuration/configmap/."""
 _QUEUE = "kueue.x-k8s.io/queue-name"  # https://kueue.sigs.k8s.io/docs/tasks/run/
 _FORWARDED = re.compile(r"(ZEROKIT|NCCL|GLOO|OMP)_\w+")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
