@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
+from benchmarks.measuring import read_options
 from zerokit.checkpoint.nodes.holders import held_by, holders
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
@@ -77,6 +78,8 @@ def picture(title: str, nodes: int, copies: int, groups: int = 1) -> str:
 
 
 def main() -> None:
+    """Draw both."""
+    read_options(__doc__, None)
     PICTURES.mkdir(exist_ok=True)
     for name, text in {
         "copies.svg": picture("Four nodes, copies=2: any one of them may be lost", 4, 2),

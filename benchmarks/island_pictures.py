@@ -15,6 +15,7 @@ import altair as alt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
 
+from benchmarks.measuring import read_options
 from zerokit.sizes import BLOCK_FORMATS
 
 PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
@@ -93,8 +94,12 @@ def _lines(points: list[dict[str, Any]], x: alt.X, y: alt.Y) -> Any:
 
 
 def main() -> None:
+    """Draw what is computed, and from two files what was measured."""
+    files = read_options(__doc__, None, _measured=[]).measured
+    if len(files) not in (0, 2):
+        sys.exit("give the file of islands.py and that of losses.py, or none")
     PICTURES.mkdir(exist_ok=True)
-    measured = [json.loads(Path(path).read_text()) for path in sys.argv[1:3]]
+    measured = [json.loads(Path(path).read_text()) for path in files]
     charts = {"when-it-pays.svg": pays()}
     if measured:
         charts |= {"link.svg": link(measured[0]), "local-steps-loss.svg": curves(measured[1])}

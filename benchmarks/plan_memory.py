@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from benchmarks.measuring import bar_holds, plain_table
+from benchmarks.measuring import bar_holds, plain_table, read_options
 from benchmarks.plan_rows import SHAPES, PublishedMemory, Row, read_rows
 from zerokit.bench.workloads.models import Decoder
 from zerokit.placement import Mesh, Placement
@@ -90,6 +90,7 @@ def plan_memory(row: Row) -> int:
 
 def main() -> int:
     """Print all rows with published memory. Returns 1 if the bar is missed."""
+    read_options(__doc__, None)
     lines, errors, above = list[list[str]](), list[float](), list[float]()
     for row in read_rows():
         if row.memory is None:

@@ -14,6 +14,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file
+
+from benchmarks.measuring import read_options
+
 _INK, _QUIET, _PAPER = "#1b1f24", "#57606a", "#ffffff"
 # Colours that differ also for those who do not see red and green apart, and on paper by their lightness.
 _COLOURS = {
@@ -107,12 +111,13 @@ def _legend(kinds: Sequence[str]) -> Iterator[str]:
         x += 34 + len(kind) * _CHARACTER
 
 
-def main(source: str, target: str) -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Draw a file."""
-    data = Path(source).read_bytes()
-    content = json.loads(gzip.decompress(data) if source.endswith(".gz") else data)
-    Path(target).write_text(picture(content), encoding="utf-8")
+    files = read_options(__doc__, words, _timeline=Path, _picture=Path)
+    data = files.timeline.read_bytes()
+    content = json.loads(gzip.decompress(data) if files.timeline.suffix == ".gz" else data)
+    files.picture.write_text(picture(content), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

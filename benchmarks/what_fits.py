@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from benchmarks.measuring import read_options
 from zerokit.bench.plans.subjects import subject_named
 from zerokit.planning.cells import GIB, PlannedCell, Question
 from zerokit.planning.efficiency import of_device
@@ -92,6 +93,7 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: b
 
 def main() -> None:
     """Print both tables."""
+    read_options(__doc__, None)
     planned = plan_all()
     print(table_of_fits(planned), table_of_costs(planned), sep="\n\n")
 

@@ -114,7 +114,12 @@ def _server(uri: str, seconds: float) -> Trouble:
 
 
 def _sqlite(uri: str) -> Trouble:
-    path = sqlite_path(uri)
+    try:
+        path = sqlite_path(uri)
+    except ValueError as error:
+        return {"error": str(error), "reached": False}
+    if path is None:
+        return {}
     if path.exists():
         try:
             with contextlib.closing(sqlite3.connect(path, timeout=QUICK_SECONDS)) as database:
@@ -126,7 +131,7 @@ def _sqlite(uri: str) -> Trouble:
             return wrong
         if not os.access(path, os.W_OK):
             return {"error": f"{path}: Permission denied"}
-    return _folder(path.parent)  # for the journal
+    return _folder(path.absolute().parent)  # for the journal
 
 
 def _folder(folder: Path) -> Trouble:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 from contextlib import closing
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zerokit.bench.tracking.schema import wrong_schema
+from zerokit.bench.tracking.schema import sqlite_path, wrong_schema
 from zerokit.bench.tracking.store import Store, Tracking, TrackingError, connect
 from zerokit.doctor.tracking import judge_tracking, look_at_tracking
 
@@ -87,6 +88,33 @@ def test_a_newer_schema_is_not_touched(own: Path) -> None:
 
 def test_tables_without_a_revision_are_not_touched(own: Path) -> None:
     refused(altered(own, "DROP TABLE alembic_version"), "no revision", "name another database")
+    moved = own.with_name("altered.db")
+    with pytest.raises(TrackingError, match="no revision"):
+        connect(f"sqlite:///file:{moved}?mode=rw&uri=true")
     empty = own.with_name("empty.db")
     empty.write_bytes(b"")
     assert wrong_schema(f"sqlite:///{empty}") is None
+
+
+def test_the_file_of_a_store_is_the_one_that_sqlalchemy_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "100%41 sure").mkdir()
+    monkeypatch.chdir(folder)
+    connection = Store(Tracking(uri := "sqlite+pysqlite:///runs%20of.db", "e")).client
+    assert connection.get_experiment_by_name("e") is not None
+    assert [sqlite_path(uri)] == [Path(name) for name in os.listdir()]
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///:memory:", "sqlite://", "postgresql://h/d", "http://h", "runs"])
+def test_other_stores_have_no_such_file(uri: str) -> None:
+    assert sqlite_path(uri) is None
+
+
+@pytest.mark.parametrize("uri", ["sqlite:runs.db", "sqlite://runs.db"])
+def test_a_store_with_too_few_slashes_is_named(uri: str) -> None:
+    with pytest.raises(TrackingError, match="with three or four slashes"):
+        Store(Tracking(uri, "e"))
+    (finding,) = judge_tracking(look_at_tracking(uri, quick=True))
+    assert (finding.code, finding.severity.name) == ("ZD801", "FAULT")
+    assert "with three or four slashes" in finding.found

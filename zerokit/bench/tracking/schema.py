@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from urllib.parse import unquote
 
 from zerokit.text import without_secrets
 
@@ -30,9 +29,28 @@ def is_database(uri: str) -> bool:
     return re.match(r"(sqlite|postgres(ql)?|mysql|mssql)(\+\w+)?:", uri) is not None
 
 
-def sqlite_path(uri: str) -> Path:
-    """The file of a SQLite store, as SQLAlchemy reads its URI: sqlite:///relative and sqlite:////absolute."""
-    return Path(unquote(uri.partition(":")[2].removeprefix("///").partition("?")[0])).absolute()
+def sqlite_path(uri: str) -> Path | None:
+    """The file of a SQLite store; None for a store in memory, and for other stores.
+
+    Only SQLAlchemy knows: from 2.1 on %20 is a space in it, earlier not. Raises `ValueError` for a URI that it refuses.
+    """
+    if not uri.startswith("sqlite"):
+        return None
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        url = make_url(uri)
+    except ArgumentError:
+        url = None
+    if url is None or url.host:
+        raise ValueError(
+            "a SQLite store is sqlite:///relative or sqlite:////absolute, with three or four slashes"
+        )
+    name = url.database or ":memory:"
+    if url.query.get("uri") == "true":
+        name = name.removeprefix("file:")
+    return None if name == ":memory:" else Path(name)
 
 
 @cache
@@ -53,8 +71,8 @@ def _known() -> tuple[frozenset[str], frozenset[str]]:
 def wrong_schema(uri: str) -> tuple[str, str] | None:
     """What is wrong with the schema of this database, and what to do; None where nothing is, or nothing is there yet.
 
-    Nothing is written. Raises `sqlite3.Error`, and for other databases `ImportError` or what SQLAlchemy raises, if the
-    database cannot be read.
+    Nothing is written. Raises `sqlite3.Error` or `ValueError`, and for other databases `ImportError` or what SQLAlchemy
+    raises, if the database cannot be read.
     """
     known, heads = _known()
     if not heads or (found := _revisions(uri)) is None or found == heads:
@@ -85,7 +103,7 @@ def _listed(revisions: Iterable[str]) -> str:
 def _revisions(uri: str) -> frozenset[str] | None:
     """The revisions in the database, none if it has tables without any; None if it has no tables at all."""
     if uri.startswith("sqlite"):
-        if not (path := sqlite_path(uri)).is_file():
+        if (path := sqlite_path(uri)) is None or not path.is_file():
             return None
         with contextlib.closing(sqlite3.connect(path, timeout=_SECONDS)) as database:
             names = {

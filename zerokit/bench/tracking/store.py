@@ -23,7 +23,7 @@ from urllib.parse import quote, urlencode
 from zerokit.bench.record.record import FORMAT, Record, RecordError, Run, in_folder, is_record, read_record
 from zerokit.bench.tracking.content import Point
 from zerokit.bench.tracking.limits import Endless, limited
-from zerokit.bench.tracking.schema import is_database, wrong_schema
+from zerokit.bench.tracking.schema import is_database, sqlite_path, wrong_schema
 from zerokit.errors import UsageError, ZerokitError, ZerokitWarning, root_of
 from zerokit.text import without_secrets
 
@@ -155,6 +155,11 @@ def _import_client() -> type[MlflowClient]:
     return MlflowClient
 
 
+def _file(uri: str) -> Path | None:
+    with failing(f"MLflow at {uri} cannot be used"):
+        return sqlite_path(uri)
+
+
 @contextmanager
 def _alone(uri: str) -> Iterator[None]:
     """Inside, no other process is here for the same SQLite file: the jobs of an array would all create its tables.
@@ -162,11 +167,10 @@ def _alone(uri: str) -> Iterator[None]:
     Whoever may read the folder can hold the lock for ever. So it is waited for with a warning, and not for long.
     """
     folder = None
-    if uri.startswith("sqlite:///"):
+    if (file := _file(uri)) is not None:
         with suppress(OSError):  # a folder that does not exist, or a file system without locks
-            path = Path(uri.removeprefix("sqlite:///")).parent
-            folder = os.open(path, os.O_RDONLY)
-            _await_lock(folder, path)
+            folder = os.open(file.parent, os.O_RDONLY)
+            _await_lock(folder, file.parent)
     try:
         yield
     finally:
@@ -196,15 +200,17 @@ def _await_lock(folder: int, path: Path) -> None:
 
 def _create(uri: str) -> None:
     """Make a SQLite file with MLflow's tables, whole or not at all: one that was begun MLflow refuses ever after."""
-    file = Path(uri.removeprefix("sqlite:///"))
-    if not uri.startswith("sqlite:///") or "?" in uri or file.exists() or not file.parent.is_dir():
+    file = _file(uri)
+    if file is None or "?" in uri or file.exists() or not file.parent.is_dir():
         return
+    from sqlalchemy.engine import URL
+
     # MLflow keeps what it has opened by URI, and this process may have been in another directory then.
     begun = file.absolute().with_name(f".{file.name}.begun")
     with failing(f"MLflow at {uri} cannot be created"):
         for left in file.parent.glob(f"{begun.name}*"):  # and its journal
             left.unlink()
-        connect(f"sqlite:///{begun}")
+        connect(str(URL.create("sqlite", database=str(begun))))
         begun.rename(file)
 
 
@@ -322,8 +328,7 @@ def load_run(name: str, tracking_uri: str | None = None) -> Run:
 
 def _logged(name: str, uri: str) -> list[Record]:
     """The records of an MLflow run and its children, or of an experiment, the oldest first."""
-    file = uri.removeprefix("sqlite:///").partition("?")[0]
-    if uri.startswith("sqlite:///") and not Path(file).exists():
+    if (file := _file(uri)) is not None and not file.exists():
         raise UsageError(
             f"{name!r} is not a file or folder, and not an MLflow run, because there is no {file}; "
             "give a record, a folder of records, or --tracking-uri"
