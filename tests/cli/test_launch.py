@@ -162,6 +162,7 @@ def test_a_process_of_mpirun_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["-m"], "Missing argument"),
         (["--", "-m"], "-m needs a module"),
+        (["--", "-c", "0"], "-c is an option of Python: name a script, or a module with -m"),
         (["no/such.py"], "the program no/such.py does not exist"),
         (["--launcher", "kubernetes", "--", "train.py"], "needs --container-image"),
         (["--launcher", "slurm", "--follow", "--", "train.py"], "a job's output is in its log"),

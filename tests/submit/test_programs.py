@@ -41,7 +41,7 @@ def test_a_script_starts_a_torchrun_on_each_node() -> None:
     assert "\nexport A=1\nexport MASTER_ADDR=n9\n" in done.stdout
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("srun "))
     assert " a.sif py -P -m torch.distributed.run --nnodes 2 --nproc-per-node 4 " in line
-    assert line.endswith(" -m a.b 'c d'")
+    assert line.endswith(" -m a.b 'c d' || exit 1")
 
 
 @pytest.mark.parametrize(("state", "code"), [("COMPLETED ExitCode=0:0", 0), ("FAILED ExitCode=1:0", 1)])
@@ -53,6 +53,7 @@ def test_a_job_of_slurm_is_followed_and_its_logs_end_is_shown(
     done = launch("slurm", "--gpus-per-node 2", "train.py")
     assert (done.exit_code, done.stdout) == (code, "  | a last word\n")
     assert done.stderr.startswith("zerokit: submitted as Slurm's job 7; its log is zerokit-7.log\n")
+    assert ("further up in zerokit-7.log\n" in done.stderr) == bool(code)
     assert " --nproc-per-node 2 " in Path("script").read_text()
 
 
@@ -83,6 +84,12 @@ def test_a_script_too_large_for_kubernetes_is_refused() -> None:
     Path("train.py").write_text("#" * (1 << 20) + "\n")
     done = launch("kubernetes", "--container-image i", "train.py")
     assert (done.exit_code, "at most 1 MiB" in " ".join(done.stderr.split())) == (2, True)
+
+
+def test_a_name_that_kubernetes_does_not_take_is_refused() -> None:
+    Path("my träin.py").touch()
+    done = launch("kubernetes", "--container-image i", "my träin.py")
+    assert (done.exit_code, "takes no file named" in " ".join(done.stderr.split())) == (2, True)
 
 
 def kubectl(programs: Programs, end: str) -> None:

@@ -62,15 +62,17 @@ def command(
 ) -> None:
     """Start a program of your own on all ranks, in torchrun's environment.
 
-    PROGRAM and ARGS are what follows `python`. The ranks' output is shown line by line, each behind its rank. Slurm
-    outside an allocation gets a job; for Kubernetes the objects are printed, or submitted with --submit. Processes that
-    srun, mpirun or torchrun has started become the program's ranks.
+    PROGRAM is a script, or with -m a module; ARGS are its own. The ranks' output is shown line by line, each behind its
+    rank. Slurm outside an allocation gets a job; for Kubernetes the objects are printed, or submitted with --submit.
+    Processes that srun, mpirun or torchrun has started become the program's ranks.
     """
     from zerokit.bench.machine.host import visible_devices
 
     words = [*(["-m"] if module else []), *program]
     if words == ["-m"]:
         raise click.UsageError("-m needs a module")
+    if words[0] != "-m" and words[0].startswith("-"):
+        raise click.UsageError(f"{words[0]} is an option of Python: name a script, or a module with -m")
     chosen = choose_launcher(take_options(options), os.environ)
     nodes, devices = nodes or chosen.nodes or 1, visible_devices()
     devices_of_node = len(devices) // (nodes if chosen.here else 1)

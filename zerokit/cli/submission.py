@@ -135,6 +135,8 @@ def _program_to_slurm(
     with Interrupts() as interrupts:
         code = follow(job, None, interrupts, _warn)
     click.echo(printable_lines(tail(log_of(job))))
+    if code:
+        _warn(f"job {job} failed; the cause may be further up in {log_of(job)}")
     return code
 
 

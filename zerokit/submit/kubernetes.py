@@ -94,7 +94,12 @@ class Pods(Job):
                     f"the {what} {value!r} is not a DNS label: use lower-case letters, digits and '-', at most 52 "
                     "characters"
                 )
-
+        for name in self.files:
+            if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+                raise UsageError(
+                    f"Kubernetes takes no file named {name!r}: use letters, digits, '-', '_' and '.', or put it in the "
+                    "image"
+                )
         if sum(len(text.encode()) for text in self.files.values()) > _MOST_BYTES:
             raise UsageError(
                 f"Kubernetes takes at most 1 MiB of files, but {', '.join(self.files)} is larger: put it in the image"

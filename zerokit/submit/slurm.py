@@ -113,7 +113,9 @@ def render_program(request: Request, python: str, program: Sequence[str], made_b
     torchrun += ["--nproc-per-node", str(each), "--rdzv-backend", "c10d", "--rdzv-endpoint", _FIRST]
     torchrun += ["--rdzv-id", _JOB, *program]
     tasks = replace(request, ranks=1, cpus_per_task=cores)
-    return _render(tasks, [], lines, ["--kill-on-bad-exit=1"], torchrun, made_by)
+    script = _render(tasks, [], lines, ["--kill-on-bad-exit=1"], torchrun, made_by)
+    # srun's own is that of a torchrun that it has ended, 137 or 143, as if it were the job's time limit.
+    return f"{script.rstrip()} || exit 1\n"
 
 
 def _render(
