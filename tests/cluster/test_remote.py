@@ -165,8 +165,8 @@ def node_programs(launcher: int) -> list[int]:
             signal.SIGKILL,
             "(?s)^node 1 on second was lost while its ranks ran: the connection ended with exit code -9\n.*look at",
         ),
-        (signal.SIGTERM, "^node 1 on second has ended: interrupted by SIGTERM\nlogs"),
-        (signal.SIGINT, "^node 1 on second has ended: interrupted by SIGINT\nlogs"),
+        (signal.SIGTERM, "(?s)^node 1 on second has ended: interrupted by SIGTERM\n.*logs"),
+        (signal.SIGINT, "(?s)^node 1 on second has ended: interrupted by SIGINT\n.*logs"),
         (
             signal.SIGSTOP,
             "^node 1 on second: nothing was heard of it for 6 s: its program was killed or is stop",

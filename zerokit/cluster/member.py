@@ -98,8 +98,8 @@ def main(address: str, port: str, name: str) -> int:
     except EOFError:
         if not mail.peers[LEADER].met:
             print(f"the launcher cannot be reached at {address}:{port}: {mail.trouble}", file=sys.stderr)
-    except (Interrupted, ZerokitError, OSError) as error:
-        print(error, file=sys.stderr)
+    except (Interrupted, ZerokitError, OSError):
+        pass  # the leader has been told
     return 1
 
 
