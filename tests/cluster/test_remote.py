@@ -132,6 +132,13 @@ def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, 
     assert no_copies(tmp_path)
 
 
+def test_a_full_disk_of_a_node_is_named(tmp_path: Path, logs: Path) -> None:
+    said = r"(?s)failed: ValueError.*\nnode 1 on second: the disk of its log has \d+ bytes left: make room"
+    full = remote("second", f"FULL=1 {HASTY}")
+    with pytest.raises(WorkerFailed, match=said):
+        run(tmp_path, logs, "raise", remote("first", HASTY), full)
+
+
 def once_started(folder: Path, ranks: int, action: Callable[[], None]) -> Callable[[], None]:
     """A `poll` that acts once, when so many ranks have begun."""
     done: list[bool] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerokit.errors import ZerokitError
 
-_TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
+_TAIL_LINES, _TAIL_BYTES, _LINE_LENGTH = 20, 1 << 14, 500
 
 
 class LaunchError(ZerokitError):
@@ -98,8 +98,9 @@ def tail(path: Path) -> str:
 
 
 def quote_tail(text: str) -> str:
-    """The last lines of a text, indented."""
-    return "\n".join(f"  | {line}" for line in text.splitlines()[-_TAIL_LINES:])
+    """The last lines of a text, indented; of a long line the end."""
+    lines = text.splitlines()[-_TAIL_LINES:]
+    return "\n".join(f"  | {'… ' * (len(line) > _LINE_LENGTH)}{line[-_LINE_LENGTH:]}" for line in lines)
 
 
 def explain_failures(failures: Sequence[Failure], logs: Path) -> list[str]:
