@@ -1,4 +1,4 @@
-"""The node program with less patience; its files are those of PACKAGE, if that is set."""
+"""The node program with less patience; its files are those of PACKAGE, and its disk is full, if FULL is set."""
 
 from __future__ import annotations
 
@@ -14,4 +14,6 @@ if __name__ == "__main__":
     agents.PEERS_FOLLOW_SECONDS, processes.STOPPED_SECONDS, mail.SILENCE_SECONDS = 0.5, 2.0, 5.0
     if "PACKAGE" in os.environ:
         versions._PACKAGE = Path(os.environ["PACKAGE"])
+    if "FULL" in os.environ:
+        agents._LEAST_FREE = 1 << 60
     os._exit(member.main(*sys.argv[1:]))

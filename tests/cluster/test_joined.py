@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -182,6 +183,29 @@ def test_another_command_or_program_is_refused(
     assert (code, followers_code) == (1, 2 if "ASKED" in other else 1)
     assert re.search(said, text), text
     assert started(tmp_path) == {}
+
+
+def test_processes_of_another_job_at_the_same_port_change_nothing(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mail, "MEET_SECONDS", 2.0)
+
+    def mpirun(rank: int, job: str) -> Membership:
+        names = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}
+        variables = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in names.items()}
+        found = find_membership(variables | {"MASTER_PORT": str(members.port), "PMIX_NAMESPACE": job})
+        assert found is not None
+        return found
+
+    def stray() -> None:
+        with pytest.raises(LaunchError, match="no rendezvous with the others"):
+            joined.follow(mpirun(1, "another"), [], Interrupts())
+
+    other = threading.Thread(target=stray)
+    other.start()
+    with pytest.raises(LaunchError, match="number 1 of 2 that mpirun started has not joined within 2 s"):
+        joined.Leader(mpirun(0, "one"), [], Interrupts()).__enter__()
+    other.join()
 
 
 def member(rank: int, port: int) -> Membership:

@@ -132,6 +132,13 @@ def test_a_rank_that_raises_is_named_with_the_end_of_its_stderr(tmp_path: Path, 
     assert no_copies(tmp_path)
 
 
+def test_a_full_disk_of_a_node_is_named(tmp_path: Path, logs: Path) -> None:
+    said = r"(?s)failed: ValueError.*\nnode 1 on second: the disk of its log has \d+ bytes left: make room"
+    full = remote("second", f"FULL=1 {HASTY}")
+    with pytest.raises(WorkerFailed, match=said):
+        run(tmp_path, logs, "raise", remote("first", HASTY), full)
+
+
 def once_started(folder: Path, ranks: int, action: Callable[[], None]) -> Callable[[], None]:
     """A `poll` that acts once, when so many ranks have begun."""
     done: list[bool] = []
@@ -165,8 +172,8 @@ def node_programs(launcher: int) -> list[int]:
             signal.SIGKILL,
             "(?s)^node 1 on second was lost while its ranks ran: the connection ended with exit code -9\n.*look at",
         ),
-        (signal.SIGTERM, "^node 1 on second has ended: interrupted by SIGTERM\nlogs"),
-        (signal.SIGINT, "^node 1 on second has ended: interrupted by SIGINT\nlogs"),
+        (signal.SIGTERM, "(?s)^node 1 on second has ended: interrupted by SIGTERM\n.*logs"),
+        (signal.SIGINT, "(?s)^node 1 on second has ended: interrupted by SIGINT\n.*logs"),
         (
             signal.SIGSTOP,
             "^node 1 on second: nothing was heard of it for 6 s: its program was killed or is stop",

@@ -21,7 +21,7 @@ from tests.support.processes import children_of, words_of
 from zerokit.errors import ScheduleError
 from zerokit.interrupts import Interrupted, Interrupts
 from zerokit.launch import rank
-from zerokit.launch.failures import Failure, LaunchError, WorkerFailed
+from zerokit.launch.failures import Failure, LaunchError, WorkerFailed, quote_tail
 from zerokit.launch.local import launch
 from zerokit.launch.ranks import start_rank
 
@@ -53,6 +53,10 @@ def test_causes_come_before_consequences() -> None:
     failed = failure(4, 1, "a fault", moment=3600.0)
     in_order = sorted([ended, later, failed, lost_its_peer, killed], key=lambda one: one.cause_order)
     assert in_order == [killed, failed, ended, lost_its_peer, later]
+
+
+def test_of_a_long_line_the_end_is_shown() -> None:
+    assert quote_tail(f"short\n{'x' * 9000} the last word") == f"  | short\n  | … {'x' * 486} the last word"
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def _store(member: Membership) -> Callable[[], Store]:
         prefix = f"zerokit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         return mail.join_store(member.master_addr, member.master_port, prefix)
     if not member.leads:
-        return mail.join_store(member.master_addr, member.master_port)
+        return mail.join_store(member.master_addr, member.master_port, member.job)
     try:
         server = mail.listen("127.0.0.1" if member.on_one_machine else "", member.master_port)
     except OSError as error:
@@ -164,7 +164,7 @@ def _store(member: Membership) -> Callable[[], Store]:
             f"{member.describe()} cannot listen at port {member.master_port}, where the others look for it "
             f"({error.strerror}): set MASTER_PORT to one that is free"
         ) from error
-    return mail.host_store(server)
+    return mail.host_store(server, member.job)
 
 
 def _explain_store(member: Membership) -> str:

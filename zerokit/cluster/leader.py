@@ -120,6 +120,7 @@ class MemberAgent:
         self._member, self._launch, self._log_dir = member, launch, log_dir
         self.failures: list[Failure] = []
         self.trouble: str | None = None
+        self.note: str | None = None
         self._code: int | None = None
 
     @property
@@ -144,6 +145,7 @@ class MemberAgent:
             put_file(self._log_dir, **content["file"])
         elif kind == "exit":
             self.failures = [replace(Failure(**one), host=self._member.host) for one in content["failures"]]
+            self.note = content["note"] and f"{self._member.where}: {content['note']}"
             self._code = int(content["code"])
 
     def _fail(self, trouble: str) -> None:

@@ -179,17 +179,17 @@ def listen(address: str, port: int) -> socket.socket:
         return socket.create_server(("", port))
 
 
-def host_store(server: socket.socket) -> Callable[[], Store]:
-    """The function that makes a store at a socket that listens; it ends with the last reference to it."""
-    make, port = _tcp_store(), server.getsockname()[1]
-    return lambda: make("127.0.0.1", port, is_master=True, master_listen_fd=server.detach())
-
-
-def join_store(address: str, port: int, prefix: str = "") -> Callable[[], Store]:
-    """The function that connects to a store as soon as it is there; it raises `OSError` or `RuntimeError`.
+def host_store(server: socket.socket, prefix: str = "") -> Callable[[], Store]:
+    """The function that makes a store at a socket that listens; it ends with the last reference to it.
 
     A `prefix` keeps keys apart from others' in the store.
     """
+    make, port = _tcp_store(), server.getsockname()[1]
+    return lambda: make("127.0.0.1", port, prefix, is_master=True, master_listen_fd=server.detach())
+
+
+def join_store(address: str, port: int, prefix: str = "") -> Callable[[], Store]:
+    """The function that connects to a store as soon as it is there; it raises `OSError` or `RuntimeError`."""
     make = _tcp_store()
     return lambda: make(socket.getaddrinfo(address, port)[0][4][0], port, prefix, is_master=False)
 

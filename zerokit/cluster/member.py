@@ -18,7 +18,7 @@ from zerokit.cluster.folders import Changes, temporary_folder
 from zerokit.cluster.mail import LEADER, SILENCE_SECONDS, Mail, Peer, join_store
 from zerokit.errors import ZerokitError
 from zerokit.interrupts import Interrupted
-from zerokit.launch.agents import POLL_SECONDS
+from zerokit.launch.agents import POLL_SECONDS, describe_room
 from zerokit.launch.ranks import Ranks, World, describe_machine
 from zerokit.network import free_port
 from zerokit.versions import versions
@@ -83,7 +83,8 @@ def _run(leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[
         agent.end()
     send(logs=True)
     failures = [asdict(one) for one in agent.failures]
-    leader.say("exit", launch=start["launch"], code=code, failures=failures)
+    note = describe_room(folder) if code else None
+    leader.say("exit", launch=start["launch"], code=code, failures=failures, note=note)
 
 
 def main(address: str, port: str, name: str) -> int:
@@ -98,8 +99,8 @@ def main(address: str, port: str, name: str) -> int:
     except EOFError:
         if not mail.peers[LEADER].met:
             print(f"the launcher cannot be reached at {address}:{port}: {mail.trouble}", file=sys.stderr)
-    except (Interrupted, ZerokitError, OSError) as error:
-        print(error, file=sys.stderr)
+    except (Interrupted, ZerokitError, OSError):
+        pass  # the leader has been told
     return 1
 
 

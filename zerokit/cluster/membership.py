@@ -34,6 +34,7 @@ class Membership:
         master_addr: where the others reach number 0.
         master_port: where they meet.
         has_store: whether a store of torchrun's listens there already.
+        job: the launcher's name for these processes, where it has one; two jobs may choose the same port.
     """
 
     scheme: str
@@ -43,6 +44,7 @@ class Membership:
     master_addr: str
     master_port: int
     has_store: bool = False
+    job: str = ""
 
     @property
     def leads(self) -> bool:
@@ -157,6 +159,7 @@ def _one_rank(
         nproc_per_node=local_world,
         master_addr=address,
         master_port=port,
+        job=job,
         has_store=scheme == "torchrun" and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 

@@ -105,7 +105,11 @@ class _Node(Member):
         super().__init__(letters.peers[str(number)], name_node(number, host.name), host.name)
 
     def hear(self) -> Message | None:
-        if (message := super().hear()) is not None or self._process.poll() is None:
+        try:
+            message = super().hear()
+        except Lost as error:
+            raise Lost("\n".join(filter(None, (str(error), tail(self._log))))) from None
+        if message is not None or self._process.poll() is None:
             self._last_words.restart()
             return message
         if not self._last_words.over:  # what it said last may be on its way

@@ -33,6 +33,8 @@ class Agent(Protocol):
     """How its ranks failed; filled once it has ended."""
     trouble: str | None
     """Why it failed, if no rank was the cause."""
+    note: str | None
+    """What may be the cause on its machine, if that is another."""
 
     @property
     def mute(self) -> bool:
@@ -117,6 +119,12 @@ def _explain(failed: Sequence[Agent], logs: Path) -> WorkerFailed:
     failures = sorted((one for agent in failed for one in agent.failures), key=lambda one: one.cause_order)
     trouble = next(filter(None, (agent.trouble for agent in failed)), None)
     lines = explain_failures(failures, logs) if trouble is None else [trouble]
-    if (free := shutil.disk_usage(logs).free) < _LEAST_FREE:
-        lines.append(f"{DISK_HAS} {free} bytes left: make room, or set TMPDIR to another")
+    lines += filter(None, (describe_room(logs), *(agent.note for agent in failed)))
     return WorkerFailed("\n".join([*lines, f"logs: {logs}"]), failures)
+
+
+def describe_room(logs: Path) -> str | None:
+    """What to do where the disk of these logs is full."""
+    if (free := shutil.disk_usage(logs).free) >= _LEAST_FREE:
+        return None
+    return f"{DISK_HAS} {free} bytes left: make room, or set TMPDIR to another"

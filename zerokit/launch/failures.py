@@ -12,11 +12,7 @@ from pathlib import Path
 from zerokit.errors import ZerokitError
 from zerokit.text import as_seen
 
-_TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
-_ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
-"""The last line of a traceback, behind what torch puts before it."""
-_PEER_LOST = re.compile("closed by peer|reset by peer|broken pipe|remote process exited", re.IGNORECASE)
-"""What gloo and NCCL say of a peer that is gone."""
+_TAIL_LINES, _TAIL_BYTES, _LINE_LENGTH = 20, 1 << 14, 500
 
 
 class LaunchError(ZerokitError):
@@ -118,8 +114,9 @@ def _end_of(log: Path) -> str:
 
 
 def quote_tail(text: str) -> str:
-    """The last lines of a text, indented."""
-    return "\n".join(f"  | {line}" for line in as_seen(text).splitlines()[-_TAIL_LINES:])
+    """The last lines of a text, indented; of a long line the end."""
+    lines = as_seen(text).splitlines()[-_TAIL_LINES:]
+    return "\n".join(f"  | {'… ' * (len(line) > _LINE_LENGTH)}{line[-_LINE_LENGTH:]}" for line in lines)
 
 
 def explain_failures(failures: Sequence[Failure], logs: Path) -> list[str]:

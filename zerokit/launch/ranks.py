@@ -51,6 +51,7 @@ class Ranks:
     """An `Agent` on this machine. Rank R's output is in `rank-R` of the folder of logs."""
 
     mute = False
+    note: str | None = None
 
     def __init__(
         self,
