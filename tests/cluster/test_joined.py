@@ -204,7 +204,7 @@ def test_processes_of_another_job_at_the_same_port_change_nothing(
     other = threading.Thread(target=stray)
     other.start()
     with pytest.raises(LaunchError, match="number 1 of 2 that mpirun started has not joined within 2 s"):
-        joined.Leader(mpirun(0, "one"), [], Interrupts()).__enter__()
+        joined.lead(mpirun(0, "one"), [], Interrupts()).__enter__()
     other.join()
 
 

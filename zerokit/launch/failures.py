@@ -13,6 +13,10 @@ from zerokit.errors import ZerokitError
 from zerokit.text import as_seen
 
 _TAIL_LINES, _TAIL_BYTES, _LINE_LENGTH = 20, 1 << 14, 500
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)$", re.MULTILINE)
+"""The last line of a traceback, behind what torch puts before it."""
+_PEER_LOST = re.compile("closed by peer|reset by peer|broken pipe|remote process exited", re.IGNORECASE)
+"""What gloo and NCCL say of a peer that is gone."""
 
 
 class LaunchError(ZerokitError):
