@@ -132,8 +132,9 @@ def test_ranks_that_torchrun_has_restarted_do_not_take_up_what_the_former_ones_s
     pids = []
     for count in range(2):
         (tmp_path / "logs").mkdir()
-        of_agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(count)}
         for rank in (1, 0):  # who follows is there first
+            counted = {"TORCHELASTIC_RESTART_COUNT": str(count * rank)}  # by its own agent
+            of_agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"} | counted
             members.start(torchrun(rank, members.port) | of_agent, "finish")
             time.sleep(0.2)
         assert members.ends() == [(3, ""), (3, "")]

@@ -11,7 +11,6 @@ torchrun's, or one of process 0.
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -151,10 +150,10 @@ def follow(member: Membership, command_line: Sequence[str], interrupts: Interrup
 def _store(member: Membership) -> Callable[[], Store]:
     """The function that makes or finds the store. Raises `LaunchError` if its port is taken."""
     if member.has_store:
-        # torchrun's own outlives restarted ranks, and what the former ones said there. Agents that keep one store for
-        # all rounds count restarts alike.
-        prefix = f"zerokit/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        return mail.join_store(member.master_addr, member.master_port, prefix)
+        # torchrun's own outlives restarted ranks, and what the former ones said there. Its agents do not count restarts
+        # alike.
+        connect = mail.join_store(member.master_addr, member.master_port)
+        return mail.begin_round(connect) if member.leads else mail.join_round(connect)
     if not member.leads:
         return mail.join_store(member.master_addr, member.master_port, member.job)
     try:

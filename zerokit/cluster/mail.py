@@ -17,6 +17,7 @@ import queue
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ _MUTE_HEARTBEATS = 2
 _PIECE_BYTES = 4 << 20
 """Half of what the store takes as one value."""
 _POLL_SECONDS = 0.05
+_ROUND = "zerokit/round"
 _CLOSE_SECONDS = 2.0
 _STUCK_SECONDS = 5.0
 
@@ -192,6 +194,39 @@ def join_store(address: str, port: int, prefix: str = "") -> Callable[[], Store]
     """The function that connects to a store as soon as it is there; it raises `OSError` or `RuntimeError`."""
     make = _tcp_store()
     return lambda: make(socket.getaddrinfo(address, port)[0][4][0], port, prefix, is_master=False)
+
+
+def begin_round(connect: Callable[[], Store]) -> Callable[[], Store]:
+    """The function with which the leader begins anew in a store where former processes may have left their words."""
+
+    def begin() -> Store:
+        from torch._C._distributed_c10d import PrefixStore
+
+        (store := connect()).set(_ROUND, prefix := f"zerokit/{uuid.uuid4().hex}")
+        return PrefixStore(prefix, store)
+
+    return begin
+
+
+def join_round(connect: Callable[[], Store]) -> Callable[[], Store]:
+    """The function that finds the round of the leader that is alive; it raises `TimeoutError`."""
+
+    def join() -> Store:
+        from torch._C._distributed_c10d import PrefixStore
+
+        store, deadline = connect(), time.monotonic() + MEET_SECONDS
+        found, heartbeats = "", 0
+        while time.monotonic() < deadline:
+            if store.check([_ROUND]):
+                before, found = found, store.get(_ROUND).decode()
+                led = PrefixStore(found, store)
+                heartbeats = led.add(LEADER, 0) if found != before else heartbeats
+                if led.add(LEADER, 0) != heartbeats:
+                    return led
+            time.sleep(_POLL_SECONDS)
+        raise TimeoutError("number 0 has not come")
+
+    return join
 
 
 def _tcp_store() -> Callable[..., Store]:
