@@ -18,13 +18,19 @@ from typing import Any
 
 from zerokit.cluster.folders import Changes
 from zerokit.cluster.mail import LEADER, SILENCE_SECONDS, Mail, Peer, join_store
-from zerokit.launch.agents import POLL_SECONDS
+from zerokit.launch.agents import POLL_SECONDS, await_end
 from zerokit.launch.ranks import Ranks, World, describe_machine
 from zerokit.network import free_port
 from zerokit.versions import versions
 
 _FILES_SECONDS = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_GRACE_SECONDS = 30.0
+"""In which ranks may save when a batch system ends their job; Slurm's own default (KillWait) is as much."""
+
+
+class _Signalled(EOFError):
+    """This process was told to end."""
 
 
 def serve(leader: Peer, asked: list[str], check: Callable[[], None]) -> int:
@@ -60,9 +66,10 @@ def _run(leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[
         for file in changes.take(logs=logs):
             leader.say("file", launch=start["launch"], file=file)
 
+    signalled: _Signalled | None = None
     try:
         looked = time.monotonic()
-        while (code := agent.poll()) is None:
+        while agent.poll() is None:
             check()
             if (message := leader.hear()) is not None and message[0] == "signal":
                 agent.send_signal(int(message[1]["number"]))
@@ -70,11 +77,17 @@ def _run(leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[
                 send(logs=bool(start["follow"]))
                 looked = time.monotonic()
             time.sleep(POLL_SECONDS)
+    except _Signalled as error:
+        signalled = error
+        agent.send_signal(signal.SIGTERM)
+        await_end([agent], _GRACE_SECONDS)
     finally:
         agent.end()
     send(logs=True)
-    failures = [asdict(one) for one in agent.failures]
+    code, failures = agent.poll(), [asdict(one) for one in agent.failures]
     leader.say("exit", launch=start["launch"], code=code, failures=failures)
+    if signalled is not None:
+        raise signalled
 
 
 def main(address: str, port: str, name: str) -> int:
@@ -95,7 +108,7 @@ def main(address: str, port: str, name: str) -> int:
 def _leave(*_: object) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    raise EOFError
+    raise _Signalled
 
 
 if __name__ == "__main__":
