@@ -192,6 +192,21 @@ def test_a_node_program_that_is_killed_or_stopped_takes_its_ranks_along(
     wait_for(lambda: all_ended(tmp_path))
 
 
+def test_ranks_may_save_when_their_node_program_is_told_to_end(tmp_path: Path, logs: Path) -> None:
+    """As Slurm tells a step's processes when the job is cancelled or its time is over."""
+    programs: list[int] = []
+
+    def tell() -> None:
+        programs.extend(node_programs(os.getpid()))
+        for program in programs:
+            os.kill(program, signal.SIGTERM)
+
+    run(tmp_path, logs, "save", *hasty(), poll=once_started(tmp_path, 2, tell))
+    assert len(programs) == 2
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+    assert all_ended(tmp_path)
+
+
 def test_a_stopped_rank_is_named_and_all_end(tmp_path: Path, logs: Path) -> None:
     said = r"rank 1 \(node 1 on second, pid \d+\) was stopped \(SIGSTOP\) for 2 s, and killed then"
     with pytest.raises(WorkerFailed, match=f"^{said}"):

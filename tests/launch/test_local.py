@@ -131,6 +131,7 @@ def test_no_file_of_the_working_directory_takes_the_place_of_a_library(
     (tmp_path / f"{name}.py").write_text("open('executed', 'w')\nraise ImportError\n")
     monkeypatch.chdir(tmp_path)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     process = start_rank(["this"], variables | {"ZEROKIT_STARTER": str(os.getpid())}, tmp_path)
     assert process.wait() == 0
     assert "The Zen of Python" in (tmp_path / "stdout.log").read_text()

@@ -17,6 +17,8 @@ from zerokit.errors import UsageError
 
 def main(folder: str, what: str, copied: str | None = None) -> None:
     rank = os.environ["RANK"]
+    if what == "save":
+        signal.signal(signal.SIGTERM, lambda *_: _save(Path(folder, f"saved-{rank}")))
     names = ("WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "OMP_NUM_THREADS", "MASTER_PORT", "ADDED")
     seen = {"pid": os.getpid()} | {name: os.environ.get(name) for name in names}
     temporary = Path(folder, f"{rank}.tmp")
@@ -51,6 +53,12 @@ def main(folder: str, what: str, copied: str | None = None) -> None:
         if what == "exit":
             sys.exit(7)
     time.sleep(1000)
+
+
+def _save(path: Path) -> None:
+    time.sleep(2)
+    path.touch()
+    sys.exit()
 
 
 if __name__ == "__main__":

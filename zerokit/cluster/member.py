@@ -18,25 +18,27 @@ from zerokit.cluster.folders import Changes, temporary_folder
 from zerokit.cluster.mail import LEADER, SILENCE_SECONDS, Mail, Peer, join_store
 from zerokit.errors import ZerokitError
 from zerokit.interrupts import Interrupted
-from zerokit.launch.agents import POLL_SECONDS, describe_room
+from zerokit.launch.agents import GRACE_SECONDS, POLL_SECONDS, await_end, describe_room
 from zerokit.launch.ranks import Ranks, World, describe_machine
 from zerokit.network import free_port
 from zerokit.versions import versions
 
 _FILES_SECONDS = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NODE_GRACE_SECONDS = 30.0
+"""In which ranks may save when a batch system ends their job; Slurm's own default (KillWait) is as much."""
 
 
-def serve(leader: Peer, asked: list[str], check: Callable[[], None]) -> int:
+def serve(leader: Peer, asked: list[str], check: Callable[[], None], grace: float = GRACE_SECONDS) -> int:
     """Serve launches; returns the exit code with which the leader dismisses this process.
 
     `asked` is what this process was asked for, which the leader compares. `check` raises if this machine's user wants
-    no more. Raises `EOFError` if the leader is gone; what else ends this process is told to the leader. No rank is
-    alive afterwards.
+    no more; ranks then have `grace` seconds to end by themselves. Raises `EOFError` if the leader is gone; what else
+    ends this process is told to the leader. No rank is alive afterwards.
     """
     leader.say("hello", versions=versions(), port=free_port(""), asked=asked, **describe_machine())
     try:
-        return _serve(leader, check)
+        return _serve(leader, check, grace)
     except EOFError:
         raise
     except BaseException as error:
@@ -45,7 +47,7 @@ def serve(leader: Peer, asked: list[str], check: Callable[[], None]) -> int:
         raise
 
 
-def _serve(leader: Peer, check: Callable[[], None]) -> int:
+def _serve(leader: Peer, check: Callable[[], None], grace: float) -> int:
     while True:
         check()
         kind, content = leader.hear() or ("", {})
@@ -56,10 +58,12 @@ def _serve(leader: Peer, check: Callable[[], None]) -> int:
             time.sleep(POLL_SECONDS)
             continue
         with temporary_folder() as folder:
-            _run(leader, content, folder, check)
+            _run(leader, content, folder, check, grace)
 
 
-def _run(leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[], None]) -> None:
+def _run(
+    leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[], None], grace: float
+) -> None:
     """Run this process's ranks of a launch to their end, in a copy of its folder."""
     changes = Changes(folder, start["files"])
     command = [word.replace(f"{start['folder']}/", f"{folder}/") for word in start["command"]]
@@ -69,9 +73,10 @@ def _run(leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[
         for file in changes.take(logs=logs):
             leader.say("file", launch=start["launch"], file=file)
 
+    interrupted: Interrupted | None = None
     try:
         looked = time.monotonic()
-        while (code := agent.poll()) is None:
+        while agent.poll() is None:
             check()
             if (message := leader.hear()) is not None and message[0] == "signal":
                 agent.send_signal(int(message[1]["number"]))
@@ -79,12 +84,19 @@ def _run(leader: Peer, start: Mapping[str, Any], folder: Path, check: Callable[[
                 send(logs=bool(start["follow"]))
                 looked = time.monotonic()
             time.sleep(POLL_SECONDS)
+    except Interrupted as error:
+        interrupted = error
+        agent.send_signal(error.signal_number)
+        await_end([agent], grace)
     finally:
         agent.end()
     send(logs=True)
-    failures = [asdict(one) for one in agent.failures]
-    note = describe_room(folder) if code else None
-    leader.say("exit", launch=start["launch"], code=code, failures=failures, note=note)
+    code, failures = agent.poll(), [asdict(one) for one in agent.failures]
+    if interrupted is None or code == 0:
+        note = describe_room(folder) if code else None
+        leader.say("exit", launch=start["launch"], code=code, failures=failures, note=note)
+    if interrupted is not None:
+        raise interrupted
 
 
 def main(address: str, port: str, name: str) -> int:
@@ -92,10 +104,9 @@ def main(address: str, port: str, name: str) -> int:
     for number in _SIGNALS:
         signal.signal(number, _leave)
     try:
-        with Mail(
-            join_store(address, int(port)), name, [LEADER], SILENCE_SECONDS
-        ) as mail:  # it is there already
-            return serve(mail.peers[LEADER], [], lambda: None)
+        # The store is there already.
+        with Mail(join_store(address, int(port)), name, [LEADER], SILENCE_SECONDS) as mail:
+            return serve(mail.peers[LEADER], [], lambda: None, _NODE_GRACE_SECONDS)
     except EOFError:
         if not mail.peers[LEADER].met:
             print(f"the launcher cannot be reached at {address}:{port}: {mail.trouble}", file=sys.stderr)
