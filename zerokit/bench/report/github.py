@@ -88,7 +88,7 @@ def append_summary(
     verdicts = [f"- {_MARKS[one.level]} {markdown_text(one.message)}" for one in told]
     lines = ["### zerokit compare", "", *verdicts, "", *markdown(cells, metrics), ""]
     try:
-        with open(path, "wb", opener=_appending) as file:  # noqa: PTH123  # it may be a pipe, such as /dev/stdout
+        with open(path, "wb", opener=_appending) as file:  # it may be a pipe, such as /dev/stdout
             file.write(within(lines, _MOST_BYTES - os.fstat(file.fileno()).st_size).encode())
     except OSError as error:
         raise ZerokitError(f"the summary cannot be written to {path}: {error.strerror}") from error
