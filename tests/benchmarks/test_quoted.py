@@ -205,3 +205,11 @@ def test_every_record_that_is_named_is_there() -> None:
             r"(?:benchmarks/results/)?(\d{4}-\d\d-\d\d-2-core-[\w.-]*\w)", page.read_text()
         ):
             assert (RESULTS / name).exists(), (page.name, name)
+
+
+def test_every_result_is_named_with_the_script_that_makes_it() -> None:
+    text = (RESULTS / "README.md").read_text(encoding="utf-8")
+    assert not [path for path in RESULTS.iterdir() if path.name != "README.md" and path.name not in text]
+    scripts = set(re.findall(r"python (benchmarks/\w+\.py)", text))
+    assert scripts
+    assert not [script for script in scripts if not (ROOT / script).is_file()]

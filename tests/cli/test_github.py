@@ -160,6 +160,12 @@ def test_without_a_summary_there_are_annotations(folder: Path, monkeypatch: pyte
     assert "GITHUB_STEP_SUMMARY is not set" in done.stderr
 
 
+def test_a_summary_may_be_a_pipe(folder: Path) -> None:
+    out = zerokit_forked(folder, "compare", "after", "--github", GITHUB_STEP_SUMMARY="/dev/stdout")
+    assert out.returncode == 0
+    assert "### zerokit compare\n" in out.stdout
+
+
 def test_a_summary_has_at_most_a_mebibyte(folder: Path) -> None:
     (folder / "summary.md").write_bytes(b"x" * ((1 << 20) - 500))
     assert compare(folder, "before", "after", *RULE).returncode == 3

@@ -6,6 +6,7 @@ records come from anywhere, so none may reach the output as such a line.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,10 @@ def commands(told: Sequence[Annotation]) -> Iterator[str]:
         yield from (str(one._replace(message=printable(one.message))) for one in of_level[:_MOST_OF_A_LEVEL])
 
 
+def _appending(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC | os.O_APPEND, 0o666)
+
+
 def append_summary(
     path: Path, told: Sequence[Annotation], cells: Sequence[Cell], metrics: Sequence[str]
 ) -> None:
@@ -83,7 +88,7 @@ def append_summary(
     verdicts = [f"- {_MARKS[one.level]} {markdown_text(one.message)}" for one in told]
     lines = ["### zerokit compare", "", *verdicts, "", *markdown(cells, metrics), ""]
     try:
-        with path.open("ab") as file:
-            file.write(within(lines, _MOST_BYTES - file.tell()).encode())
+        with open(path, "wb", opener=_appending) as file:  # it may be a pipe, such as /dev/stdout
+            file.write(within(lines, _MOST_BYTES - os.fstat(file.fileno()).st_size).encode())
     except OSError as error:
         raise ZerokitError(f"the summary cannot be written to {path}: {error.strerror}") from error
