@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.launch.ranks import wait_for
 from zerokit.cluster import mail
-from zerokit.cluster.mail import LEADER, Mail, Peer, host_store, join_store, listen
+from zerokit.cluster.mail import LEADER, Mail, Peer, host_store, join_store
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
 
@@ -62,9 +62,8 @@ def test_a_peer_that_says_nothing_is_alive_until_it_is_gone(monkeypatch: pytest.
     """Between two launches a leader may write a report for longer than others would wait for a word."""
     monkeypatch.setattr(mail, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(mail, "SILENCE_SECONDS", 2.0)
-    server = listen("127.0.0.1", 0)
-    port = server.getsockname()[1]
-    with Mail(host_store(server), LEADER, ["1"]) as leader:
+    store, port = host_store(0)
+    with Mail(store, LEADER, ["1"]) as leader:
         here = leader.peers["1"]
         with Mail(join_store("localhost", port), "1", [LEADER]) as other:
             there = other.peers[LEADER]
@@ -83,12 +82,12 @@ def test_a_peer_that_says_nothing_is_alive_until_it_is_gone(monkeypatch: pytest.
 
 
 def test_the_end_of_the_store_is_the_end_of_everybody() -> None:
-    server = listen("127.0.0.1", 0)
-    port = server.getsockname()[1]
-    with Mail(host_store(server), LEADER, ["1"]) as leader:
+    store, port = host_store(0)
+    with Mail(store, LEADER, ["1"]) as leader:
         other = Mail(join_store("localhost", port), "1", [LEADER])
         other.peers[LEADER].say("hello")
         wait_for(lambda: leader.peers["1"].hear() is not None)
+    del store
     with other, pytest.raises(EOFError):
         wait_for(lambda: other.peers[LEADER].hear() is not None)
     assert other.trouble is not None

@@ -157,13 +157,13 @@ def _store(member: Membership) -> Callable[[], Store]:
     if not member.leads:
         return mail.join_store(member.master_addr, member.master_port, member.job)
     try:
-        server = mail.listen("127.0.0.1" if member.on_one_machine else "", member.master_port)
-    except OSError as error:
+        store, _ = mail.host_store(member.master_port, member.job)
+    except RuntimeError as error:
         raise LaunchError(
             f"{member.describe()} cannot listen at port {member.master_port}, where the others look for it "
-            f"({error.strerror}): set MASTER_PORT to one that is free"
+            f"({str(error).splitlines()[0]}): set MASTER_PORT to one that is free"
         ) from error
-    return mail.host_store(server, member.job)
+    return store
 
 
 def _explain_store(member: Membership) -> str:

@@ -20,12 +20,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zerokit.patience import Patience
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Store, TCPStore
 
 LEADER = "leader"
 MEET_SECONDS = 60.0
@@ -171,29 +172,21 @@ class Mail:
             peer.leave()
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """A socket for `host_store`; an empty `address` is each of this machine's. Raises `OSError`."""
-    if address:
-        return socket.create_server((address, port))
-    try:
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    except (OSError, ValueError):  # without IPv6; or the port is taken, which the next line says
-        return socket.create_server(("", port))
+def host_store(port: int, prefix: str = "") -> tuple[Callable[[], Store], int]:
+    """A function that gives a store at this port, and the port, which 0 leaves to the system.
 
-
-def host_store(server: socket.socket, prefix: str = "") -> Callable[[], Store]:
-    """The function that makes a store at a socket that listens; it ends with the last reference to it.
-
-    A `prefix` keeps keys apart from others' in the store.
+    The store ends with the last reference to the function. A `prefix` keeps keys apart from others' in it. Raises
+    `RuntimeError` if the port is taken.
     """
-    make, port = _tcp_store(), server.getsockname()[1]
-    return lambda: make("127.0.0.1", port, prefix, is_master=True, master_listen_fd=server.detach())
+    store = _tcp_store()("127.0.0.1", port, is_master=True)
+    kept, port = _prefixed(store, prefix), store.port
+    return lambda: kept, port
 
 
 def join_store(address: str, port: int, prefix: str = "") -> Callable[[], Store]:
     """The function that connects to a store as soon as it is there; it raises `OSError` or `RuntimeError`."""
     make = _tcp_store()
-    return lambda: make(socket.getaddrinfo(address, port)[0][4][0], port, prefix, is_master=False)
+    return lambda: _prefixed(make(socket.getaddrinfo(address, port)[0][4][0], port, is_master=False), prefix)
 
 
 def begin_round(connect: Callable[[], Store]) -> Callable[[], Store]:
@@ -229,18 +222,18 @@ def join_round(connect: Callable[[], Store]) -> Callable[[], Store]:
     return join
 
 
-def _tcp_store() -> Callable[..., Store]:
+def _prefixed(store: Store, prefix: str) -> Store:
+    from torch._C._distributed_c10d import PrefixStore
+
+    return PrefixStore(prefix, store) if prefix else store
+
+
+def _tcp_store() -> Callable[..., TCPStore]:
     # What its code written in C++ prints about lost connections is said by whoever calls it.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     if level is None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # ranks are started with this environment
-
-    def make(address: str, port: int, prefix: str = "", **more: Any) -> Store:
-        seconds = timedelta(seconds=MEET_SECONDS)
-        store = TCPStore(address, port, timeout=seconds, wait_for_workers=False, **more)
-        return PrefixStore(prefix, store) if prefix else store
-
-    return make
+    return partial(TCPStore, timeout=timedelta(seconds=MEET_SECONDS), wait_for_workers=False)

@@ -46,13 +46,11 @@ class RemoteHost:
         name: for messages.
         command: the command that starts the node, from the port of this process's store and the node's name there.
         without: variables of this process that the command does not get.
-        forwards: whether the command leads to the store's port, so that no other machine must reach it.
     """
 
     name: str
     command: Callable[[int, str], Sequence[str]]
     without: tuple[str, ...] = ()
-    forwards: bool = True
 
 
 _PYTHON = "name its Python with --remote-python"
@@ -178,10 +176,9 @@ def launch_on(
     """
     nodes: list[_Node] = []
     forwarded = {name: value for name, value in os.environ.items() if FORWARDED.fullmatch(name)}
-    server = mail.listen("127.0.0.1" if all(host.forwards for host in hosts) else "", 0)
-    port = server.getsockname()[1]
+    store, port = mail.host_store(0)
     names = [str(number) for number in range(len(hosts))]
-    with Mail(mail.host_store(server), LEADER, names, connect_seconds) as letters:
+    with Mail(store, LEADER, names, connect_seconds) as letters:
         try:
             nodes.extend(_Node(letters, number, host, port, log_dir) for number, host in enumerate(hosts))
             meet(nodes, interrupts, "or give the right Python there with --remote-python")

@@ -114,4 +114,4 @@ def srun_host(host: str, python: str, container: Container | None = None) -> Rem
         words = ["sh", "-c", node_command(python, address, port, name)]
         return ["srun", *options, *(words if container is None else container.wrap(words, str(Path.cwd())))]
 
-    return RemoteHost(host, command, _OF_THE_JOB, forwards=False)
+    return RemoteHost(host, command, _OF_THE_JOB)
