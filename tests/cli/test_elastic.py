@@ -252,7 +252,7 @@ def test_an_interrupted_job_goes_on_with_more_ranks_and_leaves_one_record_and_on
 @pytest.mark.full(default="*.Store.write")
 @pytest.mark.parametrize(
     "place",
-    ["bench.tracking.push.Mirror.push", "bench.tracking.store.Store.write", "cli.display.Display.files"],
+    ["bench.tracking.push.Mirror.push", "bench.tracking.store.Store.write", "terminal.display.Display.files"],
 )
 def test_a_job_killed_once_its_record_is_there_is_completed_by_the_same_command(
     tmp_path: Path, bench: Bench, monkeypatch: pytest.MonkeyPatch, place: str
