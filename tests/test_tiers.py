@@ -22,7 +22,7 @@ CLUSTER = "tests/checkpoint/nodes/test_remote.py::test_real_machines"
 
 
 def collected(request: pytest.FixtureRequest) -> list[pytest.Item]:
-    """All tests of both tiers, where no node id selects among them."""
+    """All tests of both tiers; a run of single tests by their node ids has only these, and skips such checks."""
     if any("::" in argument for argument in request.config.args):
         pytest.skip("needs whole files of tests")
     return request.config.stash[tiers.COLLECTED]

@@ -30,11 +30,15 @@ _NODE_GRACE_SECONDS = 30.0
 
 
 def serve(leader: Peer, asked: list[str], check: Callable[[], None], grace: float = GRACE_SECONDS) -> int:
-    """Serve launches; returns the exit code with which the leader dismisses this process.
+    """Serve launches until the leader dismisses this process. When it returns or raises, no rank is alive.
 
-    `asked` is what this process was asked for, which the leader compares. `check` raises if this machine's user wants
-    no more; ranks then have `grace` seconds to end by themselves. Raises `EOFError` if the leader is gone; what else
-    ends this process is told to the leader. No rank is alive afterwards.
+    Args:
+        leader: who says what to run. It hears of every error that ends this process.
+        asked: this process's command line, which the leader compares with its own.
+        check: called often; raises `Interrupted` when this machine's user wants no more.
+        grace: the seconds in which ranks may end by themselves after such an interruption.
+
+    Returns the exit code that the leader gives. Raises `EOFError` if the leader is gone.
     """
     leader.say("hello", versions=versions(), port=free_port(""), asked=asked, **describe_machine())
     try:
