@@ -88,3 +88,22 @@ def _elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.chdir(tmp_path_factory.mktemp("here"))
     yield
     os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _environment_stays() -> Iterator[None]:
+    """No test leaves variables behind: a RANK of one would make the next ones, and what they start, a torchrun's rank.
+
+    What zerokit sets for MLflow's client before its import stays for as long as the process.
+    """
+    before = dict(os.environ)
+    yield
+    changed = {name for name, _ in before.items() ^ os.environ.items()} - {"PYTEST_CURRENT_TEST"}
+    if changed:
+        from zerokit.bench.tracking.store import ENVIRONMENT
+
+        changed -= ENVIRONMENT.keys()
+        for name in changed:
+            os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in changed & before.keys()})
+    assert not changed, f"the test left {sorted(changed)} changed in the environment"

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -140,11 +141,11 @@ MPI = dict(zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "3412", strict=True
 def test_a_process_of_mpirun_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[list[str], dict[str, str]]] = []
 
-    def execute(program: str, words: list[str]) -> NoReturn:
-        started.append((words, dict(os.environ)))
+    def execute(program: str, words: list[str], environment: Mapping[str, str]) -> NoReturn:
+        started.append((words, dict(environment)))
         raise SystemExit(0)
 
-    monkeypatch.setattr("os.execv", execute)
+    monkeypatch.setattr("os.execve", execute)
     variables = {f"OMPI_COMM_WORLD_{name}": number for name, number in MPI.items()}
     runner = CliRunner(env=variables | {"MASTER_ADDR": "node-0", "OMP_NUM_THREADS": "3"})
     done = runner.invoke(cli, ["launch", "--", "train.py", "--rate", "1"])

@@ -145,5 +145,4 @@ def _become_rank(member: Membership, ranks: int, words: Sequence[str]) -> NoRetu
         "MASTER_PORT": member.master_port,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or min(threads, len(cores())),
     }
-    os.environ |= {name: str(value) for name, value in variables.items()}
-    become_program(list(words))
+    become_program(words, os.environ | {name: str(value) for name, value in variables.items()})

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,8 +49,7 @@ def main(module: str, arguments: list[str]) -> None:
     that an engine's library left behind may abort a process that has done its work.
     """
     if module == PROGRAM:
-        _take_devices()
-        become_program(arguments)
+        become_program(arguments, {**os.environ, **_own_devices()})
     # Python would turn it into an exception, which a rank that waits inside a collective never sees.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.argv = [module, *arguments]
@@ -65,35 +65,37 @@ def main(module: str, arguments: list[str]) -> None:
     _leave(0)
 
 
-def become_program(words: list[str]) -> NoReturn:
-    """Become `python WORDS`, with what torchrun sets beside the ranks, unless a torchrun has.
+def become_program(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Become `python WORDS` in this environment, with what torchrun sets beside the ranks, unless a torchrun has.
 
     Libraries look for it: Lightning otherwise takes a rank in a Slurm allocation for one of srun's. Python prints at
     once, as somebody may be reading it.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        ranks, each = os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
-        os.environ |= {
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        ranks, each = environment["WORLD_SIZE"], environment["LOCAL_WORLD_SIZE"]
+        environment = {
+            **environment,
             "GROUP_WORLD_SIZE": str(int(ranks) // int(each)),
             "ROLE_NAME": "default",
-            "ROLE_RANK": os.environ["RANK"],
+            "ROLE_RANK": environment["RANK"],
             "ROLE_WORLD_SIZE": ranks,
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_RUN_ID": "zerokit",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
-    os.execv(sys.executable, [sys.executable, "-u", *words])
+    os.execve(sys.executable, [sys.executable, "-u", *words], environment)
 
 
-def _take_devices() -> None:
-    """Show a rank of a simulated node only the devices of this node: programs count them by LOCAL_RANK."""
+def _own_devices() -> dict[str, str]:
+    """What shows a rank of a simulated node only the devices of this node: programs count them by LOCAL_RANK."""
     nodes = int(os.environ.get("ZEROKIT_NODES_ON_MACHINE", "1"))
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     share = len(devices) // nodes
-    if nodes > 1 and share >= int(os.environ["LOCAL_WORLD_SIZE"]):
-        first = int(os.environ["GROUP_RANK"]) * share
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + share])
+    if nodes == 1 or share < int(os.environ["LOCAL_WORLD_SIZE"]):
+        return {}
+    first = int(os.environ["GROUP_RANK"]) * share
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + share])}
 
 
 def _leave(code: int) -> NoReturn:

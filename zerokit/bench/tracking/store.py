@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_URI = "sqlite:///mlflow.db"
 
 # A server that is down must be noticed in seconds: MLflow's own defaults retry for minutes.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",  # a gateway may ask for hours
@@ -144,7 +144,7 @@ def connect(uri: str) -> Client:
 
 
 def _import_client() -> type[MlflowClient]:
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         from mlflow.tracking import MlflowClient
