@@ -6,16 +6,19 @@ data loaders and pools), those of executors and managers, and the fork server pa
 it. A signal that the rank itself sends, such as `terminate()`, and every other one acts as it always does.
 
 Workers may be older than the `StopSignal`. So each is prepared as it starts, in all programs that have imported zerokit
-by then, and asks when a signal comes: an open file of the rank, visible in /proc, names the signals that it takes.
+by then, and asks when a signal comes: an open file of the rank, visible in /proc, names the signals that it takes. What
+comes to a fork before it has begun is kept back until then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
+import multiprocessing.popen_fork
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -48,6 +51,9 @@ _SET_PDEATHSIG, _GET_PDEATHSIG = 1, 2
 """prctl(2)."""
 
 Handler = Callable[[int, FrameType | None], None]
+
+_forking = threading.local()
+"""`mask`: the signals that the thread blocked before it began to fork."""
 
 _replaced: list[tuple[int, Handler, Any]] = []
 """Signals, the handlers installed here, and the ones before them, which workers have."""
@@ -115,6 +121,7 @@ def _takes(pid: int, number: int) -> bool:
 
 def guard_workers() -> None:
     """Prepare the children that `multiprocessing` makes from now on, and this process where it is one that spawned."""
+    _block_while_forking()
     multiprocessing.util.register_after_fork(_begin_child, _begin_child)
     server: Any = multiprocessing.forkserver._forkserver
     preload = getattr(server, "_preload_modules", ["__main__"])
@@ -125,6 +132,22 @@ def guard_workers() -> None:
         pass_signals_over()
         # It runs nothing that is registered as above.
         setattr(multiprocessing.context.SpawnProcess, "_after_fork", staticmethod(_begin_child))  # noqa: B010
+
+
+def _block_while_forking() -> None:
+    """Let children begin with all signals blocked: until they have, they run the handlers of the rank."""
+    launch: Callable[[Any, Any], None] = multiprocessing.popen_fork.Popen._launch  # type: ignore[attr-defined]
+
+    @functools.wraps(launch)
+    def launch_blocked(popen: Any, process: Any) -> None:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            launch(popen, process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, _forking.__dict__.pop("mask"))
+
+    if not hasattr(launch, "__wrapped__"):
+        setattr(multiprocessing.popen_fork.Popen, "_launch", launch_blocked)  # noqa: B010
 
 
 def pass_signals_over() -> None:
@@ -146,7 +169,10 @@ def _begin_child(_: object = None) -> None:
     for number, handler, former in reversed(_replaced):
         if (works or handler is _pass_over) and signal.getsignal(number) == handler:
             _install(number, former)
+    mask = _forking.__dict__.get("mask")
     if parent is None or parent.pid is None or not works:
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     # Blocked, since torch's workers replace the handler of SIGTERM, and only a waiting thread learns who has sent it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -143,6 +144,31 @@ def others(optimizer: zerokit.ZeroOptimizer) -> None:
         print(f"other: {_signalled(signal.SIGUSR1, signal.SIGTERM, daemon=False)}", flush=True)
 
 
+def early(optimizer: zerokit.ZeroOptimizer) -> None:
+    """A worker that is signalled before it has begun outlives it too, and a process that is none ends by it."""
+    with zerokit.StopSignal(optimizer):
+        _SIGNALLED_AT_ONCE.append(signal.SIGTERM)
+        with concurrent.futures.ProcessPoolExecutor(1) as workers:
+            done = workers.submit(abs, -1).result()
+        other = multiprocessing.Process(target=time.sleep, args=(3600,))
+        other.start()
+        other.join()
+        _SIGNALLED_AT_ONCE.clear()
+    print(f"early: {done} {other.exitcode}", flush=True)
+
+
+_SIGNALLED_AT_ONCE: list[signal.Signals] = []
+"""What a forked child gets before it runs anything else."""
+
+
+def _signal_at_once() -> None:
+    for number in _SIGNALLED_AT_ONCE:
+        os.kill(os.getpid(), number)
+
+
+os.register_at_fork(after_in_child=_signal_at_once)
+
+
 def _signalled(*numbers: int, daemon: bool) -> int | None:
     process = multiprocessing.Process(target=time.sleep, args=(3600,), daemon=daemon)
     process.start()
@@ -162,6 +188,7 @@ def main() -> None:
         others(optimizer)
         # A script's own handler, which forked workers inherit, does not keep them from being terminated.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        early(optimizer)
         for kind in sys.argv[2:]:
             for before in (True, False):
                 play(kind, signal.Signals[sys.argv[1]], optimizer, before=before)

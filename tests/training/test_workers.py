@@ -36,7 +36,7 @@ def test_workers_outlive_a_signal_to_the_process_group(number: signal.Signals, k
         for kind in kinds
         for when in ("before", "inside")
     ]
-    assert said.splitlines() == ["alone: -15", "alone: -10", "other: -15", *expected], errors
+    assert said.splitlines() == ["alone: -15", "alone: -10", "other: -15", "early: 1 -15", *expected], errors
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
