@@ -33,7 +33,7 @@ from zerokit.planning.efficiency import of_device
 from zerokit.planning.estimates import Estimates
 from zerokit.planning.hardware import DEVICES, USUAL_DISK, Cluster
 from zerokit.planning.kinds import Kind, by_rank, stand_in, world_of
-from zerokit.planning.memory import CONTEXT_BYTES, fullest_rank
+from zerokit.planning.memory import context_bytes, fullest_rank
 from zerokit.planning.mixed import Part, listed
 from zerokit.planning.mixture import Mixture
 from zerokit.planning.planner import plan_cells
@@ -51,13 +51,15 @@ def traces(optimizer: str) -> Traces:
     return Traces(SUBJECT, on_cuda=True, optimizer=optimizer)
 
 
-def kinds_of(names: str, memory: Sequence[int], speed: Sequence[float]) -> tuple[Kind, ...]:
-    """Kinds by the letters of `names`, with so many bytes beside CUDA's own, and so many times an H100's speed."""
+def kinds_of(names: str, memory: Sequence[int], speed: Sequence[float], outer: int = 1) -> tuple[Kind, ...]:
+    """Kinds by the letters of `names`, so many bytes beside CUDA's and NCCL's, so many times an H100's speed."""
     h100 = DEVICES["h100-80"]
     found = []
     for letter, nbytes, times in zip(sorted(set(names)), memory, speed, strict=False):
         ranks = tuple(rank for rank, each in enumerate(names) if each == letter)
-        device = replace(h100, name=letter, memory_bytes=CONTEXT_BYTES + nbytes)
+        device = replace(
+            h100, name=letter, memory_bytes=context_bytes(Mesh(outer, len(names) // outer)) + nbytes
+        )
         efficiency = replace(of_device(h100, "bf16"), scale=1 / times, launch_s=0.0)
         found.append(Kind(device, ranks, {"bf16": efficiency}))
     return tuple(found)
@@ -215,7 +217,7 @@ def test_a_slow_device_gets_fewer_samples_and_the_step_is_shorter() -> None:
 
 def test_states_elsewhere_fit_where_those_of_a_whole_node_do() -> None:
     """Unequal shares fill a node's disk as equal ones do: what counts is the sum over its ranks."""
-    kinds = kinds_of("abab", [40_000_000, 5_000_000], [1, 1])
+    kinds = kinds_of("abab", [40_000_000, 5_000_000], [1, 1], outer=2)
     question = question_of(kinds, nodes=2)
     cell = cell_of(Mesh(2, 2), (0, 3), 1, "disk")
     free = Mixture(Estimates(SUBJECT, question, traces("adamw")), question).plan(cell).mixed

@@ -21,8 +21,10 @@ from zerokit.errors import ScheduleError, UsageError
 from zerokit.layout import Interval
 from zerokit.placement import Mesh
 from zerokit.runtime import collectives
-from zerokit.runtime.collectives import groups, make_collectives, nccl, stalls
-from zerokit.runtime.collectives.nccl import Communicators, make_nccl
+from zerokit.runtime.collectives import communicators, groups, make_collectives, nccl, stalls, streams
+from zerokit.runtime.collectives.communicators import Communicators, communicators_of
+from zerokit.runtime.collectives.nccl import make_nccl
+from zerokit.runtime.collectives.route import Wire
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.memory import ResizedMemory
 from zerokit.runtime.shards import Shards
@@ -75,6 +77,14 @@ def test_a_model_on_the_cpu_is_refused_under_nccl_where_there_are_gpus(
         make_collectives(group, torch.device("cpu"), None, units=1)
 
 
+@pytest.fixture
+def _nccl_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own, or where it has no NCCL, names that anything can be written to."""
+    stand_in = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", getattr(dist, "ProcessGroupNCCL", stand_in), raising=False)
+
+
+@pytest.mark.usefixtures("_nccl_options")
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("bound", [None, GPU])
 def test_a_clone_is_never_split_from_a_bound_default_group(
@@ -95,14 +105,19 @@ def test_a_clone_is_never_split_from_a_bound_default_group(
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "new_group", new_group)
     with pytest.raises(RuntimeError, match="no connection") if fails else contextlib.nullcontext():
-        assert groups.clone(made, "nccl", None, GPU) is made
+        assert groups.clone(made, "nccl", datetime.timedelta(seconds=7), GPU, small=fails) is made
     ((hidden, options),) = seen
     assert hidden is None
+    nccl_options = options.pop("pg_options")
+    assert nccl_options._timeout == options["timeout"], "torch warns of another one"
+    assert nccl_options.config.blocking == 1
+    # Memory is linear in channels.
+    assert (getattr(nccl_options.config, "max_ctas", None) == 1) == fails
     assert default.bound_device_id == bound
     assert options == {
         "ranks": [0, 2],
         "backend": "nccl",
-        "timeout": None,
+        "timeout": datetime.timedelta(seconds=7),
         "use_local_synchronization": True,  # the others of the world know nothing of it
         "device_id": GPU,
     }
@@ -115,14 +130,20 @@ def _communicators_on_hosts() -> Iterator[list[dist.ProcessGroup]]:
     clone = groups.clone
 
     def make(
-        group: dist.ProcessGroup, backend: str, timeout: Any, device: torch.device, members: Any = None
+        group: dist.ProcessGroup,
+        backend: str,
+        timeout: Any,
+        device: torch.device,
+        members: Any = None,
+        *,
+        small: bool = False,
     ) -> dist.ProcessGroup:
-        assert backend == "nccl"
+        assert (backend, small) == ("nccl", len(made) % 3 == 0), "the first of three is for control values"
         made.append(clone(group, "gloo", timeout))
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nccl, "clone", make)
+        patch.setattr(communicators, "clone", make)
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         yield made
 
@@ -132,14 +153,14 @@ def test_communicators_are_made_once_a_group_and_time_out() -> None:
     cpu, short = torch.device("cpu"), datetime.timedelta(seconds=7)
     with _communicators_on_hosts() as made:
         group = dist.new_group([0])
-        first = nccl.communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group))
+        first = communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group))
         assert len(made) == 3
-        assert nccl.communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group)) is first
+        assert communicators_of(group, Mesh(1, 1), cpu, None, StallReporter(group)) is first
         assert len(made) == 3, "a second optimizer takes over the first one's"
-        assert nccl.communicators_of(group, Mesh(1, 1), cpu, short, StallReporter(group)) is not first
+        assert communicators_of(group, Mesh(1, 1), cpu, short, StallReporter(group)) is not first
         assert len(made) == 6
         other = dist.new_group([0])
-        assert nccl.communicators_of(other, Mesh(1, 1), cpu, None, StallReporter(other)) is not first
+        assert communicators_of(other, Mesh(1, 1), cpu, None, StallReporter(other)) is not first
         assert len(made) == 9
 
 
@@ -153,8 +174,42 @@ def test_communicators_are_made_anew_after_all_groups_were_destroyed() -> None:
                 dist.destroy_process_group()
                 dist.init_process_group("gloo", store=PrefixStore("again", store), rank=0, world_size=1)
             group = dist.distributed_c10d._get_default_group()
-            nccl.communicators_of(group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group))
+            communicators_of(group, Mesh(1, 1), torch.device("cpu"), None, StallReporter(group))
         assert len(made) == 6
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@on_ranks(2)
+def test_what_a_step_will_call_is_rehearsed_and_nothing_else(packs: bool) -> None:
+    """An all-to-all connects every pair: on eight GPUs its first call takes gigabytes of each (nccl#1685)."""
+    called: list[object] = []
+    group = dist.distributed_c10d._get_default_group()
+
+    def note(name: str) -> Any:
+        return lambda *given, op=None, **options: called.append((name, op))
+
+    with _communicators_on_hosts(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicators, "all_gather", note("gather"))
+        patch.setattr(communicators, "reduce_scatter", note("reduce"))
+        patch.setattr(dist, "all_to_all_single", note("all-to-all"))
+        communicators_of(group, Mesh(1, 2), torch.device("cpu"), None, StallReporter(group), packs=packs)
+        communicators_of(group, Mesh(1, 2), torch.device("cpu"), None, StallReporter(group), packs=packs)
+    once = [("gather", None), ("reduce", dist.ReduceOp.AVG)]
+    assert called == once + [("all-to-all", None)] * packs
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_rank_is_not_asked_for_a_mean(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """NCCL before 2.29.7 leaves out the last elements of a small one (nccl#1950)."""
+    asked: list[object] = []
+    monkeypatch.setattr(nccl, "reduce_scatter", lambda out, flat, *, op, group: asked.append(op))
+    group, side = Group(0, size), PromptStream(GPU)
+    unit = plain_unit(0, 16_704 * size, size)
+    bucket = Shards(unit, torch.ones(unit.numel))
+    route = nccl.NcclRoute((group, group), (side, side), StallReporter(Group(0, 1)))
+    cut = unit.cut
+    route.reduction(bucket, cut, torch.zeros(cut.piece(0).numel), Wire(torch.float32))(None).wait()
+    assert asked == [dist.ReduceOp.SUM if size == 1 else dist.ReduceOp.AVG]
 
 
 class FakeStream:
@@ -198,18 +253,18 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     )
     empty = torch.empty(1).as_subclass(Arrived)
     monkeypatch.setattr(
-        nccl, "torch", SimpleNamespace(cuda=fake, empty=lambda shape, dtype, pin_memory: empty)
+        streams, "torch", SimpleNamespace(cuda=fake, empty=lambda shape, dtype, pin_memory: empty)
     )
     return told
 
 
 def test_streams_wait_for_each_other(told: list[str]) -> None:
     """Work for the computation or for the work it follows, the computation for work, the host for copies."""
-    side = nccl.CudaStream(GPU)
-    reduction = side.launch(nccl.Operation("a reduction", lambda: told.append("reduces")))
+    side = streams.CudaStream(GPU)
+    reduction = side.launch(streams.Operation("a reduction", lambda: told.append("reduces")))
     assert told == ["side -1 waits for computation", "reduces", "side -1 records"]
     told.clear()
-    gather = side.launch(nccl.Operation("its gather", lambda: told.append("gathers")), after=reduction)
+    gather = side.launch(streams.Operation("its gather", lambda: told.append("gathers")), after=reduction)
     assert told == ["side -1 waits for: reduces", "gathers", "side -1 records"]
     told.clear()
     gather.wait()
@@ -224,14 +279,14 @@ def test_streams_wait_for_each_other(told: list[str]) -> None:
 
 
 def test_a_side_stream_names_its_first_unfinished_work(told: list[str]) -> None:
-    side = nccl.CudaStream(GPU)
+    side = streams.CudaStream(GPU)
     assert side.unfinished() is None
     for name in ("first", "second"):
-        side.launch(nccl.Operation(name, lambda: None))
+        side.launch(streams.Operation(name, lambda: None))
         assert side.unfinished() == "first"
     told.append("all has ended")
     assert side.unfinished() is None
-    side.launch(nccl.Operation("third", lambda: None))
+    side.launch(streams.Operation("third", lambda: None))
     assert len(side._launched) == 1, "what has ended is forgotten"
 
 
@@ -270,8 +325,15 @@ def test_communicators_outlive_every_wait_of_ours(monkeypatch: pytest.MonkeyPatc
     made: list[datetime.timedelta] = []
 
     def make(
-        group: object, mesh: object, device: object, timeout: datetime.timedelta, reporter: object
+        group: object,
+        mesh: object,
+        device: object,
+        timeout: datetime.timedelta,
+        reporter: object,
+        *,
+        packs: bool,
     ) -> Communicators:
+        assert packs
         made.append(timeout)
         return Communicators(Group(0, 1), ((Group(0, 1), Group(0, 1)),))
 
@@ -280,7 +342,7 @@ def test_communicators_outlive_every_wait_of_ours(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(collectives, "_backend_of", lambda group, device: "nccl")
     monkeypatch.setattr(make_nccl, "__kwdefaults__", {"make_stream": PromptStream, "averages": True})
     wait = datetime.timedelta(seconds=30)
-    route = make_collectives(Group(0, 1), torch.device("cuda"), wait, units=1)
+    route = make_collectives(Group(0, 1), torch.device("cuda"), wait, units=1, packs=True)
     assert made == [2 * wait + datetime.timedelta(minutes=1)]
     assert route._timeout == wait
 

@@ -28,9 +28,10 @@ from zerokit.formulas import Operation
 from zerokit.layout import Cut, Interval, Parameter, Unit
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives import Collectives, Kind, Parcels, Wire, Work, make_collectives
+from zerokit.runtime.collectives.communicators import communicators_of
 from zerokit.runtime.collectives.host import memory
 from zerokit.runtime.collectives.host.node import SWITCH
-from zerokit.runtime.collectives.nccl import communicators_of, make_nccl
+from zerokit.runtime.collectives.nccl import make_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.wires.blocks import QuantisedWire

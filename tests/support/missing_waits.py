@@ -13,8 +13,9 @@ from tests.support.devices import Training
 from tests.support.streams import Awaited
 from zerokit.runtime.buckets import UnitGradients
 from zerokit.runtime.collectives import DONE, Work
-from zerokit.runtime.collectives.nccl import NcclCollectives, Operation
+from zerokit.runtime.collectives.nccl import NcclCollectives
 from zerokit.runtime.collectives.route import Hop, Kind
+from zerokit.runtime.collectives.streams import Operation
 from zerokit.runtime.gradients import Gradients
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState

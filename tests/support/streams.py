@@ -22,14 +22,10 @@ from zerokit.layout import Interval, Unit
 from zerokit.placement import Mesh
 from zerokit.runtime import build, unit
 from zerokit.runtime.collectives import Collectives, Work
-from zerokit.runtime.collectives.nccl import (
-    CudaEvent,
-    CudaStream,
-    Operation,
-    communicators_of,
-    make_nccl,
-)
+from zerokit.runtime.collectives.communicators import communicators_of
+from zerokit.runtime.collectives.nccl import make_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
+from zerokit.runtime.collectives.streams import CudaEvent, CudaStream, Operation
 from zerokit.runtime.memory import ResizedMemory, UnitMemory, unit_memory
 from zerokit.runtime.shards import Shards
 
@@ -260,6 +256,7 @@ def device_way(make_stream: StreamMaker) -> Iterator[None]:
         *,
         units: int,
         mesh: Mesh | None = None,
+        packs: bool = False,
     ) -> Collectives:
         backend = "nccl" if device.type == "cuda" else "gloo"
         shape = mesh or Mesh(1, group.size())
@@ -267,7 +264,7 @@ def device_way(make_stream: StreamMaker) -> Iterator[None]:
             timeout = group._get_backend(device).options._timeout
         reporter = StallReporter(group)
         return make_nccl(
-            communicators_of(group, shape, device, timeout, reporter, backend=backend),
+            communicators_of(group, shape, device, timeout, reporter, packs=packs, backend=backend),
             shape,
             device,
             reporter,

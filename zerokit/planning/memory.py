@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from zerokit.formulas import KIND_OF_LINE, MEMORY_KINDS, MemoryReport, Pool, list_held, predict_memory
 from zerokit.layout import Layout
 from zerokit.owners import Owners
-from zerokit.placement import AnyPlacement
+from zerokit.placement import AnyPlacement, Mesh
 from zerokit.planning.recording import ModelTrace
 from zerokit.planning.replay import Replay, Step
 from zerokit.planning.work import MATRICES
@@ -29,6 +29,9 @@ from zerokit.sizes import ELSEWHERE, ElementBytes, Wholes
 CONTEXT_BYTES = 500_000_000
 """What CUDA itself takes of a device for one process: about 0.5 GB on an H100 (pytorch/torchcomms#777)."""
 
+COMMUNICATOR_BYTES = 600_000_000
+"""What one of NCCL's communicators with all channels takes: 544 to 688 MB on A100s with NVLink (nccl#964)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory:
@@ -39,7 +42,7 @@ class PlannedMemory:
         peak: when the most is held at once, by kind (`MEMORY_KINDS`), padding included; their sum is `total`.
         highest: the most of each kind, at whatever time.
         gathered: of `peak["parameters"]`, units that are gathered for the time being.
-        context: what CUDA takes for itself, outside torch's allocator; 0 on hosts.
+        context: what CUDA and NCCL take for themselves, outside torch's allocator; 0 on hosts.
     """
 
     held: MemoryReport
@@ -62,6 +65,17 @@ class PlannedMemory:
     def needed(self) -> int:
         """The memory that the device must have."""
         return self.total + self.context
+
+
+def context_bytes(mesh: Mesh) -> int:
+    """What CUDA and NCCL take of a device for a rank of this mesh, outside torch's allocator.
+
+    There is one communicator each for gathers and reductions on one axis; on two axes one for both over the outer axis
+    besides, and one between all ranks. The one for control values is small on one axis.
+    """
+    if mesh.world == 1:
+        return CONTEXT_BYTES
+    return CONTEXT_BYTES + COMMUNICATOR_BYTES * (4 if mesh.outer > 1 else 2)
 
 
 def lacking_bytes(memory: PlannedMemory, room_bytes: int | None, away_room_bytes: int | None) -> int:
@@ -145,7 +159,7 @@ class StepMemory:
 
     def __init__(self, trace: ModelTrace, step: Step, *, accumulate: int = 1) -> None:
         placement, layout = step.placement, step.layout
-        self._context = CONTEXT_BYTES if step.on_cuda else 0
+        self._context = context_bytes(placement.mesh) if step.on_cuda else 0
         buffers = trace.buffer_bytes
         rank = fullest_rank(step)
         self._held = predict_memory(layout, rank=rank, placement=placement, sizes=step.sizes, buffers=buffers)

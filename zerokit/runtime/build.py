@@ -302,7 +302,8 @@ def _connect(
         stages = [without_lone_axis(stage, of_shape)[0] for stage in stages]
         shape = without_lone_axis(0, shape)[1]
         placed(stages, shape)  # raises before anything is made
-    collectives = make_collectives(group, device, options.timeout, units=len(stages), mesh=shape)
+    packs = options.precision.wire is not None
+    collectives = make_collectives(group, device, options.timeout, units=len(stages), mesh=shape, packs=packs)
     return collectives, placed(stages, collectives.mesh)
 
 

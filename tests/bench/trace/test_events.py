@@ -19,9 +19,9 @@ from zerokit.formulas import Operation
 from zerokit.offsets import Offset
 from zerokit.runtime.collectives import Kind
 from zerokit.runtime.collectives.legs import Count
-from zerokit.runtime.collectives.nccl import CudaStream, Launch
-from zerokit.runtime.collectives.nccl import Operation as OnDevice
 from zerokit.runtime.collectives.route import Work
+from zerokit.runtime.collectives.streams import CudaStream, Launch
+from zerokit.runtime.collectives.streams import Operation as OnDevice
 
 NO_OFFSET = Offset(0.0, 0.0)
 GATHER = {"bytes": 8, "operations": {"all_gather": 8}}

@@ -4,7 +4,10 @@ route     the seam between both: the ranks of one axis, and the wire; by itself 
 base      a unit's hops over the axes of the mesh, the count of bytes, control values
 groups    process groups of zerokit's own
 stalls    names what ranks wait for
-nccl      CUDA: NCCL's collectives on streams of their own
+streams   CUDA: work on side streams, ordered by events
+communicators, nccl
+          CUDA: NCCL's collectives on such streams
+predicted CUDA: one rank whose others do not exist
 host      hosts: neighbours' memory, and sockets
 """
 
@@ -18,9 +21,11 @@ import torch.distributed as dist
 from zerokit.errors import UsageError
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives.base import Collectives, Exchange
+from zerokit.runtime.collectives.communicators import communicators_of
 from zerokit.runtime.collectives.groups import timeout_of
 from zerokit.runtime.collectives.host import make_host
-from zerokit.runtime.collectives.nccl import communicators_of, make_nccl, require_current_device
+from zerokit.runtime.collectives.nccl import make_nccl, require_current_device
+from zerokit.runtime.collectives.predicted import predict_nccl
 from zerokit.runtime.collectives.route import DONE, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
 
@@ -36,10 +41,12 @@ def make_collectives(
     *,
     units: int,
     mesh: Mesh | None = None,
+    packs: bool = False,
 ) -> Collectives:
     """The collectives for `device` over communicators of their own with the ranks of `group`, for `units` units.
 
-    Without a mesh there is one axis; on hosts whose nodes have several ranks each, nodes are the outer axis.
+    Without a mesh there is one axis; on hosts whose nodes have several ranks each, nodes are the outer axis. `packs`:
+    whether gradients travel in a narrower form than the one they are summed in.
     """
     backend = _backend_of(group, device)
     if backend not in ("fake", "gloo", "nccl"):
@@ -59,10 +66,12 @@ def make_collectives(
     if backend == "nccl":
         # NCCL's watchdog counts from a collective's launch, `until` from the host's wait for it, up to a step later: it
         # would end the process before ranks and units are named.
-        communicators = communicators_of(group, shape, device, 2 * waits + _GRACE, reporter)
+        communicators = communicators_of(group, shape, device, 2 * waits + _GRACE, reporter, packs=packs)
         return make_nccl(communicators, shape, device, reporter, waits)
     members = [shape.members(axis, group.rank()) for axis in shape.axes]
     fakes = [dist.ProcessGroup(ranks.index(group.rank()), len(ranks)) for ranks in members]  # type: ignore[call-arg]
+    if device.type == "cuda":
+        return predict_nccl(fakes, group, shape, device, reporter, waits)
     routes = [Route(one, reporter) for one in fakes]
     return Collectives(group, shape, routes, device, reporter, waits, Route(group, reporter))
 

@@ -6,6 +6,7 @@ import datetime
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,10 +66,13 @@ def clone(
     timeout: datetime.timedelta | None,
     device: torch.device | None = None,
     members: Sequence[int] | None = None,
+    *,
+    small: bool = False,
 ) -> dist.ProcessGroup:
     """A separate communicator over the same ranks, or `members` of them, made at once for `device` if one is given.
 
-    Every rank of `group` calls it, with the members of its own communicator.
+    Every rank of `group` calls it, with the members of its own communicator. A `small` one of NCCL's takes little of
+    the device's memory, and carries a few numbers at a time.
     """
     everyone = dist.get_process_group_ranks(group)
     ranks = everyone if members is None else [everyone[member] for member in members]
@@ -80,8 +84,20 @@ def clone(
             ranks,
             backend=backend,
             timeout=timeout,
+            pg_options=_nccl_options(timeout, small=small) if backend == "nccl" else None,
             use_local_synchronization=not whole_world,
             device_id=device,
         )
     assert isinstance(clone, dist.ProcessGroup)
     return clone
+
+
+def _nccl_options(timeout: datetime.timedelta | None, *, small: bool) -> Any:
+    options = dist.ProcessGroupNCCL.Options()  # torch without CUDA lacks it
+    if timeout is not None:
+        options._timeout = timeout  # new_group warns of another one
+    # With a device torch 2.7.0 makes communicators that do not block, which hang now and then (pytorch#153960).
+    options.config.blocking = 1
+    if small:
+        options.config.max_ctas = 1  # memory is linear in channels (nccl#986)
+    return options

@@ -14,12 +14,8 @@ can always run.
 from __future__ import annotations
 
 import datetime
-import os
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,102 +26,16 @@ from torch import Tensor
 from zerokit.errors import UsageError
 from zerokit.layout import Cut
 from zerokit.patience import Patience
-from zerokit.placement import Axis, Mesh
+from zerokit.placement import Mesh
 from zerokit.runtime.collectives.base import Collectives, Sums
-from zerokit.runtime.collectives.groups import clone
+from zerokit.runtime.collectives.communicators import Communicators, all_gather, reduce_scatter
 from zerokit.runtime.collectives.observer import Flight
 from zerokit.runtime.collectives.route import Hop, Kind, Parcels, Route, Wire, Work
 from zerokit.runtime.collectives.stalls import StallReporter
+from zerokit.runtime.collectives.streams import CudaStream, Launch, Operation
 from zerokit.runtime.shards import Shards, same_place
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
-# torch 2.13 renamed both and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_REHEARSED_NUMEL = 4 << 20  # 16 MiB, the default size of a large model's buckets
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """Work on a side stream; its tensors must not change until it has been waited for."""
-
-    name: str
-    run: Callable[[], None]
-    reads: Sequence[Tensor] = ()
-    writes: Sequence[Tensor] = ()
-
-
-class CudaEvent:
-    """Work on a side stream: waiting makes the current stream wait, not the host.
-
-    It keeps the operation's tensors: the allocator would hand out memory that is dropped while the stream uses it.
-    """
-
-    def __init__(self, event: torch.cuda.Event, device: torch.device, operation: Operation) -> None:
-        self.event, self._device, self._operation = event, device, operation
-
-    def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self.event)
-
-
-class CudaStream:
-    """A queue on a device that runs collectives one after the other, at a higher priority than the computation."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.stream = torch.cuda.Stream(device, priority=-1)
-        self._launched: deque[tuple[str, torch.cuda.Event]] = deque()
-
-    def launch(self, operation: Operation, after: Work | None = None) -> Work:
-        """Run the work after everything issued by the computation so far, or only after `after`."""
-        if isinstance(after, CudaEvent):
-            self.stream.wait_event(after.event)
-        else:
-            self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self.stream):
-            operation.run()
-            event = self.stream.record_event()
-        while self._launched and self._launched[0][1].query():
-            self._launched.popleft()
-        self._launched.append((operation.name, event))
-        return CudaEvent(event, self._device, operation)
-
-    def join(self) -> None:
-        """Make the computation wait for everything that was launched."""
-        torch.cuda.current_stream(self._device).wait_stream(self.stream)
-
-    def fetch(self, values: Tensor) -> Callable[[], Tensor | None]:
-        """Start copying `values`, the last operation's result, to the host; None until they have arrived."""
-        arrived = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        with torch.cuda.stream(self.stream):
-            arrived.copy_(values, non_blocking=True)
-            event = self.stream.record_event()
-        return lambda: arrived if event.query() else None
-
-    def unfinished(self) -> str | None:
-        """The name of the first operation that has not ended."""
-        return next((name for name, event in self._launched if not event.query()), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A hop: an operation for a stream."""
-
-    stream: CudaStream
-    operation: Operation
-
-    def __call__(self, after: Work | None) -> Work:
-        return self.stream.launch(self.operation, after)
-
-    def watched(self, flight: Flight) -> Launch:
-        """The hop, which tells `flight` on the stream."""
-
-        def run() -> None:
-            flight.begin()
-            self.operation.run()
-            flight.end()
-
-        return Launch(self.stream, replace(self.operation, run=run))
 
 
 class NcclRoute(Route):
@@ -144,7 +54,8 @@ class NcclRoute(Route):
         super().__init__(groups[0], reporter)
         self._reduce_group = groups[1]
         self._gathers, self._reductions = streams
-        self._averages = averages
+        # The mean of one is itself. NCCL before 2.29.7 leaves out the end of a small AVG over one rank (nccl#1950).
+        self._averages = averages and self.size > 1
 
     def wait_for_readers(self, unit: int | None = None) -> None:
         if unit is None:  # a unit has arrived when all has been sent, too
@@ -157,7 +68,7 @@ class NcclRoute(Route):
         if own is None:
             own, arrives = pieces[self.rank], [*pieces[: self.rank], *pieces[self.rank + 1 :]]
         if cut.is_equal:
-            run = partial(_all_gather, flat, own, group=self.group)
+            run = partial(all_gather, flat, own, group=self.group)
         else:
             run = partial(self._gather_unequal, pieces, own)
         name = Kind.ALL_GATHER.of(whole.unit.index)
@@ -180,7 +91,7 @@ class NcclRoute(Route):
         def reduce() -> None:
             if wire.dtype == flat.dtype and cut.is_equal:
                 op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-                _reduce_scatter(out, flat, op=op, group=self._reduce_group)
+                reduce_scatter(out, flat, op=op, group=self._reduce_group)
             else:
                 # Each rank's share of the mean is what is rounded: then it is the same by every route. Allocated and
                 # freed on this stream: the allocator cannot hand it to another one too early.
@@ -270,6 +181,8 @@ class NcclCollectives(Collectives):
             for at, value in tensors.items():
                 control[at].copy_(value)
             self.all_reduce(control, dist.ReduceOp.SUM)
+            if not self._asks:
+                control.mul_(self.world)
 
         reads = list(tensors.values())
         work = self._control.launch(Operation("control values of a step", reduce, reads, [control]))
@@ -295,14 +208,6 @@ class NcclCollectives(Collectives):
 
     def _on_host(self, values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
-
-
-@dataclass(frozen=True, slots=True)
-class Communicators:
-    """The communicators for control values, and for gathers and reductions over each axis (outer: one for both)."""
-
-    control: dist.ProcessGroup
-    axes: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...]
 
 
 def make_nccl(
@@ -336,54 +241,6 @@ def make_nccl(
         streams=list(streams.values()),
         averages=averages,
     )
-
-
-_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Communicators]] = weakref.WeakKeyDictionary()
-"""Those of each process group that lives, by mesh and time-out: later optimizers take them over."""
-
-
-def communicators_of(
-    group: dist.ProcessGroup,
-    mesh: Mesh,
-    device: torch.device,
-    timeout: datetime.timedelta | None,
-    reporter: StallReporter,
-    *,
-    backend: str = "nccl",
-) -> Communicators:
-    """Communicators over the ranks of `group`, ready for use; made once a group. Another backend serves tests."""
-    made = _MADE.setdefault(group, {})
-    if (mesh, timeout) in made:
-        return made[mesh, timeout]
-    # Before any of them: devices then keep the host's order of launches, also beside collectives of the program.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    make = partial(clone, group, backend, timeout, device if backend == "nccl" else None)
-    with reporter.waiting("creation of communicators"):
-        control = make()
-        inner = mesh.members(Axis.INNER, group.rank()) if mesh.outer > 1 else None
-        axes = [] if inner is None else [(make(mesh.members(Axis.OUTER, group.rank())),) * 2]
-        axes.append((make(inner), make(inner)))
-        if backend == "nccl":
-            _rehearse(control, axes, device)
-    made[mesh, timeout] = Communicators(control, tuple(axes))
-    return made[mesh, timeout]
-
-
-def _rehearse(
-    control: dist.ProcessGroup,
-    axes: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]],
-    device: torch.device,
-) -> None:
-    """Let NCCL make its connections now, which depend on kind and size: not in the middle of a step."""
-    dist.all_reduce(torch.zeros(1, device=device), group=control)
-    for gather, reduce in axes:
-        size = gather.size()
-        whole = torch.zeros(size * (_REHEARSED_NUMEL // size), device=device)
-        own = whole.chunk(size)[gather.rank()]
-        _all_gather(whole, own, group=gather)
-        _reduce_scatter(own, whole, group=reduce)
-        dist.all_to_all_single(torch.empty_like(whole), whole, group=reduce)
-    torch.cuda.synchronize(device)
 
 
 def require_current_device(device: torch.device) -> None:

@@ -1,0 +1,94 @@
+"""One rank on a device whose other ranks do not exist: it does its own part, in the order and on the streams of NCCL's.
+
+What a GPU does for one rank of many, and what it holds, can so be measured on one.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerokit.layout import Cut
+from zerokit.placement import Mesh
+from zerokit.runtime.collectives.nccl import NcclCollectives
+from zerokit.runtime.collectives.route import Hop, Kind, Parcels, Route, Wire
+from zerokit.runtime.collectives.stalls import StallReporter
+from zerokit.runtime.collectives.streams import CudaStream, Launch, Operation
+from zerokit.runtime.shards import Shards
+
+
+class PredictedRoute(Route):
+    """An axis of which this process is the only rank that exists: the device does its part, on the side streams."""
+
+    name = "nccl"
+
+    def __init__(
+        self, group: dist.ProcessGroup, streams: tuple[CudaStream, CudaStream], reporter: StallReporter
+    ) -> None:
+        super().__init__(group, reporter)
+        self._gathers, self._reductions = streams
+
+    def wait_for_readers(self, unit: int | None = None) -> None:
+        if unit is None:
+            self._gathers.join()
+            self._reductions.join()
+
+    def gather(self, whole: Shards, cut: Cut, own: Tensor | None) -> Hop:
+        name, reads = Kind.ALL_GATHER.of(whole.unit.index), [] if own is None else [own]
+        return self._launch(
+            self._gathers, name, super().gather(whole, cut, own), reads, [whole.at(cut.whole)]
+        )
+
+    def reduction(self, bucket: Shards, cut: Cut, out: Tensor, wire: Wire) -> Hop:
+        name, flat = Kind.REDUCE_SCATTER.of(bucket.unit.index), bucket.at(cut.whole)
+        return self._launch(
+            self._reductions, name, super().reduction(bucket, cut, out, wire), [flat], [out, flat]
+        )
+
+    def exchange(self, kind: Kind, unit: int, parcels: Parcels) -> Hop:
+        writes = [into for _, _, into in parcels.receives]
+        return self._launch(
+            self._reductions, kind.of(unit), super().exchange(kind, unit, parcels), [], writes
+        )
+
+    def _launch(
+        self, stream: CudaStream, name: str, hop: Hop, reads: Sequence[Tensor], writes: Sequence[Tensor]
+    ) -> Launch:
+        return Launch(stream, Operation(name, partial(hop, None), reads, writes))
+
+
+class PredictedCollectives(NcclCollectives):
+    """Collectives of one rank on a device, whose other ranks do not exist."""
+
+    others_answer = False
+
+
+def predict_nccl(
+    groups: Sequence[dist.ProcessGroup],
+    control: dist.ProcessGroup,
+    mesh: Mesh,
+    device: torch.device,
+    reporter: StallReporter,
+    timeout: datetime.timedelta,
+    *,
+    make_stream: Callable[[torch.device], CudaStream] = CudaStream,
+) -> PredictedCollectives:
+    """One rank's part of the collectives over axes whose other ranks do not exist, on streams as `make_nccl` makes.
+
+    `groups` have the rank and the size of each axis, `control` those of all.
+    """
+    # The outer axis has one stream for gathers and reductions, as it has one communicator.
+    pairs = [(make_stream(device),) * 2 for _ in groups[:-1]]
+    pairs.append((make_stream(device), make_stream(device)))
+    routes = [PredictedRoute(group, streams, reporter) for group, streams in zip(groups, pairs, strict=True)]
+    last = make_stream(device)
+    streams = [*dict.fromkeys(stream for pair in pairs for stream in pair), last]
+    between_all = PredictedRoute(control, (last, last), reporter) if mesh.outer > 1 else None
+    return PredictedCollectives(
+        control, mesh, routes, device, reporter, timeout, between_all, streams=streams
+    )
