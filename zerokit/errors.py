@@ -27,7 +27,11 @@ class UnsupportedOptimizer(ZerokitError, TypeError):
 
 
 class ScheduleError(ZerokitError, RuntimeError):
-    """Ranks' collectives do not match: a rank failed, stopped, or took another path through the model."""
+    """Ranks' collectives do not match: a rank failed, stopped, or took another path through the model.
+
+    End the process then: with NCCL `destroy_process_group()` would first wait for the ranks that are gone, until
+    torch's watchdog aborts.
+    """
 
 
 class NonFiniteError(ZerokitError, RuntimeError):

@@ -17,6 +17,7 @@ from tests.support.distributed import run_alone, run_ranks
 from tests.support.machine import bytes_received, held_bytes, live_storages
 from tests.support.models import CASES, count
 from tests.support.on_ranks import on_ranks
+from tests.support.streams import LaggingStream, device_way
 from tests.support.training import SMALL, Run, Trajectory, mixed, one_step, require_memory_route, trained
 from zerokit.formulas import MemoryReport, Operation, TrafficReport
 from zerokit.runtime.collectives.host.node import SWITCH, Neighbours
@@ -187,6 +188,17 @@ def test_memory_at_world_sizes_that_only_a_fake_process_group_has(world: int) ->
 
 def test_formulas_of_eight_nodes_of_64() -> None:
     run_alone(_faked, 512, (8, 64))
+
+
+def _faked_late(world: int, mesh: tuple[int, int] | None) -> Faked:
+    with device_way(LaggingStream):
+        return _faked(world, mesh)
+
+
+@pytest.mark.parametrize(("world", "mesh"), [(8, None), (512, (8, 64))])
+def test_one_rank_of_many_on_a_device_holds_the_same(world: int, mesh: tuple[int, int] | None) -> None:
+    """With results that come late."""
+    assert run_alone(_faked_late, world, mesh) == run_alone(_faked, world, mesh)
 
 
 # Stage 3 and the others by turns.

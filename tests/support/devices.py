@@ -231,10 +231,9 @@ def alone_on_gpu(device: str, *, bound: bool = False) -> Iterator[None]:
             timeout=datetime.timedelta(seconds=20),
             device_id=torch.device("cuda", rank) if bound else None,
         )
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+        yield
+        # Only here: after an error it would wait for ranks that are gone, longer than the watchdog does.
+        dist.destroy_process_group()
 
 
 def require_deterministic_kernels() -> None:

@@ -24,6 +24,7 @@ from zerokit.runtime import build, unit
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.collectives.communicators import communicators_of
 from zerokit.runtime.collectives.nccl import make_nccl
+from zerokit.runtime.collectives.predicted import predict_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.collectives.streams import CudaEvent, CudaStream, Operation
 from zerokit.runtime.memory import ResizedMemory, UnitMemory, unit_memory
@@ -260,6 +261,9 @@ def device_way(make_stream: StreamMaker) -> Iterator[None]:
     ) -> Collectives:
         backend = "nccl" if device.type == "cuda" else "gloo"
         shape = mesh or Mesh(1, group.size())
+        if dist.get_backend(group) == "fake":
+            patience = timeout or datetime.timedelta(seconds=60)
+            return predict_nccl(group, shape, device, StallReporter(group), patience, make_stream=make_stream)
         if timeout is None:
             timeout = group._get_backend(device).options._timeout
         reporter = StallReporter(group)

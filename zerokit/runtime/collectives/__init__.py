@@ -22,7 +22,7 @@ from zerokit.errors import UsageError
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives.base import Collectives, Exchange
 from zerokit.runtime.collectives.communicators import communicators_of
-from zerokit.runtime.collectives.groups import timeout_of
+from zerokit.runtime.collectives.groups import imagine_axes, timeout_of
 from zerokit.runtime.collectives.host import make_host
 from zerokit.runtime.collectives.nccl import make_nccl, require_current_device
 from zerokit.runtime.collectives.predicted import predict_nccl
@@ -68,11 +68,9 @@ def make_collectives(
         # would end the process before ranks and units are named.
         communicators = communicators_of(group, shape, device, 2 * waits + _GRACE, reporter, packs=packs)
         return make_nccl(communicators, shape, device, reporter, waits)
-    members = [shape.members(axis, group.rank()) for axis in shape.axes]
-    fakes = [dist.ProcessGroup(ranks.index(group.rank()), len(ranks)) for ranks in members]  # type: ignore[call-arg]
     if device.type == "cuda":
-        return predict_nccl(fakes, group, shape, device, reporter, waits)
-    routes = [Route(one, reporter) for one in fakes]
+        return predict_nccl(group, shape, device, reporter, waits)
+    routes = [Route(one, reporter) for one in imagine_axes(group, shape)]
     return Collectives(group, shape, routes, device, reporter, waits, Route(group, reporter))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerokit.placement import Mesh
 from zerokit.runtime.torch_internals import group_name, naming_groups, timeout_for
 
 _clones: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -48,6 +49,12 @@ def _destroy(group: dist.ProcessGroup) -> None:
             _destroy(one)
     with suppress(RuntimeError, ValueError):
         dist.destroy_process_group(group)
+
+
+def imagine_axes(group: dist.ProcessGroup, mesh: Mesh) -> list[dist.ProcessGroup]:
+    """A group for each axis, which has this rank's number and the size of the axis, and reaches nobody."""
+    members = [mesh.members(axis, group.rank()) for axis in mesh.axes]
+    return [dist.ProcessGroup(ranks.index(group.rank()), len(ranks)) for ranks in members]  # type: ignore[call-arg]
 
 
 def timeout_of(group: dist.ProcessGroup, *devices: torch.device) -> datetime.timedelta | None:

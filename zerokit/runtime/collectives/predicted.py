@@ -15,6 +15,7 @@ from torch import Tensor
 
 from zerokit.layout import Cut
 from zerokit.placement import Mesh
+from zerokit.runtime.collectives.groups import imagine_axes
 from zerokit.runtime.collectives.nccl import NcclCollectives
 from zerokit.runtime.collectives.route import Hop, Kind, Parcels, Route, Wire
 from zerokit.runtime.collectives.stalls import StallReporter
@@ -69,8 +70,7 @@ class PredictedCollectives(NcclCollectives):
 
 
 def predict_nccl(
-    groups: Sequence[dist.ProcessGroup],
-    control: dist.ProcessGroup,
+    group: dist.ProcessGroup,
     mesh: Mesh,
     device: torch.device,
     reporter: StallReporter,
@@ -78,17 +78,14 @@ def predict_nccl(
     *,
     make_stream: Callable[[torch.device], CudaStream] = CudaStream,
 ) -> PredictedCollectives:
-    """One rank's part of the collectives over axes whose other ranks do not exist, on streams as `make_nccl` makes.
+    """One rank's part of `make_nccl`'s collectives over a mesh: `group` has its rank and their number, and no others.
 
-    `groups` have the rank and the size of each axis, `control` those of all.
+    As there, the outer axis has one stream for gathers and reductions.
     """
-    # The outer axis has one stream for gathers and reductions, as it has one communicator.
-    pairs = [(make_stream(device),) * 2 for _ in groups[:-1]]
-    pairs.append((make_stream(device), make_stream(device)))
-    routes = [PredictedRoute(group, streams, reporter) for group, streams in zip(groups, pairs, strict=True)]
-    last = make_stream(device)
-    streams = [*dict.fromkeys(stream for pair in pairs for stream in pair), last]
-    between_all = PredictedRoute(control, (last, last), reporter) if mesh.outer > 1 else None
-    return PredictedCollectives(
-        control, mesh, routes, device, reporter, timeout, between_all, streams=streams
-    )
+    *outer, inner = imagine_axes(group, mesh)
+    control, between, gathers, reductions = (make_stream(device) for _ in range(4))
+    routes = [PredictedRoute(one, (between, between), reporter) for one in outer]
+    routes.append(PredictedRoute(inner, (gathers, reductions), reporter))
+    between_all = PredictedRoute(group, (control, control), reporter) if outer else None
+    streams = [*([between] if outer else []), gathers, reductions, control]
+    return PredictedCollectives(group, mesh, routes, device, reporter, timeout, between_all, streams=streams)
