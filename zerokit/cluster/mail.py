@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 LEADER = "leader"
 MEET_SECONDS = 60.0
 """Within which all must have joined."""
-SILENCE_SECONDS = 15.0
+SILENCE_SECONDS = 12.0
+"""A lost node is to be named within 20 s, with what ends its launch."""
 HEARTBEAT_SECONDS = 1.0
 _MUTE_HEARTBEATS = 2
 _PIECE_BYTES = 4 << 20
