@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,8 @@ class Communicators:
 
     control: dist.ProcessGroup
     axes: tuple[tuple[dist.ProcessGroup, dist.ProcessGroup], ...]
+    exchanges: bool = False
+    """Whether all-to-alls have been rehearsed."""
 
 
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Communicators]] = weakref.WeakKeyDictionary()
@@ -50,38 +51,55 @@ def communicators_of(
     `packs`: whether reductions are all-to-alls, whose connections take gigabytes of each device.
     """
     made = _MADE.setdefault(group, {})
-    if (key := (mesh, timeout, packs)) in made:
+    key = mesh, timeout
+    if key in made and (made[key].exchanges or not packs):
         return made[key]
-    # Before any of them: devices then keep the host's order of launches, also beside collectives of the program.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    make = partial(clone, group, backend, timeout, device if backend == "nccl" else None)
     with reporter.waiting("creation of communicators"):
-        # On two axes it also carries whole tensors to their owners.
-        control = make(small=mesh.outer == 1)
-        inner = mesh.members(Axis.INNER, group.rank()) if mesh.outer > 1 else None
-        axes = [] if inner is None else [(make(mesh.members(Axis.OUTER, group.rank())),) * 2]
-        axes.append((make(inner), make(inner)))
+        found = made.get(key) or _make(group, mesh, timeout, device, backend)
         if backend == "nccl":
-            _rehearse(control, axes, device, packs=packs)
-    made[key] = Communicators(control, tuple(axes))
+            if key not in made:
+                _rehearse(found, device)
+            if packs:
+                _rehearse_exchanges(found, device)
+            torch.cuda.synchronize(device)
+    made[key] = replace(found, exchanges=packs)
     return made[key]
 
 
-def _rehearse(
-    control: dist.ProcessGroup,
-    axes: Sequence[tuple[dist.ProcessGroup, dist.ProcessGroup]],
+def _make(
+    group: dist.ProcessGroup,
+    mesh: Mesh,
+    timeout: datetime.timedelta | None,
     device: torch.device,
-    *,
-    packs: bool,
-) -> None:
+    backend: str,
+) -> Communicators:
+    # Before any of them: devices then keep the host's order of launches, also beside collectives of the program.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    make = partial(clone, group, backend, timeout, device if backend == "nccl" else None)
+    # On two axes it also carries whole tensors to their owners.
+    control = make(small=mesh.outer == 1)
+    inner = mesh.members(Axis.INNER, group.rank()) if mesh.outer > 1 else None
+    axes = [] if inner is None else [(make(mesh.members(Axis.OUTER, group.rank())),) * 2]
+    axes.append((make(inner), make(inner)))
+    return Communicators(control, tuple(axes))
+
+
+def _rehearse(communicators: Communicators, device: torch.device) -> None:
     """Let NCCL make its connections now, which depend on operation and size: not in the middle of a step."""
-    dist.all_reduce(torch.zeros(1, dtype=torch.float64, device=device), group=control)
-    for gather, reduce in axes:
+    dist.all_reduce(torch.zeros(1, dtype=torch.float64, device=device), group=communicators.control)
+    for gather, reduce in communicators.axes:
         size = gather.size()
-        whole = torch.zeros(size * (_REHEARSED_NUMEL // size), device=device)
+        whole = _rehearsed(size, device)
         own = whole.chunk(size)[gather.rank()]
         all_gather(whole, own, group=gather)
         reduce_scatter(own, whole, op=dist.ReduceOp.AVG if size > 1 else dist.ReduceOp.SUM, group=reduce)
-        if packs:
-            dist.all_to_all_single(torch.empty_like(whole), whole, group=reduce)
-    torch.cuda.synchronize(device)
+
+
+def _rehearse_exchanges(communicators: Communicators, device: torch.device) -> None:
+    for _, reduce in communicators.axes:
+        whole = _rehearsed(reduce.size(), device)
+        dist.all_to_all_single(torch.empty_like(whole), whole, group=reduce)
+
+
+def _rehearsed(size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size * (_REHEARSED_NUMEL // size), device=device)
