@@ -81,11 +81,11 @@ class _Tied(nn.Module):
 
 
 def _compiled(stage: int, how: str, precision: DtypeName = "fp32") -> list[float]:
-    """Losses of two blocks, compiled in some way."""
+    """Losses of blocks, compiled in some way."""
     warnings.simplefilter("ignore")  # dynamo's, of what it does not trace
     torch._dynamo.reset()
     torch.manual_seed(0)
-    blocks = [_Block(), _Block()]
+    blocks = [_Block() for _ in range(4)]
     compile_: Any = partial(torch.compile, backend="aot_eager")
     if how == "methods":
         for block in blocks:

@@ -103,7 +103,9 @@ class ModelWalk(Owner):
             for used in self.announcers[unit.index] - {model}:
                 users.setdefault(used, []).append(unit)
         for used, their in users.items():
-            before = Hook(me, ModelWalk._before_unit, their) if their else TracedHook(me, ModelWalk._cast)
+            # What graphs see of a module itself would have each block compiled anew.
+            dtype = self._casting.get(used)
+            before = Hook(me, ModelWalk._before_unit, their) if their else TracedHook(me, ModelWalk._cast_to, dtype)
             self.hooks.append(used.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             if self._frees and their:
                 after = Hook(me, ModelWalk._after_unit, their)
@@ -278,7 +280,11 @@ class ModelWalk(Owner):
         return [tensor for tensor in left if not announced(tensor)]
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        dtype = self._casting.get(module)
+        return self._cast_to(self._casting.get(module), module, args, kwargs)
+
+    def _cast_to(
+        self, dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         return None if dtype is None else cast_inputs(args, kwargs, dtype, self._device)
 
     # ---- backward
