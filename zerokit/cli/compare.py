@@ -29,7 +29,7 @@ name of an MLflow experiment.
 \b
 Exit codes: 0 ok, 1 error, 2 wrong usage, 3 worse than --fail-on allows or
 losses that differ, 4 undecided: the noise between runs is too large, or
-unknown because there is only one run of each.
+unknown because there is only one run of each, or a run lacks a cell.
 """
 
 
@@ -139,19 +139,22 @@ def _compare(
 
         with hub.no_commands(click.echo) if github else nullcontext():
             show(Console(highlight=False), cells, shown)
+    code = 3 if differing or any(one.known for one in broken) else 4 if broken else 0
     if github:
         told = hub.annotate(cells, broken, differing, gated=bool(parsed) or tolerance is not None)
         for command in hub.commands(told):
             click.echo(command, err=as_json)
         if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-            hub.append_summary(Path(summary), told, cells, [*shown, *(rule.metric for rule in parsed)])
+            try:
+                hub.append_summary(Path(summary), told, cells, [*shown, *(rule.metric for rule in parsed)])
+            except ZerokitError as error:
+                if not code:
+                    raise
+                click.echo(str(hub.Annotation("error", "zerokit compare", printable(str(error)))), err=as_json)
         else:
             note(
                 ["GITHUB_STEP_SUMMARY is not set, so there is no summary: this is no step of GitHub Actions"]
             )
     else:
         note([*(one.message for one in broken), *differing])
-    if differing or any(one.known for one in broken):
-        sys.exit(3)
-    if broken:
-        sys.exit(4)
+    sys.exit(code)
