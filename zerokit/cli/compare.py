@@ -88,11 +88,14 @@ def command(*, github: bool, as_json: bool, **options: Any) -> None:
     except ZerokitError as error:
         if not github:
             raise
-        from zerokit.bench.report.github import Annotation
-
-        told = Annotation("error", "zerokit compare", printable(str(error)))
-        click.echo(str(told), err=as_json)
+        _annotate(error, as_json)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _annotate(error: ZerokitError, as_json: bool) -> None:
+    from zerokit.bench.report.github import Annotation
+
+    click.echo(str(Annotation("error", "zerokit compare", printable(str(error)))), err=as_json)
 
 
 def _compare(
@@ -150,7 +153,7 @@ def _compare(
             except ZerokitError as error:
                 if not code:
                     raise
-                click.echo(str(hub.Annotation("error", "zerokit compare", printable(str(error)))), err=as_json)
+                _annotate(error, as_json)
         else:
             note(
                 ["GITHUB_STEP_SUMMARY is not set, so there is no summary: this is no step of GitHub Actions"]

@@ -196,9 +196,9 @@ class Regression:
 
 
 def regressions(rules: Sequence[Rule], cells: Sequence[Cell]) -> list[Regression]:
-    """Every rule that is broken or undecided. A cell that failed although its baseline went well breaks all of them,
-    and one that a run lacks leaves all of them undecided.
+    """Every rule that is broken or undecided.
 
+    A cell that failed although its baseline went well breaks all of them; one that a run lacks leaves them undecided.
     Raises `ZerokitError` where a rule cannot be checked: nothing to compare, or a metric that a side does not have.
     """
     pairs = [(cell, partner) for cell in cells if (partner := cell.baseline) is not None]
@@ -221,7 +221,7 @@ def regressions(rules: Sequence[Rule], cells: Sequence[Cell]) -> list[Regression
 
 def _lacking(cells: Sequence[Cell]) -> Iterator[tuple[str, str]]:
     """The baseline's cells that went well and that another run does not have, with a sentence that says so."""
-    (own,) = {cell.baseline.run for cell in cells if cell.baseline is not None} or {None}
+    own = next((cell.baseline.run for cell in cells if cell.baseline is not None), None)
     for run in dict.fromkeys(cell.run for cell in cells if cell.run != own):
         met = {id(cell.baseline) for cell in cells if cell.run == run}
         for one in cells:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import sqlite3
 import re
+import sqlite3
 import tempfile
 import time
 import warnings
