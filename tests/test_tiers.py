@@ -86,9 +86,9 @@ def test_an_example_of_both_tiers(number: int) -> None:
         ([__file__], ["one"]),
         (["--all", __file__], ["one", "two"]),
         (["tests/test_tiers.py::test_an_example_of_both_tiers"], ["one", "two"]),
-        (["tests/test_tiers.py::test_an_example_of_both_tiers[two]"], ["two"]),
+        ([f"{__file__}::test_an_example_of_both_tiers[two]"], ["two"]),
     ],
-    ids=["default", "all", "named", "named parameter"],
+    ids=["default", "all", "named", "named parameter by an absolute path"],
 )
 def test_full_tests_run_with_all_and_by_their_names(arguments: list[str], found: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]

@@ -126,6 +126,9 @@ def test_errors_are_annotated_and_leave_as_ever(folder: Path) -> None:
     failed = compare(folder, "one.json")
     assert failed.returncode == 1
     assert "cannot be written" in commands(failed.stdout)[-1][2]
+    worse = compare(folder, "before", "after", *RULE)
+    assert worse.returncode == 3
+    assert "cannot be written" in commands(worse.stdout)[-1][2]
 
 
 def test_names_in_records_are_no_commands_and_no_markup(folder: Path) -> None:

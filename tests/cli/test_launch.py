@@ -165,7 +165,9 @@ def test_a_process_of_mpirun_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> 
         (["--", "-m"], "-m needs a module"),
         (["--", "-c", "0"], "-c is an option of Python: name a script, or a module with -m"),
         (["no/such.py"], "the program no/such.py does not exist"),
+        (["--log-dir", __file__, __file__], "is no folder to write to: File exists"),
         (["--launcher", "kubernetes", "--", "train.py"], "needs --container-image"),
+        (["--launcher", "slurm", "--log-dir", "a", "--", "b.py"], "--log-dir is for ranks started from here"),
         (["--launcher", "slurm", "--follow", "--", "train.py"], "a job's output is in its log"),
     ],
 )

@@ -86,6 +86,12 @@ def test_a_script_too_large_for_kubernetes_is_refused() -> None:
     assert (done.exit_code, "at most 1 MiB" in " ".join(done.stderr.split())) == (2, True)
 
 
+def test_a_program_that_is_no_text_is_refused() -> None:
+    Path("train").write_bytes(b"\x7fELF\xff")
+    done = launch("kubernetes", "--container-image i", "train")
+    assert (done.exit_code, "train cannot go along" in " ".join(done.stderr.split())) == (2, True)
+
+
 def test_a_name_that_kubernetes_does_not_take_is_refused() -> None:
     Path("my träin.py").touch()
     done = launch("kubernetes", "--container-image i", "my träin.py")

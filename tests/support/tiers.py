@@ -7,6 +7,8 @@ a list of them. The pattern "*" keeps the whole test there.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 import pytest
@@ -41,12 +43,21 @@ def is_full(item: pytest.Item) -> bool:
     return marked and not any(fnmatchcase(parameters(item), pattern) for pattern in defaults(item))
 
 
+def _named(config: pytest.Config) -> Iterator[str]:
+    """The node ids of the command line, from the root: they may be given from another folder, or absolute."""
+    for argument in config.args:
+        file, colons, names = argument.partition("::")
+        if colons:
+            path = (config.invocation_params.dir / file).resolve()
+            yield f"{os.path.relpath(path, config.rootpath)}::{names}"
+
+
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Removes the tests of the full tier from `items`, except with `--all` and where a node id names the test."""
     config.stash[COLLECTED] = [*items]
     if config.getoption("--all"):
         return
-    named = tuple(argument for argument in config.args if "::" in argument)
+    named = tuple(_named(config))
     left_out = [item for item in items if is_full(item) and not item.nodeid.startswith(named)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -29,7 +29,7 @@ name of an MLflow experiment.
 \b
 Exit codes: 0 ok, 1 error, 2 wrong usage, 3 worse than --fail-on allows or
 losses that differ, 4 undecided: the noise between runs is too large, or
-unknown because there is only one run of each.
+unknown because there is only one run of each, or a run lacks a cell.
 """
 
 
@@ -88,11 +88,14 @@ def command(*, github: bool, as_json: bool, **options: Any) -> None:
     except ZerokitError as error:
         if not github:
             raise
-        from zerokit.bench.report.github import Annotation
-
-        told = Annotation("error", "zerokit compare", printable(str(error)))
-        click.echo(str(told), err=as_json)
+        _annotate(error, as_json)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def _annotate(error: ZerokitError, as_json: bool) -> None:
+    from zerokit.bench.report.github import Annotation
+
+    click.echo(str(Annotation("error", "zerokit compare", printable(str(error)))), err=as_json)
 
 
 def _compare(
@@ -139,19 +142,22 @@ def _compare(
 
         with hub.no_commands(click.echo) if github else nullcontext():
             show(Console(highlight=False), cells, shown)
+    code = 3 if differing or any(one.known for one in broken) else 4 if broken else 0
     if github:
         told = hub.annotate(cells, broken, differing, gated=bool(parsed) or tolerance is not None)
         for command in hub.commands(told):
             click.echo(command, err=as_json)
         if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-            hub.append_summary(Path(summary), told, cells, [*shown, *(rule.metric for rule in parsed)])
+            try:
+                hub.append_summary(Path(summary), told, cells, [*shown, *(rule.metric for rule in parsed)])
+            except ZerokitError as error:
+                if not code:
+                    raise
+                _annotate(error, as_json)
         else:
             note(
                 ["GITHUB_STEP_SUMMARY is not set, so there is no summary: this is no step of GitHub Actions"]
             )
     else:
         note([*(one.message for one in broken), *differing])
-    if differing or any(one.known for one in broken):
-        sys.exit(3)
-    if broken:
-        sys.exit(4)
+    sys.exit(code)

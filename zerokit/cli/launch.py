@@ -15,7 +15,7 @@ import click
 
 from zerokit.cli.bench_options import setting_option
 from zerokit.cli.launcher_options import launcher_options, take_options
-from zerokit.cli.launchers import choose_launcher
+from zerokit.cli.launchers import choose_launcher, is_given
 from zerokit.cli.work import PATH
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def command(
     if words[0] != "-m" and words[0].startswith("-"):
         raise click.UsageError(f"{words[0]} is an option of Python: name a script, or a module with -m")
     chosen = choose_launcher(take_options(options), os.environ)
+    if is_given(context, "log_dir") and (chosen.submits or chosen.member is not None):
+        raise click.UsageError(f"--log-dir is for ranks started from here, not for --launcher {chosen.name}")
     nodes, devices = nodes or chosen.nodes or 1, visible_devices()
     devices_of_node = len(devices) // (nodes if chosen.here else 1)
     if chosen.submits:
@@ -112,8 +114,12 @@ def _logs(asked: Path | None) -> Iterator[Path]:
     from zerokit.launch.failures import WorkerFailed
 
     if asked is not None:
-        asked.mkdir(parents=True, exist_ok=True)
-        if any(asked.iterdir()):
+        try:
+            asked.mkdir(parents=True, exist_ok=True)
+            used = any(asked.iterdir())
+        except OSError as error:
+            raise click.UsageError(f"--log-dir {asked} is no folder to write to: {error.strerror}") from error
+        if used:
             raise click.UsageError(f"--log-dir {asked} is not empty: name a new folder")
         yield asked
         return

@@ -148,7 +148,10 @@ def _program_to_kubernetes(
 
     files, path = {}, Path(program[0])
     if path.is_file():
-        files[path.name] = read_text(path)
+        try:
+            files[path.name] = read_text(path)
+        except (OSError, ValueError) as error:
+            raise click.UsageError(f"{path} cannot go along, put it in the image: {error}") from error
         program = [f"{PROGRAM}/{path.name}", *program[1:]]
         _warn(f"pods get {path.name} alone: what it imports must be in the image")
     pods = pods_of(chosen, {}, torchrun=program, files=files, application="zerokit-launch", **shape)

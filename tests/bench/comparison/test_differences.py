@@ -190,6 +190,17 @@ def test_a_stage_that_an_engine_never_had_breaks_no_rule_beside_its_own_run() ->
     assert len(judged("step/p50_ms:3%", [make_cell()], [make_failure("unsupported", "gone", seed=1)])) == 1
 
 
+def test_a_cell_that_a_run_lacks_is_undecided() -> None:
+    base = [*rounds(700.0), *rounds(800.0, stage=3)]
+    (undecided,) = found("step/p50_ms:3%", base, rounds(700.0, seed=1))
+    assert not undecided.known
+    assert re.search("zerokit 3.* has no cell to compare with in 1: bench it there, too", undecided.message)
+    # A cell that is new, and one whose baseline failed, have nothing to be worse than.
+    assert found("step/p50_ms:3%", base, [*base, *rounds(990.0, stage=1)]) == []
+    failed = [*base[:3], make_failure("failed", "why", stage=3)]
+    assert found("step/p50_ms:3%", failed, rounds(700.0, seed=1)) == []
+
+
 def test_a_rule_that_cannot_be_checked_is_an_error() -> None:
     with pytest.raises(ZerokitError, match=r"mfu cannot be checked: .* has no such figure"):
         judged("mfu:3%", [make_cell()], [make_cell(seed=1)])

@@ -99,6 +99,12 @@ def test_a_database_that_cannot_be_opened_is_noticed_in_seconds(monkeypatch: pyt
     assert sum(waited) < 5
 
 
+def test_a_database_that_may_not_be_written_is_named_as_such(store: Store, place: Path) -> None:
+    reader = Store(Tracking(f"sqlite:///file:{place}/mlflow.db?mode=ro&uri=true", "tests"))
+    with pytest.raises(TrackingError, match="Error: attempt to write a readonly database"):
+        reader.create("a run", {})
+
+
 OF_AN_ARRAY = """
 import os, sys
 from zerokit.bench.tracking.store import Store, Tracking

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -196,15 +196,17 @@ class Regression:
 
 
 def regressions(rules: Sequence[Rule], cells: Sequence[Cell]) -> list[Regression]:
-    """Every rule that is broken or undecided. A cell that failed although its baseline went well breaks all of them.
+    """Every rule that is broken or undecided.
 
+    A cell that failed although its baseline went well breaks all of them; one that a run lacks leaves them undecided.
     Raises `ZerokitError` where a rule cannot be checked: nothing to compare, or a metric that a side does not have.
     """
     pairs = [(cell, partner) for cell in cells if (partner := cell.baseline) is not None]
     if rules and not any(partner.status == "ok" for _, partner in pairs):
         raise ZerokitError("nothing to check: no cell has a successful baseline")
-    found = []
+    found, lacking = list[Regression](), list(_lacking(cells))
     for rule in rules:
+        found += [Regression(label, rule, message, known=False) for label, message in lacking]
         for cell, partner in pairs:
             # What an engine never had is no loss beside another cell of the same run.
             if partner.status != "ok" or (cell.status == "unsupported" and cell.run == partner.run):
@@ -215,6 +217,16 @@ def regressions(rules: Sequence[Rule], cells: Sequence[Cell]) -> list[Regression
             elif (broken := _check(rule, cell, partner)) is not None:
                 found.append(broken)
     return found
+
+
+def _lacking(cells: Sequence[Cell]) -> Iterator[tuple[str, str]]:
+    """The baseline's cells that went well and that another run does not have, with a sentence that says so."""
+    own = next((cell.baseline.run for cell in cells if cell.baseline is not None), None)
+    for run in dict.fromkeys(cell.run for cell in cells if cell.run != own):
+        met = {id(cell.baseline) for cell in cells if cell.run == run}
+        for one in cells:
+            if one.run == own and one.baseline is None and one.status == "ok" and id(one) not in met:
+                yield one.label, f"{one.label} has no cell to compare with in {run}: bench it there, too"
 
 
 def _check(rule: Rule, cell: Cell, partner: Cell) -> Regression | None:

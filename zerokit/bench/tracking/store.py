@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import re
+import sqlite3
 import tempfile
 import time
 import warnings
@@ -98,7 +99,7 @@ def failing(what: str) -> Iterator[None]:
     except Exception as error:
         root = root_of(error)
         # urllib3's says "too many 503 error responses".
-        told = isinstance(root, OSError) or type(root).__name__ == "ResponseError"
+        told = isinstance(root, OSError | sqlite3.Error) or type(root).__name__ == "ResponseError"
         root = root if told else error
         text = str(root).strip().splitlines()
         why = f"{type(root).__name__}: {text[0] if text else 'no message'}"[:300]
