@@ -122,7 +122,7 @@ def _bits_of(loop: Callable[[Training], None], scene: Scene, device: torch.devic
     return training.bits()
 
 
-def _mutated(device: str, name: str, stages: tuple[int, ...]) -> dict[int, tuple[bool, str]]:
+def mutated(device: str, name: str, stages: tuple[int, ...]) -> dict[int, tuple[bool, str]]:
     """By stage: whether the run is right with all its waits, and what happens without one."""
     mutation = MUTATIONS[name]
     found = {}
@@ -151,7 +151,7 @@ def test_a_missing_wait_is_noticed(name: str) -> None:
     """At the first and the last stage that need it, and at one that does not."""
     needing = MUTATIONS[name].stages
     others = tuple(stage for stage in STAGES if stage not in needing)
-    for found in run_on("cpu", _mutated, name, (*{needing[0], needing[-1]}, *others[:1])):
+    for found in run_on("cpu", mutated, name, (*{needing[0], needing[-1]}, *others[:1])):
         for stage, (right, seen) in found.items():
             assert right, f"stage {stage}: differs though nothing was changed"
             assert (seen != "the same") == (stage in MUTATIONS[name].stages), f"stage {stage}: {seen}"
@@ -163,7 +163,7 @@ def test_a_missing_wait_is_noticed(name: str) -> None:
 )
 def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) -> None:
     """A rank alone gathers nothing from others, so that fewer waits matter there."""
-    (found,) = run_on("cuda", _mutated, name, stages)
+    (found,) = run_on("cuda", mutated, name, stages)
     assert found == dict.fromkeys(stages, (True, "other bits"))
 
 
