@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from benchmarks.gpu_check.place import Place
 from tests.support.devices import alone_on_gpu
@@ -15,7 +16,7 @@ from tests.support.devices import alone_on_gpu
 
 def join_gloo(folder: str, rank: int, world: int) -> None:
     """Starts the default group of ranks that meet in a folder, with gloo's collectives."""
-    store = dist.FileStore(str(Path(folder, "store")), world)
+    store = FileStore(str(Path(folder, "store")), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 

@@ -39,22 +39,22 @@ def averages(place: Place) -> dict[str, Any]:
         for (numel, precision), stage, passes in itertools.product(_SIZES, STAGES, (1, 2)):
             wrong = _unmoved(place, numel, precision, stage, passes)
             if wrong:
-                faults.append(f"{numel} in {precision}, stage {stage}, {passes} reductions: {wrong} are wrong")
+                faults.append(
+                    f"{numel} in {precision}, stage {stage}, {passes} reductions: {wrong} are wrong"
+                )
         unwritten = _unwritten(place) if place.device.type == "cuda" else None
     count = len(_SIZES) * len(STAGES) * 2
     row = f"{count - len(faults)}/{count} right; unwritten by NCCL's own AVG: {unwritten}"
     return found({"row": row, "cells": count, "unwritten_by_nccl": unwritten}, faults)
 
 
-def _unmoved(place: Place, numel: int, precision: str, stage: int, passes: int) -> int:
+def _unmoved(place: Place, numel: int, precision: str, stage: Any, passes: int) -> int:
     """How many weights are not what plain arithmetic gives: whole and half numbers, exact in bf16 too."""
     model = _Vector(numel).to(place.device)
     factors = (torch.arange(numel, device=place.device) % 5 + 1).float()
     if precision == "bf16":
         factors = factors.bfloat16()
-    optimizer = ZeroOptimizer(
-        model, torch.optim.SGD, stage=stage, precision=_PRECISIONS[precision], lr=0.5
-    )
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, precision=_PRECISIONS[precision], lr=0.5)
     for _ in range(2):
         for _ in range(passes):
             optimizer.backward(model(factors))

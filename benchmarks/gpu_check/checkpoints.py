@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 import zerokit
 from benchmarks.gpu_check.alone import alone
+from benchmarks.gpu_check.parity import make_decoder
 from benchmarks.gpu_check.place import Place, found
 from tests.support.training import whole_weights
 from zerokit.bench.catalogue.workloads import GPTConfig, describe
-from zerokit.bench.workloads.models import Decoder
 
 
 class _Training:
@@ -27,9 +28,7 @@ class _Training:
         assert isinstance(config, GPTConfig)
         self._config, self._device = config, place.device
         self._shape = (2, 16) if place.small else (2, 512)
-        torch.manual_seed(0)
-        with place.device:
-            self.model = Decoder(config)
+        self.model = make_decoder(config, place.device)
         self.optimizer = zerokit.ZeroOptimizer(
             self.model, torch.optim.AdamW, stage=2, precision="bf16", lr=1e-4
         )
@@ -38,7 +37,9 @@ class _Training:
         """The step's loss."""
         generator = torch.Generator().manual_seed(number)
         samples, length = self._shape
-        text = torch.randint(self._config.vocabulary, (samples, length + 1), generator=generator).to(self._device)
+        text = torch.randint(self._config.vocabulary, (samples, length + 1), generator=generator).to(
+            self._device
+        )
         loss: Tensor = self.model(text[:, :-1], text[:, 1:])
         self.optimizer.backward(loss)
         self.optimizer.clip_grad_norm_(1.0)
@@ -63,7 +64,7 @@ def _seconds(place: Place, call: Callable[[], object]) -> float:
 
 def checkpoints(place: Place) -> dict[str, Any]:
     """Saves, background saves and loads, each followed by steps that are compared with those of the first time."""
-    faults = []
+    faults: list[str] = []
     seconds: dict[str, float] = {}
     with alone(place), tempfile.TemporaryDirectory(prefix="zerokit-checkpoint-") as folder:
         run, training = Path(folder, "run"), _Training(place)
@@ -87,8 +88,8 @@ def checkpoints(place: Place) -> dict[str, Any]:
         zerokit.load(steps[5], optimizer)
         if not _same(training.go_on(5, 6)[1:], later):
             faults.append("training goes on with other bits from the background save")
-        for step, path in steps.items():
-            seconds["verify"] = _seconds(place, lambda path=path: faults.extend(_damage(path)))
+        for path in steps.values():
+            seconds["verify"] = _seconds(place, partial(_verify, path, faults))
         size = sum(file.stat().st_size for file in steps[2].iterdir())
     rates = {name: size / seconds[name] / 1e9 for name in ("save", "load", "verify")}
     row = (
@@ -103,6 +104,7 @@ def _same(these: list[Tensor], those: list[Tensor]) -> bool:
     return len(these) == len(those) and all(map(torch.equal, these, those))
 
 
-def _damage(path: Path) -> list[str]:
+def _verify(path: Path, faults: list[str]) -> None:
     report = zerokit.verify(path)
-    return [] if report.intact else [f"{path.name} is damaged: {'; '.join(map(str, report.findings))}"]
+    if not report.intact:
+        faults.append(f"{path.name} is damaged: {'; '.join(map(str, report.findings))}")

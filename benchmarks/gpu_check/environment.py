@@ -6,6 +6,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import distributions
 from statistics import median
 from typing import Any
@@ -49,17 +50,13 @@ def environment(place: Place) -> dict[str, Any]:
     torch.zeros(1, device=place.device)
     context = _grown(before, place)
     numel, side = (1 << 22, 256) if place.small else (1 << 30, 8192)
-    source = torch.zeros(numel, dtype=torch.float32, device=place.device)
-    target = torch.empty_like(source)
-    copy_s = _seconds(place, lambda: target.copy_(source))
-    del source, target
-    left, right = (torch.randn(side, side, device=place.device).bfloat16() for _ in range(2))
-    product_s = _seconds(place, lambda: left @ right)
-    copied_tb_s, tflops = 2 * 4 * numel / copy_s / 1e12, 2 * side**3 / product_s / 1e12
-    del left, right
+    copied_tb_s = 2 * 4 * numel / _copy_seconds(place, numel) / 1e12
+    tflops = 2 * side**3 / _product_seconds(place, side) / 1e12
     communicators = _communicators(place)
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None
-    device = torch.cuda.get_device_name(place.device) if on_gpu else platform.processor() or platform.machine()
+    device = (
+        torch.cuda.get_device_name(place.device) if on_gpu else platform.processor() or platform.machine()
+    )
     row = (
         f"{device}, torch {torch.__version__}, NCCL {nccl}, driver {_driver()}; copy {copied_tb_s:.3f} TB/s, "
         f"{side}³ bf16 {tflops:.1f} TFLOP/s; context {_mb(context)}, communicators "
@@ -80,6 +77,16 @@ def environment(place: Place) -> dict[str, Any]:
         "communicator_bytes": communicators,
         "packages": {one.name: one.version for one in distributions()},
     }
+
+
+def _copy_seconds(place: Place, numel: int) -> float:
+    source = torch.zeros(numel, dtype=torch.float32, device=place.device)
+    return _seconds(place, partial(torch.empty_like(source).copy_, source))
+
+
+def _product_seconds(place: Place, side: int) -> float:
+    left, right = (torch.randn(side, side, device=place.device).bfloat16() for _ in range(2))
+    return _seconds(place, partial(torch.mm, left, right))
 
 
 def _communicators(place: Place) -> dict[str, int | None]:
@@ -108,7 +115,7 @@ def _grown(before: int | None, place: Place, reserved: int = 0) -> int | None:
 
 def _seconds(place: Place, call: Callable[[], object]) -> float:
     """The median of a call's seconds on the device."""
-    seconds = []
+    seconds: list[float] = []
     for _ in range(_ROUNDS + 3):
         if place.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -83,12 +83,14 @@ class Check:
         if outcome.data is not None:
             said.append(str(outcome.data.get("row", "")))
         text = " · ".join(" ".join(each.split()) for each in said if each)
-        self._rows[outcome.part] = ["ok" if outcome.ok else "FAILED", f"{outcome.seconds:.0f}", text]
+        self._rows[outcome.part] = ["ok" if outcome.ok else "FAILED", f"{outcome.seconds:.0f} s", text]
         self._pack(outcome.part, folder / "traces")
 
     def _pack(self, part: str, folder: Path) -> None:
         """Adds a part's traces to those that are kept while all of them stay small enough to be brought back."""
-        new = {f"{part}/{path.name}": path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()}
+        new = {
+            f"{part}/{path.name}": path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()
+        }
         if not new:
             return
         for name, content in new.items():
@@ -110,10 +112,12 @@ class Check:
         width = max(map(len, self._rows), default=0)
         room = TABLE_CHARACTERS // max(1, len(self._rows)) - width - 16
         lines = [
-            f"{name:<{width}} {state:>6} {seconds:>4} s  {text if len(text) <= room else text[: room - 1] + '…'}"
+            f"{name:<{width}} {state:<6} {seconds:>5}  {text if len(text) <= room else text[: room - 1] + '…'}"
             for name, (state, seconds, text) in self._rows.items()
         ]
-        return "\n".join(["", f"gpu-check on {self._device}: {self._out}", *(line.rstrip() for line in lines)])
+        return "\n".join(
+            ["", f"gpu-check on {self._device}: {self._out}", *(line.rstrip() for line in lines)]
+        )
 
 
 def _read(path: Path) -> dict[str, bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -16,7 +15,6 @@ from benchmarks.gpu_check.alone import join_gloo
 from benchmarks.gpu_check.place import Place, found
 from tests.support.devices import SCENES, Training, at, require_deterministic_kernels
 from tests.support.training import may_read_the_other
-from zerokit.launch.processes import die_with_parent
 from zerokit.placement import Axis
 
 _STAGES = (1, 3)
@@ -28,12 +26,7 @@ def gloo2(place: Place) -> dict[str, Any]:
     # Forks of this process, which has touched no device: they end with its process group.
     with (
         tempfile.TemporaryDirectory(prefix="zerokit-store-") as folder,
-        ProcessPoolExecutor(
-            _WORLD,
-            multiprocessing.get_context("fork"),
-            initializer=die_with_parent,
-            initargs=(os.getpid(),),
-        ) as pool,
+        ProcessPoolExecutor(_WORLD, multiprocessing.get_context("fork")) as pool,
     ):
         ranks = list(pool.map(_rank, range(_WORLD), repeat(folder), repeat(place.device.type)))
     faults = [

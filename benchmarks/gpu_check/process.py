@@ -98,8 +98,8 @@ def _outcome(job: Job, seconds: float) -> Outcome:
 def _guard(job: Job, output: Connection) -> None:
     """Lets the part run, and waits for its end, its deadline and the program's end."""
     os.setpgid(0, 0)  # who kills the program's group leaves this process to kill the part's
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_IGN)
     for number in (1, 2):
         os.dup2(output.fileno(), number)
     output.close()

@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.gpu_check.place import Place, found
 from benchmarks.measuring import ROOT
-from zerokit.launch.processes import die_with_parent
 
 FILES = (
     "tests/runtime/test_cuda.py",
@@ -38,38 +37,43 @@ def rest(place: Place) -> dict[str, Any]:
     counts: dict[str, Counter[str]] = {file: Counter() for file in files}
     failed: list[str] = []
     faults: list[str] = []
-    left = files
+    left, all_ran = files, False
     while left and place.left_s > _SPARE_S:
         seen, code = _pytest(left, "gpu" if on_gpu else "not gpu", place.left_s - _SPARE_S)
         for file, name, result in seen:
             counts[file][result.lower()] += 1
             failed += [f"{file}::{name}"] if result in ("FAILED", "ERROR") else []
-        if code in (0, 1):
-            left = []
-        elif code is None:
-            faults.append("time was over before all had run")
+        if code is None:
             break
-        else:  # it crashed: the file's other tests are lost, those behind it are not
-            last = seen[-1][0] if seen else left[0]
-            faults.append(f"pytest ended with {code} in or behind {last}")
-            left = left[left.index(last) + 1 :]
-    if place.limit_s < float("inf") and faults == ["time was over before all had run"] and not failed:
-        faults = []  # a budget leaves what it leaves; the row says what ran
-    # Some tests of each file need one GPU alone.
+        all_ran = code in (0, 1)
+        if all_ran:
+            # Some tests of each file need one device alone.
+            faults += [f"no test of {file} passed" for file in left if not counts[file]["passed"]]
+            break
+        # It crashed: the file's other tests are lost, those of the files behind it are not.
+        last = seen[-1][0] if seen else left[0]
+        faults.append(f"pytest ended with {code} in or behind {last}")
+        left = left[left.index(last) + 1 :]
     faults += [f"{name} failed" for name in failed]
-    row = ", ".join(
+    row = ("" if all_ran else "not all ran: ") + ", ".join(
         f"{file.rpartition('/')[2].removesuffix('.py')} "
         + " ".join(f"{count} {result}" for result, count in several.items())
         for file, several in counts.items()
         if several
     )
-    return found({"row": row, "files": counts, "failed": failed}, faults)
+    data = {
+        "row": row,
+        "files": {file: dict(several) for file, several in counts.items()},
+        "all_ran": all_ran,
+    }
+    return found(data, faults)
 
 
-def _pytest(files: Sequence[str], marker: str, seconds: float) -> tuple[list[tuple[str, str, str]], int | None]:
+def _pytest(
+    files: Sequence[str], marker: str, seconds: float
+) -> tuple[list[tuple[str, str, str]], int | None]:
     """(file, test, result) of each test that ended, and pytest's exit code; None where it was killed for its time."""
     words = ["--all", "-m", marker, "-v", "-rs", "-p", "no:cacheprovider", "--color=no", *files]
-    parent = os.getpid()
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *words],
         cwd=ROOT,
@@ -78,7 +82,6 @@ def _pytest(files: Sequence[str], marker: str, seconds: float) -> tuple[list[tup
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        preexec_fn=lambda: die_with_parent(parent),
     )
     over = Timer(seconds, process.kill)
     over.start()

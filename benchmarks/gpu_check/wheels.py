@@ -34,9 +34,7 @@ def install(wheels: Path, site: Path) -> None:
     if not files:
         raise WheelsError(f"{wheels} has no wheels: {download_command()}")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-    done = subprocess.run(
-        [*pip, "--target", str(site), *files], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*pip, "--target", str(site), *files], capture_output=True, text=True, check=False)
     if done.returncode:
         raise WheelsError(f"pip cannot install {wheels}: {done.stderr.strip()}")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))

@@ -27,7 +27,7 @@ from tests.support.devices import (
     run_on,
     train,
 )
-from tests.support.missing_waits import MUTATIONS
+from tests.support.missing_waits import ALONE, MUTATIONS
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import plain_unit
 from zerokit.placement import Axis
@@ -158,13 +158,10 @@ def test_a_missing_wait_is_noticed(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "stages"), [("gathers are not waited for", (3,)), ("sums are added to too early", (0, 1))]
-)
-def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) -> None:
-    """A rank alone gathers nothing from others, so that fewer waits matter there."""
-    (found,) = run_on("cuda", mutated, name, stages)
-    assert found == dict.fromkeys(stages, (True, "other bits"))
+@pytest.mark.parametrize("name", ALONE)
+def test_a_missing_wait_is_noticed_on_a_gpu(name: str) -> None:
+    (found,) = run_on("cuda", mutated, name, ALONE[name])
+    assert found == dict.fromkeys(ALONE[name], (True, "other bits"))
 
 
 def _route(training: Training) -> NcclRoute:
