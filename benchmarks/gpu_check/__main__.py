@@ -32,6 +32,7 @@ from pathlib import Path
 from benchmarks.gpu_check.frame import Check
 from benchmarks.gpu_check.parts import PARTS
 from benchmarks.gpu_check.wheels import WheelsError, download_command, install
+from tests.support.distributed import preload
 from zerokit.bench.machine.host import visible_devices
 
 SHORT_S = 445.0
@@ -74,6 +75,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 parser.error(str(error))
         out = options.out or Path(tempfile.mkdtemp(prefix="zerokit-gpu-check-"))
         out.mkdir(parents=True, exist_ok=True)
+        preload("torch.distributed.fsdp")
         check = Check(out.resolve(), options.device, budget_s)
         return 0 if check.run([part for part in PARTS if part.name in only]) else FAILED
 

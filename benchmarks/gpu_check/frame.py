@@ -24,7 +24,7 @@ from benchmarks.gpu_check.parts import Entry
 from benchmarks.gpu_check.process import Job, Outcome, run_job
 
 TABLE_CHARACTERS = 11_000
-_TRACES_BYTES = 15 << 20
+TRACES_BYTES = 15 << 20
 _PATIENCE = 20
 """A host that tries the parts may be slow: their limits there only end what hangs."""
 
@@ -43,6 +43,7 @@ class Check:
         self._end = time.monotonic() + budget_s
         self._rows: dict[str, list[str]] = {}
         self._traces = _read(out / "traces.tar.gz")
+        self._room = TRACES_BYTES - sum(map(_packed, self._traces.values()))
 
     def run(self, parts: Sequence[Entry]) -> bool:
         """Runs the parts that fit; returns whether all that ran are well."""
@@ -58,8 +59,8 @@ class Check:
                     continue
                 folder = Path(scratch, f"{number}-{part.name}")
                 folder.mkdir()
-                patience = 1 if self._device == "cuda" else _PATIENCE
-                limit_s = min(part.limit_s * patience, max(left_s, part.expected_s))
+                on_gpu = self._device == "cuda"
+                limit_s = min(part.limit_s, left_s) if on_gpu else part.limit_s * _PATIENCE
                 job = Job(part.name, part.function, self._device, str(folder), limit_s)
                 print(f"gpu-check: {part.name} …", flush=True)
                 outcome = run_job(job, self._log)
@@ -94,11 +95,11 @@ class Check:
         if not new:
             return
         for name, content in new.items():
-            kept = {**self._traces, name: content}
-            if sum(len(zlib.compress(each)) + 1024 for each in kept.values()) > _TRACES_BYTES:
-                self._log(f"{name} is left out: traces.tar.gz would exceed {_TRACES_BYTES} bytes\n".encode())
+            if (size := _packed(content)) > self._room:
+                self._log(f"{name} is left out: traces.tar.gz has no room for {size} bytes\n".encode())
             else:
-                self._traces = kept
+                self._traces[name] = content
+                self._room -= size
         file = self._out / "traces.part"
         with tarfile.open(file, "w:gz") as archive:
             for name, content in self._traces.items():
@@ -118,6 +119,11 @@ class Check:
         return "\n".join(
             ["", f"gpu-check on {self._device}: {self._out}", *(line.rstrip() for line in lines)]
         )
+
+
+def _packed(content: bytes) -> int:
+    """About the bytes that a file takes in the archive."""
+    return len(zlib.compress(content)) + 1024
 
 
 def _read(path: Path) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.support.distributed import preload, server_context
+from tests.support.distributed import server_context
 from zerokit.launch.processes import die_with_parent
 
 _LOOK_S = 0.02
@@ -63,7 +63,6 @@ class Job:
 
 def run_job(job: Job, log: Callable[[bytes], None]) -> Outcome:
     """Runs the part to its end, which is the deadline at the latest; `log` is given what it prints, as it prints."""
-    preload("torch.distributed.fsdp")
     context = server_context()
     started = time.monotonic()
     ours, theirs = context.Pipe(duplex=False)
