@@ -10,11 +10,10 @@ OUT gets results.jsonl (a line for each part), log.txt and traces.tar.gz. Ends w
 failed, 2 when the words are wrong, 4 when there is no GPU. PYTHON chooses the interpreter; by default it is the one of
 .venv, or python3.
 
-The interpreter needs torch, numpy, pytest, click, rich, jinja2 and psutil. Benches and checkpoints need these besides:
+The interpreter needs torch, numpy, pytest, psutil and safetensors. Benches and checkpoints also need what this fetches
+(3 MB, for CPython 3.12 on x86-64 Linux); --wheels wheels installs it for the time of the check:
 
-    {download}
-
-fetches them for another machine, and --wheels wheels installs them there for the time of the check.
+{download}
 """
 
 from __future__ import annotations

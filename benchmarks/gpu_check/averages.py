@@ -6,6 +6,7 @@ NCCL's kernel for one rank (nccl#1950) rounds the share of each block down, so t
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.gpu_check.alone import alone
-from benchmarks.gpu_check.place import Place, found
+from benchmarks.gpu_check.place import Place, attempt, found
 from tests.support.devices import STAGES
 from zerokit import Precision, ZeroOptimizer
 
@@ -37,11 +38,10 @@ def averages(place: Place) -> dict[str, Any]:
     faults: list[str] = []
     with alone(place):
         for (numel, precision), stage, passes in itertools.product(_SIZES, STAGES, (1, 2)):
-            wrong = _unmoved(place, numel, precision, stage, passes)
+            label = f"{numel} in {precision}, stage {stage}, {passes} reductions"
+            wrong = attempt(label, partial(_unmoved, place, numel, precision, stage, passes), faults)
             if wrong:
-                faults.append(
-                    f"{numel} in {precision}, stage {stage}, {passes} reductions: {wrong} are wrong"
-                )
+                faults.append(f"{label}: {wrong} are wrong")
         unwritten = _unwritten(place) if place.device.type == "cuda" else None
     count = len(_SIZES) * len(STAGES) * 2
     row = f"{count - len(faults)}/{count} right; unwritten by NCCL's own AVG: {unwritten}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from benchmarks.gpu_check.parity import make_decoder
 from benchmarks.gpu_check.place import Place, found
 from tests.support.training import whole_weights
 from zerokit.bench.catalogue.workloads import GPTConfig, describe
+from zerokit.checkpoint.together import Saving
+
+T = TypeVar("T")
 
 
 class _Training:
@@ -47,55 +51,68 @@ class _Training:
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def save_beside(self, run: Path, step: int) -> Saving:
+        """Starts a save in the background."""
+        return zerokit.save(run, self.optimizer, step=step, blocking=False)
+
     def go_on(self, *numbers: int) -> list[Tensor]:
         """The losses of some steps, and all weights after them."""
         losses = [self.step(number) for number in numbers]
         return losses + [weight.clone() for weight in whole_weights(self.model).values()]
 
 
-def _seconds(place: Place, call: Callable[[], object]) -> float:
-    """How long a call holds the training, from an idle device on."""
-    if place.device.type == "cuda":
-        torch.cuda.synchronize(place.device)
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+@dataclass(frozen=True)
+class _Stopwatch:
+    """Seconds by name; they are printed, too, so that the log has them where the part is killed."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def time(self, name: str, call: Callable[[], T], *, idle: bool = True) -> T:
+        """How long the call holds the training: from an idle device on, or from where the training is."""
+        if idle and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
+        result = call()
+        self.seconds[name] = time.perf_counter() - started
+        print(f"{name}: {self.seconds[name]:.3f} s")
+        return result
 
 
 def checkpoints(place: Place) -> dict[str, Any]:
     """Saves, background saves and loads, each followed by steps that are compared with those of the first time."""
     faults: list[str] = []
-    seconds: dict[str, float] = {}
+    watch = _Stopwatch(place.device)
+    seconds = watch.seconds
     with alone(place), tempfile.TemporaryDirectory(prefix="zerokit-checkpoint-") as folder:
+        # Filling what is not initialised, for kernels that give the same bits, would be part of each copy.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         run, training = Path(folder, "run"), _Training(place)
-        optimizer, saving = training.optimizer, None
+        optimizer = training.optimizer
         training.go_on(0, 1)
-        seconds["save"] = _seconds(place, lambda: zerokit.save(run, optimizer, step=2))
+        watch.time("save", partial(zerokit.save, run, optimizer, step=2))
         expected = training.go_on(2, 3)
-        stalls = []
-        for step in (4, 5):
-            started = time.perf_counter()
-            saving = zerokit.save(run, optimizer, step=step, blocking=False)
-            stalls.append(time.perf_counter() - started)
+        for step, name in ((4, "first background save"), (5, "second background save")):
+            saving = watch.time(f"{name}: stall", partial(training.save_beside, run, step), idle=False)
             training.step(step)
-            seconds[f"until background save {step - 3} is on the disk"] = _seconds(place, saving.wait)
-        seconds["stall of background save 1"], seconds["stall of background save 2"] = stalls
+            watch.time(f"{name}: until it is on the disk", saving.wait)
         later = training.go_on(6)
         steps = {step: run / f"step-{step:08d}" for step in (2, 5)}
-        seconds["load"] = _seconds(place, lambda: zerokit.load(steps[2], optimizer))
+        watch.time("load", partial(zerokit.load, steps[2], optimizer))
         if not _same(training.go_on(2, 3), expected):
             faults.append("training goes on with other bits from the blocking save")
         zerokit.load(steps[5], optimizer)
         if not _same(training.go_on(5, 6)[1:], later):
             faults.append("training goes on with other bits from the background save")
-        for path in steps.values():
-            seconds["verify"] = _seconds(place, partial(_verify, path, faults))
+        watch.time("verify", partial(_verify, steps[5], faults))
         size = sum(file.stat().st_size for file in steps[2].iterdir())
     rates = {name: size / seconds[name] / 1e9 for name in ("save", "load", "verify")}
     row = (
         f"{size / 1e9:.2f} GB: "
         + ", ".join(f"{name} {seconds[name]:.2f} s ({rate:.2f} GB/s)" for name, rate in rates.items())
-        + f"; stalls {stalls[0]:.2f}, {stalls[1]:.2f} s; {len(faults)} faults"
+        + "; stalls "
+        + ", ".join(f"{taken:.2f} s" for name, taken in seconds.items() if name.endswith("stall"))
+        + f"; {len(faults)} faults"
     )
     return found({"row": row, "bytes": size, "seconds": seconds, "gb_per_s": rates}, faults)
 

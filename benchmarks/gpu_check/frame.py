@@ -48,8 +48,8 @@ class Check:
     def run(self, parts: Sequence[Entry]) -> bool:
         """Runs the parts that fit; returns whether all that ran are well."""
         self._rows = {part.name: ["-", "", ""] for part in parts}
-        well = True
-        with tempfile.TemporaryDirectory(prefix="zerokit-gpu-check-") as scratch:
+        well, shown = True, ""
+        with tempfile.TemporaryDirectory(prefix="zerokit-gpu-check-", ignore_cleanup_errors=True) as scratch:
             for number, part in enumerate(parts):
                 left_s = self._end - time.monotonic()
                 if part.expected_s > left_s:
@@ -66,8 +66,9 @@ class Check:
                 outcome = run_job(job, self._log)
                 self._keep(outcome, folder)
                 well &= outcome.ok
-                print(self.table(), flush=True)
-        if not any(row[1] for row in self._rows.values()):
+                shown = self.table()
+                print(shown, flush=True)
+        if self.table() != shown:  # the last ones did not start
             print(self.table(), flush=True)
         return well
 

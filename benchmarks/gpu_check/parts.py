@@ -27,7 +27,7 @@ PARTS = (
     Entry("eighth", f"{_HERE}.eighth:eighth", 90, 60),
     Entry("late", f"{_HERE}.late:late", 60, 30),
     Entry("gloo2", f"{_HERE}.gloo2:gloo2", 40, 15),
-    Entry("checkpoint", f"{_HERE}.checkpoints:checkpoints", 50, 25),
+    Entry("checkpoint", f"{_HERE}.checkpoints:checkpoints", 60, 30),
     Entry("cells-b", f"{_HERE}.cells:cells_b", 60, 45),
     Entry("host", f"{_HERE}.host_time:host", 40, 25),
     Entry("compile", f"{_HERE}.compiled:compile_blocks", 70, 45),

@@ -19,6 +19,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -112,7 +113,7 @@ def _guard(job: Job, output: Connection) -> None:
         _run(job, started)
     with contextlib.suppress(OSError):
         os.setpgid(part, part)  # whoever of both comes first
-    error = None
+    error, over = None, False
     while True:
         ended, status = os.waitpid(part, os.WNOHANG)
         if ended:
@@ -122,12 +123,14 @@ def _guard(job: Job, output: Connection) -> None:
         if time.monotonic() - started > job.limit_s:
             error = f"was not over after {job.limit_s:.0f} s"
             break
-        if not program.is_alive():
+        if over := not program.is_alive():
             break
         time.sleep(_LOOK_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(part, signal.SIGKILL)
-    if error is not None and not Path(job.folder, "outcome.json").exists():
+    if over:
+        shutil.rmtree(job.folder, ignore_errors=True)
+    elif error is not None and not Path(job.folder, "outcome.json").exists():
         _write(job, Outcome(job.part, False, 0.0, error, None))
 
 
@@ -174,6 +177,8 @@ def _call(job: Job, started: float) -> dict[str, Any]:
     part = getattr(importlib.import_module(module), name)
     on_gpu = job.device == "cuda"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    if not on_gpu:
+        torch.set_num_threads(1)  # as ranks do in tests: a host has other work
     data: dict[str, Any] = part(Place(device, not on_gpu, traces, job.limit_s, started))
     return data
 
