@@ -35,6 +35,8 @@ from tests.support.distributed import server_context
 from zerokit.launch.processes import die_with_parent
 
 _LOOK_S = 0.02
+_GOES_S = 10.0
+"""For the driver to let go of a process that was killed."""
 _LOG_BYTES = 768 << 10
 _DATA_BYTES = 512 << 10
 """Of each part: with some twenty parts and reruns, files stay far below 16 MiB."""
@@ -128,6 +130,9 @@ def _guard(job: Job, output: Connection) -> None:
         time.sleep(_LOOK_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(part, signal.SIGKILL)
+    while not ended and time.monotonic() - started < job.limit_s + _GOES_S:  # the next part needs its memory
+        ended, _ = os.waitpid(part, os.WNOHANG)
+        time.sleep(_LOOK_S)
     if over:
         shutil.rmtree(job.folder, ignore_errors=True)
     elif error is not None and not Path(job.folder, "outcome.json").exists():

@@ -12,7 +12,7 @@ from threading import Timer
 from typing import Any
 
 from benchmarks.gpu_check.place import Place, found
-from benchmarks.measuring import ROOT
+from tests.support.distributed import ROOT
 
 FILES = (
     "tests/runtime/test_cuda.py",

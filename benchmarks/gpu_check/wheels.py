@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.measuring import ROOT
+from tests.support.distributed import ROOT
 
 CARRIED = ("annotated-types", "pydantic", "pydantic_core", "typing-inspection", "zlib-ng")
 """Distributions, about 4 MB, that benches and checkpoints import."""

@@ -318,19 +318,14 @@ def with_requirements(names: Sequence[str]) -> set[str]:
     return found
 
 
-def test_a_bare_machine_with_the_carried_packages_imports_all_that_runs() -> None:
-    """And each of them is imported; pydantic comes when a schema is read, so it is asked for here."""
-    there = with_requirements(BARE) | set(map(normal, CARRIED))
+def imported(there: set[str], modules: Sequence[str]) -> set[str]:
+    """The top-level modules that importing these brings, where only some distributions are there."""
     blocked = {
         module
         for module, names in packages_distributions().items()
         if not any(normal(name) in there for name in names)
         and module not in ("zerokit", "tests", "benchmarks")
     }
-    modules = [part.function.partition(":")[0] for part in PARTS]
-    modules = [module for module in modules if importlib.util.find_spec(module)]
-    modules += ["tests.conftest", *(file.removesuffix(".py").replace("/", ".") for file in FILES)]
-    modules += ["zerokit.bench.worker.rank", "zerokit.checkpoint.checksum", "pydantic"]
     done = subprocess.run(
         [sys.executable, "-c", IMPORT.format(blocked=blocked, modules=modules)],
         cwd=ROOT,
@@ -339,8 +334,22 @@ def test_a_bare_machine_with_the_carried_packages_imports_all_that_runs() -> Non
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_a_bare_machine_imports_the_program() -> None:
+    imported(with_requirements(BARE), ["benchmarks.gpu_check.__main__", "benchmarks.gpu_check.parity"])
+
+
+def test_a_bare_machine_with_the_carried_packages_imports_all_that_runs() -> None:
+    """And each of them is imported; pydantic comes when a schema is read, so it is asked for here."""
+    modules = [part.function.partition(":")[0] for part in PARTS]
+    modules = [module for module in modules if importlib.util.find_spec(module)]
+    modules += ["tests.conftest", *(file.removesuffix(".py").replace("/", ".") for file in FILES)]
+    modules += ["zerokit.bench.worker.rank", "zerokit.checkpoint.checksum", "pydantic"]
+    found = imported(with_requirements(BARE) | set(map(normal, CARRIED)), modules)
     needed = {normal(name).replace("-", "_") for name in (*BARE, *CARRIED)}
-    assert needed <= set(done.stdout.split())
+    assert needed <= found
 
 
 def test_carried_packages_are_installed_for_all_that_is_started(
