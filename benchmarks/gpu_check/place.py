@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,40 @@ class Place:
     Attributes:
         device: `cuda:0`, or `cpu` where a host tries the part.
         small: whether the sizes are those of a test: the part has to end within seconds.
-        out: the folder of the check, for traces.
+        out: a folder for traces, which are packed once the part has ended.
+        limit_s: after so many seconds from the start the part's processes are killed.
+        started: when that was, by `time.monotonic`.
     """
 
     device: torch.device
     small: bool
     out: Path
+    limit_s: float = math.inf
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the part's processes are killed."""
+        return self.started + self.limit_s - time.monotonic()
 
 
 Part = Callable[[Place], dict[str, Any]]
-"""Returns what it found as JSON's values; raises where something is wrong."""
+"""Returns what it found as JSON's values; raises where something is wrong.
+
+The text at "row" of what is returned stands in the table that ends the output.
+"""
+
+
+class CheckFailed(Exception):
+    """Results are wrong: each fault in a line, and beside them what was found."""
+
+    def __init__(self, faults: Sequence[str], data: dict[str, Any]) -> None:
+        super().__init__("\n".join(faults))
+        self.data = data
+
+
+def found(data: dict[str, Any], faults: Sequence[str]) -> dict[str, Any]:
+    """Returns the data of a part without faults, and raises `CheckFailed` otherwise."""
+    if faults:
+        raise CheckFailed(faults, data)
+    return data
