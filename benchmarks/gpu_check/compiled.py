@@ -1,4 +1,4 @@
-"""Compiled blocks: the same losses as without, what a step costs, and nothing compiled again once steps are measured."""
+"""Compiled blocks: losses as without, what a step costs, and nothing compiled any more once steps are measured."""
 
 from __future__ import annotations
 

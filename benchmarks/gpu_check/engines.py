@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.gpu_check.floor import FloorTrainer
@@ -51,7 +52,7 @@ class Row:
 
     @property
     def state_bytes(self) -> int:
-        """What it holds on the device, by the formula; the floor as zerokit's stage 0: bf16, masters, fp32 gradients."""
+        """What it holds on the device, by the formula; the floor holds what zerokit's stage 0 does."""
         settings = self.settings
         engine = "zerokit" if self.floor else settings.engine
         state = state_of(engine, settings.stage, "bf16", home=settings.home)
@@ -87,7 +88,7 @@ def ranks(place: Place, world: int = 1) -> Iterator[Accelerator]:
     if on_gpu:
         torch.cuda.set_device(place.device)
     with tempfile.TemporaryDirectory(prefix="zerokit-store-") as folder:
-        store = FakeStore() if world > 1 else dist.FileStore(str(Path(folder, "store")), 1)
+        store = FakeStore() if world > 1 else FileStore(str(Path(folder, "store")), 1)
         dist.init_process_group(backend, store=store, rank=0, world_size=world)
         try:
             yield Accelerator(place.device, backend)

@@ -23,8 +23,9 @@ class FloorTrainer(Trainer):
         model = self.build(loaded)
         self._weights = list(model.parameters())
         self._masters = [nn.Parameter(weight.detach().clone()) for weight in self._weights]
-        for master in self._masters:
-            master.grad = torch.empty_like(master)
+        self._gradients = [torch.empty_like(master) for master in self._masters]
+        for master, gradient in zip(self._masters, self._gradients, strict=True):
+            master.grad = gradient
         return model.bfloat16()
 
     def make_optimizers(self) -> Sequence[Optimizer]:
@@ -36,12 +37,12 @@ class FloorTrainer(Trainer):
     def update(self) -> Tensor | None:
         """Clip and step the masters, and write them back."""
         gradients = [weight.grad for weight in self._weights if weight.grad is not None]
-        torch._foreach_copy_([master.grad for master in self._masters], gradients)
+        torch._foreach_copy_(self._gradients, gradients)
         norm = self.clip()
         for optimizer in self.optimizers:
             optimizer.step()
         self.model.zero_grad()
-        torch._foreach_copy_(self._weights, self._masters)
+        torch._foreach_copy_([*self._weights], [*self._masters])
         return norm
 
     def clip_to(self, largest: float) -> Tensor:

@@ -99,7 +99,9 @@ class _Allocates:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -157,4 +159,5 @@ def cycles_per_second(device: torch.device) -> float | None:
     torch.cuda._sleep(cycles)
     end.record()
     end.synchronize()
-    return cycles / start.elapsed_time(end) * 1e3
+    took_ms: float = start.elapsed_time(end)
+    return cycles / took_ms * 1e3
