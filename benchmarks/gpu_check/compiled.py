@@ -44,12 +44,13 @@ def compile_blocks(place: Place) -> dict[str, Any]:
             eager = _measure(Live(row, accelerator, undressed), place)
             free(accelerator)
             torch.compiler.reset()
-            before = _frames()
+            counters.clear()
             live = Live(row, accelerator, dress)
             longest_s = max(longest_s, live.seconds)
-            compiled = _frames() - before
+            compiled = counters["frames"]["ok"]
+            given_up = counters["frames"]["total"] - compiled
             figures = _measure(live, place)
-            again = _frames() - before - compiled
+            again = counters["frames"]["ok"] - compiled
             rows.append(
                 {
                     **figures,
@@ -57,6 +58,7 @@ def compile_blocks(place: Place) -> dict[str, Any]:
                     "eager_losses": eager["losses"],
                     "seconds_to_warm_up": live.seconds,
                     "frames": compiled,
+                    "frames_given_up": given_up,
                     "frames_while_measured": again,
                     "graph_breaks": sum(counters["graph_break"].values()),
                 }
@@ -71,15 +73,11 @@ def compile_blocks(place: Place) -> dict[str, Any]:
             del live
             free(accelerator)
     summary = ", ".join(
-        f"{one['row']} {one['median_ms']:.1f} ms, eager {one['eager_ms']:.1f}, {one['frames']} frames"
+        f"{one['row']} {one['median_ms']:.1f} ms, eager {one['eager_ms']:.1f}, {one['frames']} frames, "
+        f"{one['frames_given_up']} given up"
         for one in rows
     )
     return found({"row": summary, "rows": rows, "left_out": left_out, "backend": backend}, faults)
-
-
-def _frames() -> int:
-    """The frames that were compiled so far."""
-    return int(counters["frames"]["ok"])
 
 
 def _measure(live: Live, place: Place) -> dict[str, Any]:
