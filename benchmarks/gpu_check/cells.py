@@ -18,11 +18,11 @@ from benchmarks.measuring import in_rounds
 from zerokit.bench.machine.accelerator import Accelerator
 
 ROUNDS, STEPS = 3, 4
-"""Steps of a turn, and turns of each engine."""
+"""Turns of each engine, and steps of a turn."""
 _ROOM = 1.1
 """Times the formula of what an engine holds: padding, and buckets."""
-_PATIENCE = 1.5
-"""Times the longest row so far: a row is begun only if so much of the part's time is left."""
+_PATIENCE = 1.3
+"""Times what a row is expected to take: it is begun only if so much of the part's time is left."""
 
 
 def measure_rows(
@@ -37,41 +37,73 @@ def measure_rows(
     """The figures of these rows, and the names of those for which no time was left; turns take so many `steps`.
 
     Engines take turns (A B C, C B A, A B C) as far as all of them fit into the device's memory at once; others follow
-    when these are freed.
+    when these are freed. Traces come last, for which some engines are built again: a profiler that has run once may
+    slow down what is launched later.
+
+    Raises `CheckFailed` with the figures, where an engine has failed or its steps trained nothing.
     """
-    found: list[dict[str, Any]] = []
+    steps = 1 if place.small else steps
+    found: dict[str, dict[str, Any]] = {}
     left_out: dict[str, str] = {}
     faults: list[str] = []
     together: list[Live] = []
     longest_s = transient_bytes = 0.0
 
-    def finish() -> None:
+    def has_time(begun: Sequence[Live]) -> bool:
+        """Whether one more row can be built, and measured with those that wait for it."""
+        measuring = [live.step_s * ROUNDS * steps for live in begun]
+        return place.left_s > _PATIENCE * (longest_s + sum(measuring) + max(measuring, default=0.0))
+
+    def measure() -> None:
         with _noting(faults, ", ".join(_label(live.row) for live in together)):
-            new = _measure(place, part, together, steps)
-            found.extend(new)
-            faults.extend(fault for one in new for fault in _faults(one))
+            found.update(_measure(together, steps))
+
+    def build(row: Row) -> None:
+        nonlocal longest_s, transient_bytes
+        live: Live | None = None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            live = Live(row, accelerator, dress)
+        if live is None:  # and what was built of it is no more
+            clear()
+            live = Live(row, accelerator, dress)
+        together.append(live)
+        longest_s = max(longest_s, live.seconds)
+        transient_bytes = max(transient_bytes, live.transient_bytes)
+
+    def clear() -> None:
+        measure()
         together.clear()
         free(accelerator)
 
     for row in rows:
-        if place.left_s < _PATIENCE * longest_s * (1 + len(together)):
+        if not has_time(together):
             left_out[_label(row)] = "the part's time was nearly over"
             continue
         if together and not _fits(row, transient_bytes, accelerator):
-            finish()
+            clear()
         with _noting(faults, _label(row)):
-            live: Live | None = None
-            with contextlib.suppress(torch.OutOfMemoryError):
+            build(row)
+    measure()
+    for row in [*(live.row for live in together), *rows]:
+        label = _label(row)
+        if label not in found or "trace" in found[label]:
+            continue
+        live = next((live for live in together if live.row is row), None)
+        if live is None and not has_time(()):
+            left_out[f"{label}, trace"] = "the part's time was nearly over"
+            continue
+        with _noting(faults, f"{label}, trace"):
+            if live is None:
+                together.clear()
+                free(accelerator)
                 live = Live(row, accelerator, dress)
-            if live is None:  # and what was built of it is no more
-                finish()
-                live = Live(row, accelerator, dress)
-            together.append(live)
-            longest_s = max(longest_s, live.seconds)
-            transient_bytes = max(transient_bytes, live.transient_bytes)
-    finish()
-    data = {"row": _summary(found, left_out), "rows": found, "left_out": left_out}
-    return without_faults(data, faults)
+            found[label]["trace"] = live.trace(place.out, part)
+        del live
+    together.clear()
+    free(accelerator)
+    figures = list(found.values())
+    faults += [fault for one in figures for fault in _faults(one)]
+    return without_faults({"row": _summary(figures, left_out), "rows": figures, "left_out": left_out}, faults)
 
 
 def _faults(one: dict[str, Any]) -> Iterator[str]:
@@ -106,21 +138,13 @@ def _fits(row: Row, transient_bytes: float, accelerator: Accelerator) -> bool:
     return unused > _ROOM * row.state_bytes + transient_bytes
 
 
-def _measure(place: Place, part: str, together: Sequence[Live], steps: int) -> list[dict[str, Any]]:
+def _measure(together: Sequence[Live], steps: int) -> dict[str, dict[str, Any]]:
     by_name = {_label(live.row): live for live in together}
-    in_rounds(list(by_name), ROUNDS, lambda name: by_name[name].turn(1 if place.small else steps))
-    found = []
-    for live in together:
-        waits = live.warnings_of_waits()
-        found.append(
-            {
-                **live.figures(),
-                "beside": len(together) - 1,
-                "waits": waits,
-                "trace": live.trace(place.out, part),
-            }
-        )
-    return found
+    in_rounds(list(by_name), ROUNDS, lambda name: by_name[name].turn(steps))
+    return {
+        name: {"waits": live.warnings_of_waits(), **live.figures(), "beside": len(together) - 1}
+        for name, live in by_name.items()
+    }
 
 
 def _summary(found: Sequence[dict[str, Any]], left_out: dict[str, str]) -> str:

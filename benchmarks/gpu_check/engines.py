@@ -27,9 +27,11 @@ from zerokit.bench.catalogue.engines import label_of, state_of
 from zerokit.bench.engines.trainer import Trainer, make
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.measure.clock import clock_of
-from zerokit.bench.plans.subjects import PlanBeside
+from zerokit.bench.plans.subjects import PlanBeside, subject_of
 from zerokit.bench.record.record import utilisation
 from zerokit.bench.record.settings import Settings
+from zerokit.bench.workloads.build import Loaded
+from zerokit.planning.trace import Traces
 
 WARM_UP = 4
 _BATCHES = 4
@@ -96,6 +98,17 @@ def ranks(place: Place, world: int = 1) -> Iterator[Accelerator]:
             dist.destroy_process_group()
 
 
+_TRACES: dict[tuple[str, float | None, bool], Traces] = {}
+
+
+def traces_of(loaded: Loaded, *, on_cuda: bool) -> Traces:
+    """The model's traces for plans, made once for all of its rows: one of many layers takes seconds."""
+    key = loaded.settings.model, loaded.settings.bucket_mb, on_cuda
+    if key not in _TRACES:
+        _TRACES[key] = Traces(subject_of(loaded), on_cuda=on_cuda, bucket_mb=key[1], exactly=True)
+    return _TRACES[key]
+
+
 def free(accelerator: Accelerator) -> None:
     """Give the memory of engines that are no more back to the device."""
     gc.collect()
@@ -133,8 +146,11 @@ class Live:
         self._returned_ms: list[float] = []
         self._process_ms: list[float] = []
         for _ in range(WARM_UP):
+            accelerator.synchronize()
+            last = time.perf_counter()
             self._step()
         accelerator.synchronize()
+        self.step_s = time.perf_counter() - last
         self._memory = self._measure_memory(before)
         self.seconds = time.perf_counter() - began
 
@@ -166,9 +182,9 @@ class Live:
             reported, predicted = zero.memory(), zero.predicted_memory()
             zero.zero_grad()
             name = torch.cuda.get_device_name(device) if self._accelerator.is_cuda else None
-            plan = PlanBeside(
-                self.row.settings, self._loaded, zero.runtime.placement, zero.precision, name
-            ).planned
+            traces = traces_of(self._loaded, on_cuda=name is not None)
+            placement, precision = zero.runtime.placement, zero.precision
+            plan = PlanBeside(self.row.settings, self._loaded, placement, precision, name, traces).planned
             found |= {
                 "reported_bytes": reported.total,
                 "predicted_bytes": predicted.total,
@@ -209,9 +225,8 @@ class Live:
                 self._step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return [
-            f"{Path(one.filename).name}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)
-        ]
+        text = "called a synchronizing CUDA operation"
+        return [f"{Path(one.filename).name}:{one.lineno}" for one in caught if text in str(one.message)]
 
     def trace(self, folder: Path, part: str) -> dict[str, Any]:
         """One step's trace, kept in a folder (`step_trace`)."""

@@ -60,7 +60,7 @@ def read_trace(events: Iterable[Mapping[str, Any]]) -> StepTrace | None:
     if len(issued) < 2:
         return None
     begin, end = issued[0]["ts"], issued[-1]["ts"]
-    ours = {event["args"]["correlation"] for event in issued[1:-1]}
+    ours = {event["args"].get("correlation") for event in issued[1:-1]} - {None}
     device = [
         event
         for event in events
@@ -114,7 +114,8 @@ def trace_step(step: Callable[[], object], device: torch.device, path: Path) -> 
     On a host it is a trace of the host's operations, of which nothing is read.
     """
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity], acc_events=True) as profiler:
         torch.zeros(1, device=device)
         step()
         torch.zeros(1, device=device)

@@ -111,7 +111,7 @@ class StubLive:
         cls.told.append(f"build {row.name}")
         if outcome is not None:
             raise outcome
-        self.row, self.seconds, self.transient_bytes = row, 10.0, 0
+        self.row, self.seconds, self.step_s, self.transient_bytes = row, 10.0, 2.0, 0
 
     def turn(self, steps: int) -> float:
         self.told.append(f"turn of {self.row.name}")
@@ -121,6 +121,7 @@ class StubLive:
         return None
 
     def trace(self, folder: Path, part: str) -> dict[str, Any]:
+        self.told.append(f"trace of {self.row.name}")
         return {}
 
     def figures(self) -> dict[str, Any]:
@@ -160,6 +161,8 @@ def test_what_has_no_room_beside_others_is_measured_behind_them(stub: type[StubL
     first = stub.told.index("turn of zerokit 3")
     assert stub.told[:first] == ["build zerokit 3", "build zerokit 2"]
     assert stub.told[first + cells.ROUNDS] == "build zerokit 2"
+    traced = ["trace of zerokit 2", "trace of zerokit 1", "build zerokit 3", "trace of zerokit 3"]
+    assert stub.told[-4:] == traced, "once all is measured"
 
 
 def test_what_never_fits_is_a_fault(stub: type[StubLive]) -> None:
@@ -170,8 +173,8 @@ def test_what_never_fits_is_a_fault(stub: type[StubLive]) -> None:
 
 
 def test_rows_for_which_no_time_is_left_are_named(stub: type[StubLive]) -> None:
-    """Rows of ten seconds each, and one has to be measured yet."""
-    found = measured(left_s=20.0)
+    """Ten seconds build a row, and three steps of two seconds measure it."""
+    found = measured(left_s=1.3 * (10 + 2 * 6) - 0.1)
     assert [row["row"] for row in found["rows"]] == ["zerokit 3"]
     assert list(found["left_out"]) == ["zerokit 2, gpt-tiny", "zerokit 1, gpt-tiny"]
     assert "left out: zerokit 2, gpt-tiny" in found["row"]
