@@ -24,7 +24,6 @@ class Size:
     sequences: int
     length: int
 
-    @property
     def own(self) -> Own:
         """The model as a workload of the user's own."""
 
@@ -49,40 +48,21 @@ SIZES: Mapping[str, Size] = {
     # Twelve tensors a block, eight of them of at most 2,048 elements: 1,204 in all, and the 350 million of GPT-3's.
     "gpt-350m-100-layers": Size(GPTConfig(50_257, 1024, 512, 100, 8), 8, 1024),
     "gpt2-124m": Size(_catalogued("gpt2-124m"), 8, 1024),
+    # A device computes it faster than a host launches it.
     "gpt-24-narrow-layers": Size(GPTConfig(256, 64, 256, 24, 4), 2, 64),
+    # For hosts that try a part.
     "gpt-tiny": Size(_catalogued("gpt-tiny"), 2, 16),
     "gpt-tiny-many-layers": Size(GPTConfig(256, 64, 32, 6, 2), 2, 16),
 }
 
 
-def gpt3_1_3b() -> Own:
-    """24 layers of width 2048, the head tied."""
-    return SIZES["gpt3-1.3b"].own
-
-
-def gpt_350m_100_layers() -> Own:
-    """Many small tensors."""
-    return SIZES["gpt-350m-100-layers"].own
-
-
-def gpt2_124m() -> Own:
-    """12 layers of width 768."""
-    return SIZES["gpt2-124m"].own
-
-
-def gpt_24_narrow_layers() -> Own:
-    """What a device computes faster than a host launches it."""
-    return SIZES["gpt-24-narrow-layers"].own
-
-
-def gpt_tiny() -> Own:
-    """For hosts that try a part."""
-    return SIZES["gpt-tiny"].own
-
-
-def gpt_tiny_many_layers() -> Own:
-    """For hosts that try a part with many units."""
-    return SIZES["gpt-tiny-many-layers"].own
+gpt3_1_3b = SIZES["gpt3-1.3b"].own
+gpt_350m_100_layers = SIZES["gpt-350m-100-layers"].own
+gpt2_124m = SIZES["gpt2-124m"].own
+gpt_24_narrow_layers = SIZES["gpt-24-narrow-layers"].own
+gpt_tiny = SIZES["gpt-tiny"].own
+gpt_tiny_many_layers = SIZES["gpt-tiny-many-layers"].own
+"""The factories, as `Settings.model` names them."""
 
 
 def model_named(name: str) -> str:

@@ -21,16 +21,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.gpu_check import cells, report
 from benchmarks.gpu_check.bars import MODEL, bars, to_floor
 from benchmarks.gpu_check.cells import measure_rows
-from benchmarks.gpu_check.engines import Row, row_of
+from benchmarks.gpu_check.engines import Row, row_of, traces_of
 from benchmarks.gpu_check.place import CheckFailed, Place
 from benchmarks.gpu_check.step_trace import read_trace
 from benchmarks.gpu_check.wire import OnWire, Wire
-from benchmarks.gpu_check.workloads import SIZES, model_named, name_of
+from benchmarks.gpu_check.workloads import SIZES, load_sized, model_named, name_of
 from tests.support.distributed import run_alone
 from zerokit import ZeroOptimizer
 from zerokit.bench.machine.accelerator import Accelerator
+from zerokit.bench.plans.subjects import PlanBeside
 from zerokit.bench.workloads.own import resolve
-from zerokit.placement import stage_of
+from zerokit.placement import Mesh, Placement, stage_of
+from zerokit.runtime.precision import Precision
 
 CPU = torch.device("cpu")
 HERE = "benchmarks.gpu_check"
@@ -208,6 +210,34 @@ def test_the_wire_is_given_what_a_rank_receives(stage: int) -> None:
     passed, received, finite = run_alone(pass_over_wire, stage)
     assert passed == received > 0
     assert finite, "gathered pieces of others are values"
+
+
+def test_a_device_waits_as_long_as_the_bytes_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    wire = Wire(cycles_per_s=1.7e9, bytes_per_s=340e9)
+    wire.pass_bytes(340_000_000)
+    wire.pass_bytes(68_000_000)
+    assert slept == [1_700_000, 340_000], "a millisecond, and a fifth of one"
+    assert (wire.taken(), wire.taken()) == (408_000_000, 0)
+
+
+def test_what_a_gpu_row_is_compared_with_is_planned_and_counted_on_a_host() -> None:
+    row = row_of("gpt3-1.3b", "zerokit", 3)
+    loaded = load_sized(row.settings)
+    products = SIZES["gpt3-1.3b"].config.parameters - 2048 * 2048
+    assert loaded.model.flops_per_unit == 6 * products + 12 * 24 * 2048 * 1024
+    peaks = []
+    for world in (1, 8):
+        placement, traces = Placement.of(3, Mesh(1, world)), traces_of(loaded, on_cuda=True)
+        settings = replace(row.settings, nproc_per_node=world)
+        name = "NVIDIA H100 80GB HBM3"
+        plan = PlanBeside(settings, loaded, placement, Precision.of("bf16"), name, traces).planned
+        assert plan.total_bytes is not None
+        assert plan.step_ms is not None
+        peaks.append(plan.total_bytes)
+    assert peaks[0] - peaks[1] == pytest.approx(row.state_bytes * 7 / 8, rel=0.05)
+    assert row.state_bytes < peaks[0] < 80 << 30
 
 
 def event(
