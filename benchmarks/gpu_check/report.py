@@ -111,6 +111,9 @@ def _rows(data: Mapping[str, Any]) -> list[str]:
             "Left out: " + "; ".join(f"{name} ({why})" for name, why in data["left_out"].items()) + ".",
             "",
         ]
+    untraced = [f"{row['row']}, {row['model']}" for row in rows if "trace" not in row]
+    if untraced and len(untraced) < len(rows):
+        text += [f"Without a trace: {'; '.join(untraced)}.", ""]
     return text[:-1] if text else ["No rows."]
 
 

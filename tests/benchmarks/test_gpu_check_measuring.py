@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.gpu_check import cells, report
+from benchmarks.gpu_check import cells, report, step_trace
 from benchmarks.gpu_check.bars import MODEL, bars, to_floor
 from benchmarks.gpu_check.cells import measure_rows
 from benchmarks.gpu_check.engines import Row, row_of, traces_of
 from benchmarks.gpu_check.place import CheckFailed, Place
-from benchmarks.gpu_check.step_trace import read_trace
 from benchmarks.gpu_check.wire import OnWire, Wire
 from benchmarks.gpu_check.workloads import SIZES, load_sized, model_named, name_of
 from tests.support.distributed import run_alone
@@ -272,7 +271,7 @@ def test_a_trace_says_what_a_step_launches_copies_waits_for_and_exposes() -> Non
         {"ph": "M", "name": "process_name", "args": {}},
     ]
     random.Random(0).shuffle(events)
-    found = read_trace(events)
+    found = step_trace.read_trace(events)
     assert found is not None
     assert (found.launches, found.copies, found.copied_bytes, found.syncs) == (3, 1, 4096, 1)
     assert found.busy_ms == pytest.approx(0.301)
@@ -281,8 +280,17 @@ def test_a_trace_says_what_a_step_launches_copies_waits_for_and_exposes() -> Non
     assert found.top[0] == {"name": "gemm", "calls": 2, "ms": pytest.approx(0.201)}
 
 
+@pytest.mark.parametrize("most", [1, 1_000_000])
+def test_a_trace_is_kept_if_it_is_small(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_trace, "LARGEST_BYTES", most)
+    path = tmp_path / "step.json.gz"
+    found = step_trace.trace_step(lambda: torch.ones(8) + 1, CPU, path)
+    assert found["file_bytes"] > 1
+    assert (found["file"], path.exists()) == ((None, False) if most == 1 else ("step.json.gz", True))
+
+
 def test_a_trace_without_launches_says_nothing() -> None:
-    assert read_trace([event("cpu_op", "aten::add", 0, 1, 1)]) is None
+    assert step_trace.read_trace([event("cpu_op", "aten::add", 0, 1, 1)]) is None
 
 
 def row(name: str, ms: float, model: str = MODEL, **more: Any) -> dict[str, Any]:
@@ -360,6 +368,7 @@ USED = {"mfu": 0.42, "peak_flops_per_s": 989.4e12, "precision": "bf16", "device"
 def results(tmp_path: Path) -> Path:
     rows = [
         row("bf16 floor", 100.0, mfu=USED, peak_allocated_bytes=40 << 30),
+        {name: value for name, value in row("DDP", 120.0, mfu=USED).items() if name != "trace"},
         row("zerokit 3", 101.0, mfu=USED, waits=[], trace={"launches": 1234, "syncs": 0, "exposed_ms": 1.5}),
     ]
     left_out = {"FSDP2 3, gpt3-1.3b": "the part's time was nearly over"}
@@ -383,6 +392,7 @@ def test_the_page_says_what_was_measured_and_what_is_missing(results: Path) -> N
     assert "1,234" in page
     assert "MFU is of 989.4 TFLOP/s" in page
     assert "Left out: FSDP2 3, gpt3-1.3b (the part's time was nearly over)." in page
+    assert f"Without a trace: DDP, {MODEL}." in page
     assert "| eighth | FAILED | 12 | RuntimeError: no \\| wire at all |" in page
     assert "| host | not run |" in page
     assert page.count("Not measured.") == len(report.MEASURING) - 1
