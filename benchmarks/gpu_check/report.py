@@ -135,6 +135,8 @@ def _cells(row: Mapping[str, Any], beside: Sequence[Mapping[str, Any]]) -> Itera
     yield "device, GiB", _gib(row.get("device_used_bytes"))
     for name in _TRACED:
         yield name.replace("_ms", ", ms"), _number(traced.get(name), 2 if name.endswith("_ms") else 0)
+    received, took_ms = traced.get("received_bytes"), traced.get("communication_ms")
+    yield "received, GB/s", _number(received / took_ms / 1e6 if received and took_ms else None, 0)
     yield "waits", "" if row.get("waits") is None else str(max(len(row["waits"]), traced.get("syncs", 0)))
 
 

@@ -8,6 +8,7 @@ and the writes of a gather.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,17 +68,20 @@ class _Flight:
 
 
 class OnWire:
-    """An `Observer` of zerokit's collectives, which lets what they bring pass over a wire. For rank 0 of one axis."""
+    """An `Observer` of zerokit's collectives, which lets what they bring pass over a wire. For rank 0 of one axis.
+
+    It keeps no optimizer alive.
+    """
 
     def __init__(self, zero: ZeroOptimizer, wire: Wire) -> None:
-        self._zero, self._wire = zero, wire
+        self._zero, self._wire = weakref.ref(zero), wire
 
     def flies(self, kind: Kind, unit: int, counts: Sequence[Count]) -> _Flight:
         received = sum(count.received for count in counts)
 
         def arrive() -> None:
-            if kind is Kind.ALL_GATHER:
-                whole = self._zero.runtime.units[unit].whole
+            if kind is Kind.ALL_GATHER and (zero := self._zero()) is not None:
+                whole = zero.runtime.units[unit].whole
                 repeat_first(whole.rows(whole.unit.cut))
             self._wire.pass_bytes(received)
 

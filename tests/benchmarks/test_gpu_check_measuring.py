@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.gpu_check import cells, report, step_trace
 from benchmarks.gpu_check.bars import MODEL, bars, to_floor
 from benchmarks.gpu_check.cells import measure_rows
-from benchmarks.gpu_check.engines import Row, row_of, traces_of
+from benchmarks.gpu_check.engines import Live, Row, free, ranks, row_of, traces_of, undressed
 from benchmarks.gpu_check.place import CheckFailed, Place
-from benchmarks.gpu_check.wire import OnWire, Wire
+from benchmarks.gpu_check.wire import OnWire, Wire, wires
 from benchmarks.gpu_check.workloads import SIZES, load_sized, model_named, name_of
 from tests.support.distributed import run_alone
 from zerokit import ZeroOptimizer
@@ -81,6 +82,33 @@ def test_each_part_measures_all_its_rows_on_a_host(function: str, tmp_path: Path
         assert all(other == floor for other in others), "a floor computes what it is the floor of"
     if function == "compiled:compile_blocks":
         assert all(row["frames"] for row in found["rows"])
+
+
+def free_engines(world: int, names: Sequence[tuple[str, int]]) -> list[str]:
+    """The engines of which tensors are left once they are freed."""
+    left = []
+    with ranks(Place(CPU, True, Path()), world) as accelerator, wires(None) as dress:
+        for name, stage in names:
+            floor = name == "floor"
+            row = row_of("gpt-tiny", "compute-only" if floor else name, stage, world=world, floor=floor)
+            live = Live(row, accelerator, dress if world > 1 else undressed)
+            kept = [weakref.ref(one) for one in live._trainer.model.parameters()]
+            del live
+            free(accelerator)
+            if any(one() is not None for one in kept):
+                left.append(row.name)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        (1, [("floor", 0), ("compute-only", 0), ("ddp", 0), ("zerokit", 3), ("zerokit", 0), ("fsdp2", 3)]),
+        (8, [("zerokit", 3), ("zerokit", 2), ("fsdp2", 3)]),
+    ],
+)
+def test_a_freed_engine_leaves_nothing_on_the_device(world: int, names: list[tuple[str, int]]) -> None:
+    assert run_alone(free_engines, world, names) == []
 
 
 def test_models_are_found_by_the_names_of_settings() -> None:
@@ -364,12 +392,21 @@ def line(part: str, data: dict[str, Any] | None, error: str = "") -> str:
 USED = {"mfu": 0.42, "peak_flops_per_s": 989.4e12, "precision": "bf16", "device": "A GPU"}
 
 
+WIRED = {"communication_ms": 2.0, "received_bytes": 660_000_000}
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     rows = [
         row("bf16 floor", 100.0, mfu=USED, peak_allocated_bytes=40 << 30),
         {name: value for name, value in row("DDP", 120.0, mfu=USED).items() if name != "trace"},
-        row("zerokit 3", 101.0, mfu=USED, waits=[], trace={"launches": 1234, "syncs": 0, "exposed_ms": 1.5}),
+        row(
+            "zerokit 3",
+            101.0,
+            mfu=USED,
+            waits=[],
+            trace={"launches": 1234, "syncs": 0, "exposed_ms": 1.5, **WIRED},
+        ),
     ]
     left_out = {"FSDP2 3, gpt3-1.3b": "the part's time was nearly over"}
     path = tmp_path / "results.jsonl"
@@ -390,6 +427,8 @@ def test_the_page_says_what_was_measured_and_what_is_missing(results: Path) -> N
     assert "| zerokit 2: step over the bf16 floor's |  | 1.02 | not measured |" in page
     assert "| zerokit 3 | 101.00 | 1.010 |" in page, "an earlier run's figures stay"
     assert "1,234" in page
+    assert "| received, GB/s |" in page
+    assert "| 330 |" in page
     assert "MFU is of 989.4 TFLOP/s" in page
     assert "Left out: FSDP2 3, gpt3-1.3b (the part's time was nearly over)." in page
     assert f"Without a trace: DDP, {MODEL}." in page
