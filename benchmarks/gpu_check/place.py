@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,13 @@ def found(data: dict[str, Any], faults: Sequence[str]) -> dict[str, Any]:
     if faults:
         raise CheckFailed(faults, data)
     return data
+
+
+def attempt(name: str, call: Callable[[], T], faults: list[str]) -> T | None:
+    """What the call returns; where it raises, a fault, so that the rest of a part is tried all the same."""
+    try:
+        return call()
+    except Exception as error:
+        traceback.print_exc()
+        faults.append(f"{name}: {type(error).__name__}: {error}")
+        return None
