@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.gpu_check.engines import Dress, Live, Row, free, ranks, row_of, undressed
-from benchmarks.gpu_check.place import Place
+from benchmarks.gpu_check.place import Place, attempt
 from benchmarks.gpu_check.place import found as without_faults
 from benchmarks.gpu_check.workloads import name_of
 from benchmarks.measuring import in_rounds
@@ -55,8 +55,8 @@ def measure_rows(
         return place.left_s > _PATIENCE * (longest_s + sum(measuring) + max(measuring, default=0.0))
 
     def measure() -> None:
-        with _noting(faults, ", ".join(_label(live.row) for live in together)):
-            found.update(_measure(together, steps))
+        names = ", ".join(_label(live.row) for live in together)
+        attempt(names, lambda: found.update(_measure(together, steps)), faults)
 
     def build(row: Row) -> None:
         nonlocal longest_s, transient_bytes
@@ -75,29 +75,26 @@ def measure_rows(
         together.clear()
         free(accelerator)
 
+    def trace(row: Row) -> None:
+        live = next((live for live in together if live.row is row), None)
+        if live is None:
+            together.clear()
+            free(accelerator)
+            live = Live(row, accelerator, dress)
+        found[_label(row)]["trace"] = live.trace(place.out, part)
+
     for row in rows:
         if not has_time(together):
             left_out[_label(row)] = "the part's time was nearly over"
             continue
         if together and not _fits(row, transient_bytes, accelerator):
             clear()
-        with _noting(faults, _label(row)):
-            build(row)
+        attempt(_label(row), partial(build, row), faults)
     measure()
-    for row in [*(live.row for live in together), *rows]:
-        label = _label(row)
-        if label not in found or "trace" in found[label]:
-            continue
-        live = next((live for live in together if live.row is row), None)
-        if live is None and not has_time(()):
-            continue
-        with _noting(faults, f"{label}, trace"):
-            if live is None:
-                together.clear()
-                free(accelerator)
-                live = Live(row, accelerator, dress)
-            found[label]["trace"] = live.trace(place.out, part)
-        del live
+    there = [live.row for live in together]
+    for row in [*there, *(row for row in rows if row not in there)]:
+        if _label(row) in found and has_time(()):
+            attempt(f"{_label(row)}, trace", partial(trace, row), faults)
     together.clear()
     free(accelerator)
     figures = list(found.values())
@@ -112,16 +109,6 @@ def _faults(one: dict[str, Any]) -> Iterator[str]:
         yield f"{one['row']}, {one['model']}: losses {one['losses']}"
     if one["skipped_steps"]:
         yield f"{one['row']}, {one['model']}: {one['skipped_steps']} steps were skipped"
-
-
-@contextlib.contextmanager
-def _noting(faults: list[str], who: str) -> Iterator[None]:
-    """What is raised here is a fault of the part, and does not cost it the figures of other rows."""
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc()
-        faults.append(f"{who}: {type(error).__name__}: {error}")
 
 
 def _label(row: Row) -> str:
