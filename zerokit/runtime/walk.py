@@ -105,7 +105,11 @@ class ModelWalk(Owner):
         for used, their in users.items():
             # What graphs see of a module itself would have each block compiled anew.
             dtype = self._casting.get(used)
-            before = Hook(me, ModelWalk._before_unit, their) if their else TracedHook(me, ModelWalk._cast_to, dtype)
+            before = (
+                Hook(me, ModelWalk._before_unit, their)
+                if their
+                else TracedHook(me, ModelWalk._cast_to, dtype)
+            )
             self.hooks.append(used.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             if self._frees and their:
                 after = Hook(me, ModelWalk._after_unit, their)
