@@ -23,6 +23,7 @@ from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.classes import OptimizerClasses
 from zerokit.runtime.counts import Count, require_count
 from zerokit.runtime.hooks import differentiate, profiled
+from zerokit.runtime.host_copy import HostCopy
 from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.loss import Loss, differentiating
 from zerokit.runtime.memory_watch import MemoryWatch
@@ -149,7 +150,7 @@ class ZeroOptimizer(Rebalancing):
         super().__init__(made.inner)
         self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
-        self.host_copy: Tensor | None = None
+        self.host_copy: HostCopy | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
         self._modes = Modes(made)
