@@ -63,12 +63,11 @@ def test_a_state_on_a_device_is_saved_and_loaded_through_pinned_memory(
     assert training.bits()[-1] == expected[-1]
     # All of this rank's file, at most a piece at a time; for a save beside the training on the other stream.
     least = (plain / f"rank-{dist.get_rank():05d}-of-00002.safetensors").stat().st_size // PIECE - 1
-    assert (
-        copies[0] >= least or name == "whole tensors"
-    )  # a rank loads what it owns, and saves its part of all
     assert copies[1] >= least
     assert copies[2] == 0
-    assert copies[3] >= least * PIECE // (2 * mmap.PAGESIZE)
+    if name != "whole tensors":  # which a rank loads for itself, and saves from all ranks' memory
+        assert copies[0] >= least
+        assert copies[3] >= least * PIECE // (2 * mmap.PAGESIZE)
 
 
 def _fill(staging: Staging, clocks: Clocks, numbers: Iterator[int], into: Tensor) -> None:

@@ -250,10 +250,8 @@ def _take_outer(
     outer: Mapping[str, Mapping[int, Tensor]],
     together: Together,
 ) -> None:
-    with staged(runtime.collectives.device, "loads") as staging:
-        for sources in match.rounds():
-            held = outer_slices(runtime.layout, together.rank, outer)
-            _read(reading, sources, held, together, staging)
+    for sources in match.rounds():
+        _read(reading, sources, outer_slices(runtime.layout, together.rank, outer), together)
 
 
 def _read_states(
@@ -283,17 +281,11 @@ def _read_states(
         pass
 
 
-def _read(
-    reading: Reading,
-    sources: Mapping[str, int],
-    held: Iterable[Held],
-    together: Together,
-    staging: Staging | None,
-) -> None:
+def _read(reading: Reading, sources: Mapping[str, int], held: Iterable[Held], together: Together) -> None:
     wanted = list(held)
 
     def read_all() -> Pieces:
-        return reading.read(requests_of(reading.source, sources, wanted, [], staging))
+        return reading.read(requests_of(reading.source, sources, wanted, [], None))
 
     while not reading.settle(together.exchange(together.each(read_all))):
         pass

@@ -21,7 +21,7 @@ from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.classes import OptimizerClasses
-from zerokit.runtime.counts import Count, require_count
+from zerokit.runtime.counts import Count, checked
 from zerokit.runtime.hooks import differentiate, profiled
 from zerokit.runtime.host_copy import HostCopy
 from zerokit.runtime.interface import refuse_step_options
@@ -192,7 +192,7 @@ class ZeroOptimizer(Rebalancing):
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
-        require_count(count)
+        count = checked(count, self._collectives.device)
         with differentiating(Loss(None if self.scaler is None else self.scaler.value, count)):
             differentiate(
                 loss if self.scaler is None else loss * self.scaler.value,
