@@ -147,7 +147,7 @@ class PromptCopies(CopyStream):
     def mark(self) -> SimpleNamespace:  # type: ignore[override]
         return SimpleNamespace()
 
-    def copy(self, pairs, after):  # type: ignore[no-untyped-def, override]
+    def copy(self, pairs, after):  # type: ignore[no-untyped-def]
         for into, source in pairs:
             first, last = into.data_ptr(), into.data_ptr() + into.nbytes
             if not self.cudart.status:

@@ -277,7 +277,8 @@ def test_no_accumulating_node_outlives_the_passes_that_use_it(stage: int) -> Non
         def metadata() -> list[dict[str, Any]]:
             parameters = [p for p in training.model.parameters() if p.requires_grad]
             with training.optimizer.gathered():
-                return [torch.autograd.graph.get_gradient_edge(p).node.metadata for p in parameters]
+                nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+                return [node.metadata for node in nodes]
 
         training.step(0)
         for each in metadata():
