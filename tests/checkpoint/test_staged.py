@@ -23,6 +23,7 @@ from zerokit.checkpoint.staged import contents, staged
 from zerokit.errors import ZerokitWarning
 from zerokit.runtime import homes, host_copy
 from zerokit.runtime.homes.copies import CopyStream
+from zerokit.runtime.homes.disk import DiskHome
 from zerokit.runtime.homes.staging import Staging
 from zerokit.runtime.host_copy import HostCopy
 
@@ -141,8 +142,8 @@ class Cudart:
 class PromptCopies(CopyStream):
     """A stream whose copies are made at once, each within one piece of registered memory."""
 
-    def __init__(self, cudart: Cudart) -> None:
-        self.cudart, self.device = cudart, HOST
+    def __init__(self, cudart: Cudart, device: torch.device = HOST) -> None:
+        self.cudart, self.device = cudart, device
 
     def mark(self) -> SimpleNamespace:  # type: ignore[override]
         return SimpleNamespace()
@@ -195,3 +196,20 @@ def test_on_a_host_nothing_is_registered(cudart: Cudart) -> None:
     memory = HostCopy(HostCopy.size_of(STATE))
     assert all(torch.equal(copy, one) for copy, one in zip(memory.fill(STATE), STATE, strict=True))
     assert not cudart.threads
+
+
+def test_threads_that_call_cuda_are_on_the_device_of_their_rank(
+    cudart: Cudart, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A new thread is on the machine's first GPU, and would begin a context there."""
+    placed: set[tuple[str, torch.device]] = set()
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: placed.add((threading.current_thread().name, device))
+    )
+    third = torch.device("cuda", 3)
+    stream = PromptCopies(cudart, third)
+    HostCopy(HostCopy.size_of(STATE), stream).fill(STATE)
+    assert {name for name, device in placed if device == third} >= cudart.threads
+    home = DiskHome(tmp_path, {}, Staging(stream, PIECE))
+    home.put([], torch.zeros(0)).wait()
+    assert ("zerokit-states_0", third) in placed

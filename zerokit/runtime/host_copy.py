@@ -11,7 +11,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from zerokit.runtime.homes.copies import CopyStream, Issued
+from zerokit.runtime.homes.copies import CopyStream, Issued, using
 from zerokit.runtime.pinning import pages, pin
 
 _ALIGNMENT = 64
@@ -38,7 +38,7 @@ class HostCopy:
             self.memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             return
         self.memory = pages(nbytes)
-        threads = ThreadPoolExecutor(_THREADS, "zerokit-pin")
+        threads = ThreadPoolExecutor(_THREADS, "zerokit-pin", *using(stream.device))
         self._ready = [threads.submit(_make_ready, piece) for piece in self.memory.split(_PIECE)]
         threads.shutdown(wait=False)
 
