@@ -19,7 +19,8 @@ import zerokit
 from tests.support.clocks import PIECE, ClockedStream, Clocks, clocked
 from tests.support.devices import SCENES, Training, at, lagging, prompt
 from tests.support.on_ranks import on_ranks
-from zerokit.checkpoint.staged import contents, staged
+from zerokit.checkpoint.landing import Landing
+from zerokit.checkpoint.staged import contents, staging_for, through
 from zerokit.errors import ZerokitWarning
 from zerokit.runtime import homes, host_copy
 from zerokit.runtime.homes.copies import CopyStream
@@ -71,12 +72,12 @@ def test_a_state_on_a_device_is_saved_and_loaded_through_pinned_memory(
         assert copies[3] >= least * PIECE // (2 * mmap.PAGESIZE)
 
 
-def _fill(staging: Staging, clocks: Clocks, numbers: Iterator[int], into: Tensor) -> None:
-    lent = staging.lend(into.nbytes)
+def _fill(landing: Landing, clocks: Clocks, numbers: Iterator[int], into: Tensor) -> None:
+    lent = landing.lend(into.nbytes)
     assert lent is not None
     clocks.touch(lent.data_ptr(), lent.nbytes, None, writes=True)
     lent.fill_(next(numbers))
-    staging.send(lent, into)
+    landing.send(lent, into)
 
 
 @pytest.mark.parametrize("without", ["", "lend"])
@@ -84,16 +85,16 @@ def test_a_piece_is_lent_again_once_its_copies_have_ended(without: str) -> None:
     with clocked() as clocks:
         clocks.without = ("arrive", without)
         stream = ClockedStream(clocks, IN)
-        staging = Staging(stream, PIECE)
+        landing = Landing(stream)
         size = PIECE // 2 - 64  # two in a piece
         target = torch.zeros(9, size, dtype=torch.uint8)
         for row, number in zip(target, range(9), strict=True):
-            _fill(staging, clocks, iter([number]), row)
+            _fill(landing, clocks, iter([number]), row)
         clocks.without = ("", "")
         stream.arrive()
-        assert staging.lend(PIECE + 1) is None
+        assert landing.lend(PIECE + 1) is None
         assert torch.equal(target, torch.arange(9, dtype=torch.uint8)[:, None].expand_as(target))
-        del staging
+        del landing
     assert bool(clocks.faults) == bool(without)
 
 
@@ -108,7 +109,7 @@ def test_the_bytes_of_tensors_come_in_order_whatever_their_size_and_place(
     with clocked() as clocks:
         for device in (HOST, torch.device("meta")):  # as if it were another one than that of the tensors
             monkeypatch.setattr(ClockedStream, "device", device, raising=False)
-            with staged(device, "tests") as staging:
+            with through(device, staging_for("tests")) as staging:
                 assert staging is not None
                 staging.stream.device = device
                 found = [b""] * len(tensors)

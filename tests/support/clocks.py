@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zerokit.checkpoint import reading, requests, staged
+from zerokit.checkpoint import landing, reading, requests, staged
 from zerokit.errors import StorageError
 from zerokit.runtime import homes, host_copy
 from zerokit.runtime.homes import disk, pinned, staging
@@ -300,9 +300,9 @@ def clocked() -> Iterator[Clocks]:
             lambda device: None if threading.current_thread().name == saves else streams,
         )
         patch.setattr(homes, "Staging", partial(Staging, piece_bytes=PIECE))
-        for module in (host_copy, pinned, staging):
+        for module in (host_copy, landing, pinned, staging):
             patch.setattr(module, "pin", pin)
-        for module in (reading, requests, staged):
+        for module in (landing, reading, requests, staged):
             patch.setattr(module, "VECTOR_BYTES", PIECE)
         patch.setattr(host_copy, "_PIECE", 2 * mmap.PAGESIZE)
         for home in (PinnedHome, DiskHome):

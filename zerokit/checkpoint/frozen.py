@@ -23,7 +23,7 @@ from zerokit.checkpoint.prune import foreign_to_step
 from zerokit.checkpoint.safetensors import Stream, rank_file
 from zerokit.checkpoint.snapshot import Apart, Arguments, Rest, Slices
 from zerokit.checkpoint.source import Source
-from zerokit.checkpoint.staged import contents, device_of, staged
+from zerokit.checkpoint.staged import contents, device_of, staging_for, through
 from zerokit.checkpoint.staging import Staging
 from zerokit.checkpoint.state import Held, dtype_name, kept_slices, own_slices
 from zerokit.checkpoint.together import Together
@@ -82,7 +82,7 @@ def _whole_checksums(
 
     def own() -> Pieces:
         pieces, wanted = Pieces(), list(held)
-        with staged(device_of(one.tensor for one in wanted), "checksums") as staging:
+        with through(device_of(one.tensor for one in wanted), staging_for("checksums")) as staging:
             for number, content in chain.from_iterable(contents(map(elements, wanted), staging)):
                 key = Part(0, wanted[number].position, wanted[number].part.interval.start)
                 pieces.add(key, crc32(content), content.nbytes)

@@ -21,6 +21,7 @@ from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.description import ModelNames, Rename
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.frozen import require_same
+from zerokit.checkpoint.landing import Landing
 from zerokit.checkpoint.matching import Match, Shared
 from zerokit.checkpoint.nodes.places import StepsOnNodes, places_of
 from zerokit.checkpoint.plan import generators_of, plan_of
@@ -28,7 +29,7 @@ from zerokit.checkpoint.reading import FromFiles, Reading, requests_of
 from zerokit.checkpoint.run import common_steps, island_runs, partners, step_name
 from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
-from zerokit.checkpoint.staged import staged
+from zerokit.checkpoint.staged import through
 from zerokit.checkpoint.state import Held, outer_slices, slices_here, tensor_of
 from zerokit.checkpoint.together import Together, finish_saving
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
@@ -36,7 +37,6 @@ from zerokit.files import path_of
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.homes import Codes, decode
-from zerokit.runtime.homes.staging import Staging
 from zerokit.runtime.inner import parts_of
 from zerokit.runtime.unit import UnitState
 from zerokit.text import printable
@@ -216,9 +216,9 @@ def _load(
     runtime.settle()
     if plan.shared is not None:
         together.each(lambda: _make_states(runtime, plan.states))
-    with staged(runtime.collectives.device, "loads") as staging:
+    with through(runtime.collectives.device, Landing) as landing:
         for sources in match.rounds():
-            _read_states(reading, sources, runtime, together, staging, weights_only=weights_only)
+            _read_states(reading, sources, runtime, together, landing, weights_only=weights_only)
     if plan.shared is not None:
         shared = plan.shared
         reading.bring(shared.files(runtime))
@@ -259,7 +259,7 @@ def _read_states(
     sources: Mapping[str, int],
     runtime: Runtime,
     together: Together,
-    staging: Staging | None,
+    landing: Landing | None,
     *,
     weights_only: bool,
 ) -> None:
@@ -268,7 +268,7 @@ def _read_states(
     def read_units(present: Sequence[UnitState]) -> None:
         held = slices_here(runtime, present, weights_only=weights_only)
         scaled: list[tuple[Tensor, Tensor]] = []
-        found.append(reading.read(requests_of(reading.source, sources, held, scaled, staging)))
+        found.append(reading.read(requests_of(reading.source, sources, held, scaled, landing)))
         for codes, scales in scaled:
             decode(Codes(codes, scales), codes)
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from zerokit.checkpoint.checksum import Pieces
+from zerokit.checkpoint.landing import Landing
 from zerokit.checkpoint.manifest import WEIGHT_KINDS
 from zerokit.checkpoint.requests import VECTOR_BYTES, Request, read, requests_for
 from zerokit.checkpoint.source import Source
 from zerokit.checkpoint.state import Held, InTensor
 from zerokit.layout import Interval
-from zerokit.runtime.homes.staging import Staging
 
 
 class Reading(ABC):
@@ -60,7 +60,7 @@ def requests_of(
     sources: Mapping[str, int],
     held: Iterable[Held],
     scaled: list[tuple[Tensor, Tensor]],
-    staging: Staging | None,
+    landing: Landing | None,
 ) -> Iterator[Request]:
     """What is needed of the parameters in `sources`, which gives their positions in the checkpoint.
 
@@ -79,11 +79,11 @@ def requests_of(
         )
         if number is not None and not lacking:
             assert isinstance(one.tensor, Tensor)
-            yield from _into(checkpoint, number, position, one.part.interval, one.tensor, staging)
+            yield from _into(checkpoint, number, position, one.part.interval, one.tensor, landing)
             if (scales := checkpoint.manifest.scales(number, position)) is not None:
                 every = checkpoint.streams[scales].elements(one.part.interval)
                 scaled.append((one.tensor, torch.empty(every.numel, device=one.tensor.device)))
-                yield from _into(checkpoint, scales, position, every, scaled[-1][1], staging)
+                yield from _into(checkpoint, scales, position, every, scaled[-1][1], landing)
 
 
 def _into(
@@ -92,9 +92,9 @@ def _into(
     position: int,
     interval: Interval,
     tensor: Tensor,
-    staging: Staging | None,
+    landing: Landing | None,
 ) -> Iterator[Request]:
     """What brings a stream's elements of a parameter into a flat tensor."""
-    elements = InTensor(tensor, checkpoint.streams[stream].dtype, staging)
+    elements = InTensor(tensor, checkpoint.streams[stream].dtype, landing)
     for request in requests_for(checkpoint, stream, position, interval, elements, 0):
         yield from request.split(VECTOR_BYTES)

@@ -6,8 +6,9 @@ Copies from and into other memory of the host reach a tenth of the speed of the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,24 +17,32 @@ from zerokit.checkpoint.requests import VECTOR_BYTES
 from zerokit.checkpoint.state import host_bytes
 from zerokit.runtime import homes
 from zerokit.runtime.homes import Elements, in_memory
+from zerokit.runtime.homes.copies import CopyStream
 from zerokit.runtime.homes.staging import Staging
+
+T = TypeVar("T")
 
 _Part = tuple[int, Tensor]
 """The number of a tensor, and some or all of its elements, flat."""
 
 
 @contextmanager
-def staged(device: torch.device, purpose: str) -> Iterator[Staging | None]:
-    """A context with pinned memory for bytes to and from `device`; without where it is the host."""
+def through(device: torch.device, make: Callable[[CopyStream], T]) -> Iterator[T | None]:
+    """A context with what `make` makes of pinned memory for copies to or from `device`; with None on a host."""
     streams = homes.streams_for(device)
     if streams is None:
         yield None
         return
     stream, _ = streams
     try:
-        yield Staging(stream, VECTOR_BYTES, purpose)
+        yield make(stream)
     finally:
         stream.arrive()  # before the memory is given back
+
+
+def staging_for(purpose: str) -> Callable[[CopyStream], Staging]:
+    """Makes what `contents` needs."""
+    return lambda stream: Staging(stream, VECTOR_BYTES, purpose)
 
 
 def device_of(elements: Iterable[Elements]) -> torch.device:

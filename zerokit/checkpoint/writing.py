@@ -43,7 +43,7 @@ from zerokit.checkpoint.safetensors import (
     slice_count,
 )
 from zerokit.checkpoint.snapshot import Apart, Arguments, Rest, Slices
-from zerokit.checkpoint.staged import contents, device_of, staged
+from zerokit.checkpoint.staged import contents, device_of, staging_for, through
 from zerokit.checkpoint.strict import compact
 from zerokit.checkpoint.uncut import UncutFile
 from zerokit.errors import CheckpointError
@@ -94,7 +94,7 @@ def write_rank(
     held = [slices[streams[e.stream].kind, line[e.position].name] for e in file.extents]
     assert [elements.nbytes for elements in held] == [extent.size for extent in file.extents]
     pieces, parts = Pieces(), [Piece(crc32(file.header), len(file.header))]
-    with staged(device_of(held), "saves") as staging:
+    with through(device_of(held), staging_for("saves")) as staging:
         for extent, crc in zip(
             file.extents, _write(path, file.size, file.header, held, staging), strict=True
         ):

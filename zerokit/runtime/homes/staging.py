@@ -35,10 +35,6 @@ class Staging:
     ) -> None:
         self.stream, self._size = stream, piece_bytes
         self._pieces = [pin(pages(piece_bytes), purpose) for _ in range(2)]
-        self._lending, self._lent = 0, 0
-        """Which piece is lent from, and how many of its bytes are."""
-        self._sent: list[Issued | None] = [None, None]
-        """The last copy from each piece that was lent from."""
 
     def read(self, file: ReadAndWritten, runs: Iterable[Run], memory: Tensor, after: Issued) -> None:
         """Bring bytes of a file to `memory` on the device, once what is `after` has ended there."""
@@ -87,28 +83,6 @@ class Staging:
                 yield first()
         finally:
             _end(issued for issued, _ in coming)
-
-    def lend(self, size: int) -> Tensor | None:
-        """So many bytes of a piece, to be filled and given to `send`; None if there are not so many in one.
-
-        What is lent before something is sent fits into a piece altogether.
-        """
-        if size > self._size:
-            return None
-        if self._lent + size > self._size:
-            self._lending, self._lent = 1 - self._lending, 0
-            if (sent := self._sent[self._lending]) is not None:
-                sent.arrive()
-        start, self._lent = self._lent, self._lent + size
-        return self._pieces[self._lending][start : start + size]
-
-    def send(self, lent: Tensor, into: Tensor) -> None:
-        """Copy lent memory to bytes on the device, which what this thread issues later finds there."""
-        copying = self.stream.copy([(into, lent)], [self.stream.mark()])
-        copying.wait()
-        first = self._pieces[0]
-        of_first = first.data_ptr() <= lent.data_ptr() < first.data_ptr() + first.nbytes
-        self._sent[0 if of_first else 1] = copying
 
     def _cut(self, runs: Iterable[Run]) -> Iterator[Run]:
         for offset, at, size in runs:
