@@ -17,6 +17,7 @@ from tests.support.distributed import run_ranks, run_ranks_expecting_errors
 from tests.support.streams import LaggingStream, device_way
 from zerokit.errors import UsageError
 from zerokit.placement import stage_of
+from zerokit.runtime.counts import checked
 
 VOCABULARY, STEPS = 13, 20
 STAGES: tuple[Any, ...] = (0, 1, 2, 3)
@@ -306,6 +307,15 @@ def _cleared() -> bool:
         optimizer.step()
         found.append([weight for _, weight in optimizer.weights()])
     return all(map(torch.equal, *found))
+
+
+def test_a_count_on_the_host_is_read_there_and_never_copied_to_a_device() -> None:
+    """That copy would wait for all that the device has been given."""
+    count = torch.tensor(3)
+    for_a_gpu, for_the_host = (checked(count, torch.device(kind)) for kind in ("cuda", "cpu"))
+    assert not isinstance(for_a_gpu, Tensor)
+    assert for_a_gpu == 3
+    assert for_the_host is count
 
 
 def test_a_count_goes_with_its_gradients() -> None:

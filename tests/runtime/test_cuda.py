@@ -12,6 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,21 @@ def test_no_step_synchronises(precision: str) -> None:
                 for step in range(2, 5):
                     training.step(step)
             training.bits()
+
+
+@gpu
+@pytest.mark.parametrize("clip", [None, 1.0])
+@on_ranks(1)
+def test_a_count_on_the_host_synchronises_no_step(clip: float | None) -> None:
+    with alone_on_gpu("cuda"):
+        training = Training(at(SCENES["plain"], precision="bf16", clip=clip, steps=5), placed("cuda"))
+        counted = partial(training.optimizer.backward, count=torch.tensor(7))
+        training._backward = counted  # type: ignore[method-assign]
+        for step in range(2):
+            training.step(step)
+        with no_synchronisation():
+            for step in range(2, 5):
+                training.step(step)
 
 
 @gpu

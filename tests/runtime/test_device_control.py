@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -265,3 +266,22 @@ def test_a_state_can_be_loaded_right_after_a_step(given: tuple[str, int]) -> Non
             training.step(2)
             found.append(training.bits())
     assert found[0] == found[1]
+
+
+@on_ranks(2, STAGES)
+def test_no_accumulating_node_outlives_the_passes_that_use_it(stage: int) -> None:
+    """Autograd's nodes keep the stream of the forward that made them, for which later passes would wait."""
+    with prompt("cpu") as device, warnings.catch_warnings(action="ignore"):
+        training = Training(at(SCENES["plain"], stage=stage), device)
+
+        def metadata() -> list[dict[str, Any]]:
+            parameters = [p for p in training.model.parameters() if p.requires_grad]
+            with training.optimizer.gathered():
+                nodes: list[Any] = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+                return [node.metadata for node in nodes]
+
+        training.step(0)
+        for each in metadata():
+            each["seen"] = True
+        training.step(1)
+        assert not any(metadata())

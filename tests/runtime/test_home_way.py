@@ -145,7 +145,7 @@ def _save_and_go(training: Training, folder: Path) -> list[str]:
     return [*bits, *files]
 
 
-@on_ranks(2, [(home, name) for home in ("host", "disk") for name in ("plain", "whole tensors")])
+@on_ranks(2, [(home, name) for home in ("device", "host", "disk") for name in ("plain", "whole tensors")])
 def test_saves_are_those_of_the_device(given: tuple[str, str], tmp_path: Path) -> None:
     home, name = given
     scene = at(SCENES[name], precision="bf16", stage=2)
@@ -181,7 +181,7 @@ MUTATIONS = {
     "what is still computed leaves for a file": ("disk", "mark", "put"),
     "the computation reads what has not come from a file": ("disk", "arrive", "_end"),
     "a piece is read into while it is copied": ("disk", "arrive", "read"),
-    "a piece is written that has not come": ("disk", "arrive", "write_first"),
+    "a piece is written that has not come": ("disk", "arrive", "first"),
 }
 
 

@@ -9,6 +9,7 @@ Copies are made at once. What the computation touches is seen by a dispatch mode
 
 from __future__ import annotations
 
+import mmap
 import sys
 import threading
 import weakref
@@ -27,8 +28,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zerokit.checkpoint import landing, reading, requests, staged
 from zerokit.errors import StorageError
-from zerokit.runtime import homes
+from zerokit.runtime import homes, host_copy
 from zerokit.runtime.homes import disk, pinned, staging
 from zerokit.runtime.homes.copies import CopyStream, Issued, Pairs
 from zerokit.runtime.homes.disk import DiskHome, File
@@ -232,6 +234,9 @@ class _Executor:
     def __init__(self, clocks: Clocks, workers: int, name: str) -> None:
         self._clocks, self._executor = clocks, ThreadPoolExecutor(workers, name)
 
+    def shutdown(self, *, wait: bool) -> None:
+        self._executor.shutdown(wait=wait)
+
     def submit(self, call: Callable[..., Any], *arguments: Any) -> _Future:
         clocks, before = self._clocks, self._clocks.now(self._clocks.thread())
         after: Clock = {}
@@ -260,7 +265,10 @@ class _Future:
 
 @contextmanager
 def clocked() -> Iterator[Clocks]:
-    """Inside, states that live elsewhere go the way of a GPU, and each access of their memory is checked."""
+    """Inside, states that live elsewhere go the way of a GPU, and each access of their memory is checked.
+
+    So do saves and loads; what the thread of a save beside the training writes has come to the host before.
+    """
     clocks = Clocks()
     read, write = File.read, File.write
 
@@ -285,13 +293,22 @@ def clocked() -> Iterator[Clocks]:
 
     with pytest.MonkeyPatch.context() as patch, _Computation(clocks):
         streams = ClockedStream(clocks, "the stream in"), ClockedStream(clocks, "the stream out")
-        patch.setattr(homes, "streams_for", lambda device: streams)
+        saves = "zerokit-save"
+        patch.setattr(
+            homes,
+            "streams_for",
+            lambda device: None if threading.current_thread().name == saves else streams,
+        )
         patch.setattr(homes, "Staging", partial(Staging, piece_bytes=PIECE))
-        for module in (pinned, staging):
+        for module in (host_copy, landing, pinned, staging):
             patch.setattr(module, "pin", pin)
+        for module in (landing, reading, requests, staged):
+            patch.setattr(module, "VECTOR_BYTES", PIECE)
+        patch.setattr(host_copy, "_PIECE", 2 * mmap.PAGESIZE)
         for home in (PinnedHome, DiskHome):
             patch.setattr(home, "buffer", buffer)
         patch.setattr(File, "read", noted_read)
         patch.setattr(File, "write", noted_write)
-        patch.setattr(disk, "ThreadPoolExecutor", partial(_Executor, clocks))
+        for module in (disk, host_copy):
+            patch.setattr(module, "ThreadPoolExecutor", partial(_Executor, clocks))
         yield clocks

@@ -23,8 +23,9 @@ from zerokit.checkpoint.prune import foreign_to_step
 from zerokit.checkpoint.safetensors import Stream, rank_file
 from zerokit.checkpoint.snapshot import Apart, Arguments, Rest, Slices
 from zerokit.checkpoint.source import Source
+from zerokit.checkpoint.staged import contents, device_of, staging_for, through
 from zerokit.checkpoint.staging import Staging
-from zerokit.checkpoint.state import Held, dtype_name, host_bytes, kept_slices, own_slices
+from zerokit.checkpoint.state import Held, dtype_name, kept_slices, own_slices
 from zerokit.checkpoint.together import Together
 from zerokit.checkpoint.writing import (
     Contents,
@@ -38,7 +39,7 @@ from zerokit.errors import CheckpointError, UsageError
 from zerokit.layout import Interval, Layout
 from zerokit.runtime import ZeroOptimizer
 from zerokit.runtime.build import Runtime
-from zerokit.runtime.homes import in_memory
+from zerokit.runtime.homes import Elements, in_memory
 
 Frozen = Literal["always", "once", "never"]
 _NAMED = 5
@@ -74,12 +75,17 @@ def _whole_checksums(
 ) -> dict[str, int]:
     """The CRC-32 of parameters of which ranks hold slices, by name; as elements of `dtypes`, if they are given."""
 
+    def elements(one: Held) -> Elements:
+        if dtypes is None:
+            return one.tensor
+        return in_memory(one.tensor).to(getattr(torch, dtypes[one.part.parameter.name]))
+
     def own() -> Pieces:
-        pieces = Pieces()
-        for one in held:
-            tensor, name = in_memory(one.tensor), one.part.parameter.name
-            data = host_bytes(tensor if dtypes is None else tensor.to(getattr(torch, dtypes[name])))
-            pieces.add(Part(0, one.position, one.part.interval.start), crc32(data), data.nbytes)
+        pieces, wanted = Pieces(), list(held)
+        with through(device_of(one.tensor for one in wanted), staging_for("checksums")) as staging:
+            for number, content in chain.from_iterable(contents(map(elements, wanted), staging)):
+                key = Part(0, wanted[number].position, wanted[number].part.interval.start)
+                pieces.add(key, crc32(content), content.nbytes)
         return pieces
 
     pieces = Pieces.joined(together.exchange(together.each(own)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,16 @@ from zerokit.checkpoint.formats import open_source
 from zerokit.checkpoint.formats.description import ModelNames, Rename
 from zerokit.checkpoint.formats.foreign import ForeignCheckpoint
 from zerokit.checkpoint.frozen import require_same
-from zerokit.checkpoint.manifest import WEIGHT_KINDS
+from zerokit.checkpoint.landing import Landing
 from zerokit.checkpoint.matching import Match, Shared
 from zerokit.checkpoint.nodes.places import StepsOnNodes, places_of
 from zerokit.checkpoint.plan import generators_of, plan_of
-from zerokit.checkpoint.reading import FromFiles, Reading
-from zerokit.checkpoint.requests import Request, requests_for
+from zerokit.checkpoint.reading import FromFiles, Reading, requests_of
 from zerokit.checkpoint.run import common_steps, island_runs, partners, step_name
 from zerokit.checkpoint.snapshot import persistent_buffers, require_equal
 from zerokit.checkpoint.source import Source, Tensors
-from zerokit.checkpoint.state import Held, InTensor, outer_slices, slices_here, tensor_of
+from zerokit.checkpoint.staged import through
+from zerokit.checkpoint.state import Held, outer_slices, slices_here, tensor_of
 from zerokit.checkpoint.together import Together, finish_saving
 from zerokit.errors import CheckpointError, UsageError, ZerokitWarning
 from zerokit.files import path_of
@@ -216,8 +216,9 @@ def _load(
     runtime.settle()
     if plan.shared is not None:
         together.each(lambda: _make_states(runtime, plan.states))
-    for sources in match.rounds():
-        _read_states(reading, sources, runtime, together, weights_only=weights_only)
+    with through(runtime.collectives.device, Landing) as landing:
+        for sources in match.rounds():
+            _read_states(reading, sources, runtime, together, landing, weights_only=weights_only)
     if plan.shared is not None:
         shared = plan.shared
         reading.bring(shared.files(runtime))
@@ -258,6 +259,7 @@ def _read_states(
     sources: Mapping[str, int],
     runtime: Runtime,
     together: Together,
+    landing: Landing | None,
     *,
     weights_only: bool,
 ) -> None:
@@ -266,7 +268,7 @@ def _read_states(
     def read_units(present: Sequence[UnitState]) -> None:
         held = slices_here(runtime, present, weights_only=weights_only)
         scaled: list[tuple[Tensor, Tensor]] = []
-        found.append(reading.read(_requests(reading.source, sources, held, scaled)))
+        found.append(reading.read(requests_of(reading.source, sources, held, scaled, landing)))
         for codes, scales in scaled:
             decode(Codes(codes, scales), codes)
 
@@ -283,42 +285,10 @@ def _read(reading: Reading, sources: Mapping[str, int], held: Iterable[Held], to
     wanted = list(held)
 
     def read_all() -> Pieces:
-        return reading.read(_requests(reading.source, sources, wanted, []))
+        return reading.read(requests_of(reading.source, sources, wanted, [], None))
 
     while not reading.settle(together.exchange(together.each(read_all))):
         pass
-
-
-def _requests(
-    checkpoint: Source,
-    sources: Mapping[str, int],
-    held: Iterable[Held],
-    scaled: list[tuple[Tensor, Tensor]],
-) -> Iterator[Request]:
-    """What is needed of the parameters in `sources`, which gives their positions in the checkpoint.
-
-    Tensors that get codes are added to `scaled`, with those that get the scales.
-    """
-    streams = checkpoint.manifest.numbers
-    # A parameter is in one of the two streams of weights, and its values come from that one.
-    weights = {position: number for (kind, position), number in streams.items() if kind in WEIGHT_KINDS}
-    for one in held:
-        position = sources.get(one.part.parameter.name)
-        if position is None:
-            continue
-        number = weights[position] if one.kind in WEIGHT_KINDS else streams.get((one.kind, position))
-        lacking = (
-            checkpoint.manifest.frozen == "" and number is not None and checkpoint.manifest.apart(number)
-        )
-        if number is not None and not lacking:
-            assert isinstance(one.tensor, Tensor)
-            elements = InTensor(one.tensor, checkpoint.streams[number].dtype)
-            yield from requests_for(checkpoint, number, position, one.part.interval, elements, 0)
-            if (scales := checkpoint.manifest.scales(number, position)) is not None:
-                every = checkpoint.streams[scales].elements(one.part.interval)
-                scaled.append((one.tensor, torch.empty(every.numel, device=one.tensor.device)))
-                elements = InTensor(scaled[-1][1], checkpoint.streams[scales].dtype)
-                yield from requests_for(checkpoint, scales, position, every, elements, 0)
 
 
 def _make_states(runtime: Runtime, states: Iterable[Mapping[str, torch.dtype]]) -> None:

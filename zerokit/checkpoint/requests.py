@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from zerokit.checkpoint.source import Source
 
-_VECTOR_BYTES = 64 << 20
+VECTOR_BYTES = 64 << 20
 """Neighbours that go into memory are read in one vectored call up to this size."""
 
 
@@ -173,7 +173,7 @@ def read(source: Source, requests: Iterable[Request]) -> Pieces:
         path, descriptor = opening(source, file)
         wanted.sort(key=lambda request: request.offset)
         with descriptor as fd:
-            for run in neighbours(wanted, _VECTOR_BYTES):
+            for run in neighbours(wanted, VECTOR_BYTES):
                 for request, crc in move(fd, path, run, memoryview(b"")):
                     pieces.add(request.key, crc, request.size)
     return pieces

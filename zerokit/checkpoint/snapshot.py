@@ -17,6 +17,7 @@ from zerokit.checkpoint.entries import Uncut
 from zerokit.checkpoint.extra import GENERATOR_PREFIX, LOCAL_STEPS, decode, encode, mapping
 from zerokit.checkpoint.manifest import BUFFER_PREFIX, FROZEN, Scalars
 from zerokit.checkpoint.owned import Owned
+from zerokit.checkpoint.staged import device_of
 from zerokit.checkpoint.state import (
     Description,
     Encoded,
@@ -31,17 +32,14 @@ from zerokit.checkpoint.strict import canonical
 from zerokit.checkpoint.uncut import UncutFile
 from zerokit.errors import CheckpointError, ZerokitWarning
 from zerokit.layout import Layout
-from zerokit.runtime import ZeroOptimizer
+from zerokit.runtime import ZeroOptimizer, homes
 from zerokit.runtime.homes import Elements, in_memory
+from zerokit.runtime.host_copy import HostCopy
 from zerokit.runtime.model import plain_name
-from zerokit.runtime.pinning import pin
 from zerokit.skips import NONE_SKIPPED, Skips
 
 Slices = dict[tuple[str, str], Elements]
 """By stream and parameter's name, flat."""
-
-_ALIGNMENT = 64
-"""Bytes: of slices in the host copy, as wide as a vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,25 +258,13 @@ def _copies(optimizer: ZeroOptimizer, elements: Sequence[Elements]) -> list[Elem
 
 def _host_copies(optimizer: ZeroOptimizer, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors in the optimizer's buffer."""
-    starts, size = [], 0
-    for tensor in tensors:
-        starts.append(size)
-        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    if optimizer.host_copy is None or optimizer.host_copy.nbytes < size:  # weights alone need less
-        optimizer.host_copy = None  # before the next is made
-        # Written to at once: pages that are not there yet would make copies into them slow.
-        optimizer.host_copy = torch.zeros(size, dtype=torch.uint8, device="cpu")
-        if devices:
-            pin(optimizer.host_copy, "background saves")
-    copies = []
-    for tensor, start in zip(tensors, starts, strict=True):
-        copy = optimizer.host_copy[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        if not tensor.is_meta:
-            copy.copy_(tensor.detach(), non_blocking=True)
-        copies.append(copy)
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
+    size, memory = HostCopy.size_of(tensors), optimizer.host_copy
+    if memory is None or memory.nbytes < size:  # weights alone need less
+        memory = optimizer.host_copy = None  # before the next is made
+        streams = homes.streams_for(device_of(tensors))
+        memory = HostCopy(size, streams[1] if streams else None)
+    copies = memory.fill(tensors)
+    optimizer.host_copy = memory
     return copies
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zerokit.checkpoint.extra import encode
+from zerokit.checkpoint.landing import Landing
 from zerokit.checkpoint.manifest import Scalars
 from zerokit.checkpoint.requests import Memory
 from zerokit.checkpoint.safetensors import ELEMENT_BYTES, Stream
@@ -26,6 +27,7 @@ from zerokit.layout import Layout, Slice
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.homes import Codes, Elements
 from zerokit.runtime.masters import Master
+from zerokit.runtime.pinning import content_of
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
 
@@ -96,30 +98,38 @@ def tensor_of(data: ReadableBuffer, dtype: str, shape: Sequence[int]) -> Tensor:
 
 
 class InTensor(Memory):
-    """The flat elements of `tensor` in the file's `dtype`."""
+    """The flat elements of `tensor` in the file's `dtype`; those on a device come there through a `landing`."""
 
-    def __init__(self, tensor: Tensor, dtype: str) -> None:
+    def __init__(self, tensor: Tensor, dtype: str, landing: Landing | None = None) -> None:
         self.tensor, self.dtype = tensor, dtype
+        raw = str(tensor.dtype) == f"torch.{dtype}"
+        self._landing = landing if raw and landing and landing.stream.device == tensor.device else None
+        self._is_raw = raw and self._landing is None and tensor.device.type == "cpu"
+        """Whether bytes can be read into the tensor's own memory unchanged."""
+        self._lent: dict[int, Tensor] = {}
+        """Memory of the landing that is to be filled, by the byte that it begins with."""
 
     def _within(self, at: int, size: int) -> Tensor:
         width = ELEMENT_BYTES[self.dtype]
-        return self.tensor[at // width : (at + size) // width]
+        return self.tensor.detach()[at // width : (at + size) // width]
 
     def buffer(self, at: int, size: int) -> memoryview:
-        """The tensor's own memory, if the bytes can be read into it unchanged."""
         if self._is_raw:
             return host_bytes(self._within(at, size))
-        return memoryview(bytearray(size))
+        lent = None if self._landing is None else self._landing.lend(size)
+        if lent is None:
+            return memoryview(bytearray(size))
+        self._lent[at] = lent
+        return content_of(lent)
 
     def take(self, at: int, content: memoryview) -> None:
-        if not self._is_raw:
-            part = self._within(at, content.nbytes)
-            with torch.no_grad():
-                part.copy_(tensor_of(content, self.dtype, part.shape))
-
-    @property
-    def _is_raw(self) -> bool:
-        return self.tensor.device.type == "cpu" and str(self.tensor.dtype) == f"torch.{self.dtype}"
+        if self._is_raw:
+            return
+        part = self._within(at, content.nbytes)
+        if self._landing is not None and (lent := self._lent.pop(at, None)) is not None:
+            self._landing.send(lent, part.view(torch.uint8))
+        else:
+            part.copy_(tensor_of(content, self.dtype, part.shape))
 
 
 def own_slices(runtime: Runtime, rank: int, *, weights_only: bool = False) -> Iterator[Held]:

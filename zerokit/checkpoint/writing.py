@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +36,6 @@ from zerokit.checkpoint.manifest import (
 from zerokit.checkpoint.run import step_name
 from zerokit.checkpoint.safetensors import (
     LENGTH_BYTES,
-    Extent,
     RankFile,
     Stream,
     file_name,
@@ -45,15 +43,13 @@ from zerokit.checkpoint.safetensors import (
     slice_count,
 )
 from zerokit.checkpoint.snapshot import Apart, Arguments, Rest, Slices
-from zerokit.checkpoint.state import host_bytes
+from zerokit.checkpoint.staged import contents, device_of, staging_for, through
 from zerokit.checkpoint.strict import compact
 from zerokit.checkpoint.uncut import UncutFile
 from zerokit.errors import CheckpointError
 from zerokit.layout import Layout
-from zerokit.runtime.homes import in_memory
-
-_BATCH_BYTES = 64 << 20
-"""Written in one call: what a device holds is copied to the host so much at a time."""
+from zerokit.runtime.homes import Elements
+from zerokit.runtime.homes.staging import Staging
 
 
 class Written(NamedTuple):
@@ -95,41 +91,40 @@ def write_rank(
     if missing := sorted(wanted - slices.keys()):
         kind, name = missing[0]
         raise CheckpointError(f"{kind} of {name} is missing on this rank, which others have")
+    held = [slices[streams[e.stream].kind, line[e.position].name] for e in file.extents]
+    assert [elements.nbytes for elements in held] == [extent.size for extent in file.extents]
     pieces, parts = Pieces(), [Piece(crc32(file.header), len(file.header))]
-    with new_file(path, file.size) as fd:
-        write_exactly(fd, [file.header], 0, path)
-        for batch in _batches(file.extents):
-            held = [slices[streams[e.stream].kind, line[e.position].name] for e in batch]
-            buffers = [host_bytes(in_memory(elements)) for elements in held]
-            assert [buffer.nbytes for buffer in buffers] == [extent.size for extent in batch]
-            write_exactly(fd, buffers, batch[0].offset, path)
-            for extent, buffer in zip(batch, buffers, strict=True):
-                key = Part(extent.stream, extent.position, extent.interval.start)
-                parts.append(Piece(crc32(buffer), extent.size))
-                pieces.add(key, parts[-1].crc, extent.size)
+    with through(device_of(held), staging_for("saves")) as staging:
+        for extent, crc in zip(
+            file.extents, _write(path, file.size, file.header, held, staging), strict=True
+        ):
+            parts.append(Piece(crc, extent.size))
+            pieces.add(Part(extent.stream, extent.position, extent.interval.start), crc, extent.size)
+        others = tuple(_write_uncut(work, one, staging) for one in uncut)
     described = File(file.name, file.size, len(file.header), parts[0].crc)
-    return Written(described, pieces, combine(parts).crc, tuple(_write_uncut(work, one) for one in uncut))
+    return Written(described, pieces, combine(parts).crc, others)
 
 
-def _write_uncut(work: Path, file: UncutFile) -> Uncut:
-    path, offset, crc = work / file.place.name, 0, 0
-    with new_file(path, file.size) as fd:
-        for data in chain([memoryview(file.header)], (host_bytes(in_memory(one)) for one in file.tensors)):
-            write_exactly(fd, [data], offset, path)
-            crc, offset = crc32(data, crc), offset + len(data)
-    return replace(file.place, size=file.size, crc=crc)
+def _write_uncut(work: Path, file: UncutFile, staging: Staging | None) -> Uncut:
+    crcs = _write(work / file.place.name, file.size, file.header, file.tensors, staging)
+    parts = [Piece(crc, one.nbytes) for crc, one in zip(crcs, file.tensors, strict=True)]
+    whole = combine([Piece(crc32(file.header), len(file.header)), *parts])
+    return replace(file.place, size=file.size, crc=whole.crc)
 
 
-def _batches(extents: Iterable[Extent]) -> Iterator[list[Extent]]:
-    """Neighbours, for one vectored call each."""
-    batch: list[Extent] = []
-    for extent in extents:
-        if batch and extent.offset + extent.size - batch[0].offset > _BATCH_BYTES:
-            yield batch
-            batch = []
-        batch.append(extent)
-    if batch:
-        yield batch
+def _write(
+    path: Path, size: int, header: bytes, elements: Sequence[Elements], staging: Staging | None
+) -> list[int]:
+    """Write a file: elements behind a header, one after the other. Returns the CRC-32 of each one's bytes."""
+    crcs, offset = [0] * len(elements), len(header)
+    with new_file(path, size) as fd:
+        write_exactly(fd, [header], 0, path)
+        for batch in contents(elements, staging):
+            write_exactly(fd, [content for _, content in batch], offset, path)
+            for number, content in batch:
+                crcs[number] = crc32(content, crcs[number])
+                offset += content.nbytes
+    return crcs
 
 
 def contents_of(

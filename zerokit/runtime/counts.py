@@ -20,16 +20,20 @@ Count: TypeAlias = float | Tensor
 """A number of samples or tokens; on a device maybe a 0-d tensor there, which the host does not read."""
 
 
-def require_count(count: object) -> None:
-    """Raise `UsageError` for what is no number of samples or tokens. A device's tensor is not read."""
+def checked(count: object, device: torch.device) -> Count | None:
+    """A number of samples or tokens, or None. Raises `UsageError` for anything else.
+
+    A tensor on the `device` that computes is not read. One on the host is: a copy to a device would wait for it.
+    """
     if isinstance(count, Tensor) and count.dim() == 0 and count.device.type != "cpu":
-        return
+        return count
     number = count.item() if isinstance(count, Tensor) and count.numel() == 1 else count
     if number is not None and not (isinstance(number, int | float) and 0 <= number < math.inf):
         raise UsageError(
             f"backward(count={count!r}): expected a number of at least 0, or a 0-d tensor: how many samples or tokens "
             "the loss is a sum over"
         )
+    return count if isinstance(count, Tensor) and count.device == device else number
 
 
 def sum_over_ranks(count: Count | None, collectives: Collectives) -> Tensor:

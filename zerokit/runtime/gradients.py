@@ -78,7 +78,8 @@ class Gradients:
         """The parameters, by unit and position, that have elements in this rank's share."""
         self.take_cut()
         self._nodes: dict[tuple[int, int], Any] = {}
-        """Autograd's accumulating nodes of the parameters, each asked for once."""
+        """Autograd's accumulating nodes of the parameters, each asked for once; on hosts only."""
+        self._keeps_nodes = collectives.device.type == "cpu" and not collectives.runs_ahead
         self._reductions: deque[tuple[UnitGradients, Work]] = deque()
 
     def take_cut(self) -> None:
@@ -99,12 +100,16 @@ class Gradients:
             for position, parameter in enumerate(unit.state.parameters):
                 if position in unit.state.stopped:
                     continue
-                if (index, position) not in self._nodes:
+                node = self._nodes.get((index, position))
+                if node is None:
                     with without_torch_function():
-                        edge = torch.autograd.graph.get_gradient_edge(parameter)
-                    self._nodes[index, position] = edge.node
+                        node = torch.autograd.graph.get_gradient_edge(parameter).node
+                    if self._keeps_nodes:
+                        # On a device it accumulates on the stream of the forward that it was made in, for as long as
+                        # anybody holds it: later passes on other streams would have to wait for that one.
+                        self._nodes[index, position] = node
                 try:
-                    if will_reach(self._nodes[index, position]):
+                    if will_reach(node):
                         yield index
                         break
                 except RuntimeError:  # autograd.grad with respect to this parameter

@@ -5,7 +5,8 @@ leave behind. So a unit keeps one storage, and only the memory behind it comes a
 resized; on Linux hosts its pages go, all but those of the shard, which so needs no copy. They go to the next unit or
 back to the system, and one small piece of memory replaces them, mapped over and over, whose bytes are all ones: nan in
 every floating-point dtype. A view that the user kept reads nan there; returned pages alone would read as zeros, and an
-emptied storage would end the process.
+emptied storage would end the process. On CUDA that is what happens: a kept view of a freed unit is a null pointer, and
+the kernel that reads it fails with an illegal memory access, after which the process cannot use the device.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
 from zerokit.runtime.changes import ONE_RANK_SAYS, buffers_from, require_rank
 from zerokit.runtime.classes import OptimizerClasses
-from zerokit.runtime.counts import Count, require_count
+from zerokit.runtime.counts import Count, checked
 from zerokit.runtime.hooks import differentiate, profiled
+from zerokit.runtime.host_copy import HostCopy
 from zerokit.runtime.interface import refuse_step_options
 from zerokit.runtime.loss import Loss, differentiating
 from zerokit.runtime.memory_watch import MemoryWatch
@@ -149,7 +150,7 @@ class ZeroOptimizer(Rebalancing):
         super().__init__(made.inner)
         self.ema: Average | None = None
         """The average of the weights, if there is one: made by `zerokit.Ema(optimizer, decay)`."""
-        self.host_copy: Tensor | None = None
+        self.host_copy: HostCopy | None = None
         """The buffer that background saves write from, once there was one."""
         self._last_traffic = TrafficReport()
         self._modes = Modes(made)
@@ -191,7 +192,7 @@ class ZeroOptimizer(Rebalancing):
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`. Raises `UsageError` for a negative count.
         """
-        require_count(count)
+        count = checked(count, self._collectives.device)
         with differentiating(Loss(None if self.scaler is None else self.scaler.value, count)):
             differentiate(
                 loss if self.scaler is None else loss * self.scaler.value,

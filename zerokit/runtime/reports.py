@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from torch import Tensor
-
 from zerokit.formulas import MemoryReport, TrafficReport
 from zerokit.layout import Layout
 from zerokit.placement import StageArgument
 from zerokit.runtime.build import Runtime
+from zerokit.runtime.host_copy import HostCopy
 from zerokit.runtime.measure import measure_memory, predicted_memory, predicted_traffic
 from zerokit.runtime.precision import LossScale
 from zerokit.runtime.states import Average, ForwardingOptimizer
@@ -23,7 +22,7 @@ class Reports(ForwardingOptimizer):
     runtime: Runtime
     scaler: LossScale | None
     ema: Average | None
-    host_copy: Tensor | None
+    host_copy: HostCopy | None
     _totals: Totals
     _control: StepControl
     _last_traffic: TrafficReport

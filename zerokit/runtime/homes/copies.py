@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ class Issued:
     def arrive(self) -> None:
         """Let the calling thread wait until it has ended."""
         self.event.synchronize()
+
+
+def using(device: torch.device) -> tuple[Callable[[torch.device], None], tuple[torch.device]] | tuple[()]:
+    """What a `ThreadPoolExecutor` is to call first in its threads: a new one's current GPU is the first of the machine,
+    on which it would begin a context, of some hundred MB, for any call of CUDA.
+    """
+    return (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
 
 
 class CopyStream:

@@ -24,6 +24,7 @@ from torch import Tensor
 from zerokit.available import available_bytes
 from zerokit.errors import StorageError, UsageError
 from zerokit.files import UNSUPPORTED, unnamed_file
+from zerokit.runtime.homes.copies import using
 from zerokit.runtime.homes.elsewhere import PAGE, Elsewhere, Moving, Place
 from zerokit.runtime.homes.home import Elements, Stored
 from zerokit.runtime.homes.staging import Run, Staging
@@ -172,7 +173,8 @@ class DiskHome(Elsewhere):
         nbytes = sum(rooms.values())
         self.file, self._staging = File(directory, cached=fits_the_cache(nbytes)), staging
         self.file.grow(nbytes)
-        self._thread = ThreadPoolExecutor(1, "zerokit-states")
+        device = torch.device("cpu") if staging is None else staging.stream.device
+        self._thread = ThreadPoolExecutor(1, "zerokit-states", *using(device))
         super().__init__(rooms)
 
     def grow(self, start: int, end: int) -> None:

@@ -1,12 +1,12 @@
-"""Two pieces of pinned memory through which the thread of a file moves bytes to a GPU and back.
+"""Two pieces of pinned memory through which a thread moves bytes to a GPU and back, for files.
 
-The thread works on one request after the other, and waits for the device itself. While one piece is read or written,
-the other is copied.
+While one piece is read or written, the other is copied. The host waits for the device itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Protocol
 
 from torch import Tensor
@@ -28,11 +28,13 @@ class ReadAndWritten(Protocol):
 
 
 class Staging:
-    """The pieces, and the `stream` that copies from and into them. Between requests nothing is on its way."""
+    """The pieces, and the `stream` that copies from and into them; one thread uses them for one purpose at a time."""
 
-    def __init__(self, stream: CopyStream, piece_bytes: int = _PIECE) -> None:
+    def __init__(
+        self, stream: CopyStream, piece_bytes: int = _PIECE, purpose: str = "states on a disk"
+    ) -> None:
         self.stream, self._size = stream, piece_bytes
-        self._pieces = [pin(pages(piece_bytes), "states on a disk") for _ in range(2)]
+        self._pieces = [pin(pages(piece_bytes), purpose) for _ in range(2)]
 
     def read(self, file: ReadAndWritten, runs: Iterable[Run], memory: Tensor, after: Issued) -> None:
         """Bring bytes of a file to `memory` on the device, once what is `after` has ended there."""
@@ -49,26 +51,38 @@ class Staging:
 
     def write(self, file: ReadAndWritten, runs: Iterable[Run], memory: Tensor, after: Issued) -> None:
         """Write bytes of `memory` to a file, once what is `after` has ended on the device."""
-        copies: list[Issued] = []
-        left: list[tuple[Tensor, int]] = []
+        cut = list(self._cut(runs))
+        batches = ([memory[at : at + size]] for _, at, size in cut)
+        with closing(self.bring(batches, after)) as arriving:
+            for (offset, _, _), (content,) in zip(cut, arriving, strict=True):
+                file.write(content, offset)
 
-        def write_first() -> None:
-            copies[0].arrive()
-            piece, offset = left.pop(0)
-            file.write(content_of(piece), offset)
-            del copies[0]
+    def bring(
+        self, batches: Iterable[Sequence[Tensor]], after: Issued | None = None
+    ) -> Generator[list[memoryview], None, None]:
+        """Copy tensors of bytes on the device to the host: each batch is there until the next one is asked for.
+
+        A batch fits into a piece. It is copied behind what is `after`, by default all that this thread has issued.
+        """
+        coming: list[tuple[Issued, Sequence[Tensor]]] = []
+
+        def first() -> list[memoryview]:
+            coming[0][0].arrive()
+            _, arrived = coming.pop(0)
+            return [content_of(one) for one in arrived]
 
         try:
-            for number, (offset, at, size) in enumerate(self._cut(runs)):
-                piece = self._pieces[number % 2][:size]
-                copies.append(self.stream.copy([(piece, memory[at : at + size])], [after]))
-                left.append((piece, offset))
-                if len(left) == 2:
-                    write_first()
-            if left:
-                write_first()
+            for number, batch in enumerate(batches):
+                sizes = [one.nbytes for one in batch]
+                into = self._pieces[number % 2][: sum(sizes)].split(sizes)
+                pairs = list(zip(into, batch, strict=True))
+                coming.append((self.stream.copy(pairs, [after or self.stream.mark()]), into))
+                if len(coming) == 2:
+                    yield first()
+            if coming:
+                yield first()
         finally:
-            _end(copies)
+            _end(issued for issued, _ in coming)
 
     def _cut(self, runs: Iterable[Run]) -> Iterator[Run]:
         for offset, at, size in runs:
