@@ -113,6 +113,8 @@ class Engine:
         if self.setting.bucket_mb is not None:
             options.setdefault("bucket_mb", self.setting.bucket_mb)
         options = {"precision": "fp32", **options}
+        if self.setting.way != "host" and self.setting.optimizer not in ("sgd", "adamw"):
+            options.setdefault("on_nonfinite", "ignore")  # else the host would have to wait for a device, and warns
         stage: Any = self.setting.stage
         own: dict[str, int] = options.pop("stages", {})
         if self.every is not None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.runtime.patterns.catalogue import PATTERNS
-from tests.runtime.patterns.engines import Engine, Plain, Setting, Way
+from tests.runtime.patterns.engines import Engine, Plain, Setting
 from tests.runtime.patterns.harness import Pattern, Verdict
 from tests.support.distributed import run_ranks_expecting_errors
 from tests.support.streams import LaggingStream, LastingMemory, backward_in_a_thread, device_way
@@ -45,7 +45,7 @@ def run_jobs(jobs: list[Job]) -> str:
         if case not in references:
             references[case] = _reference(pattern, setting)
         verdict, exact = _try(pattern, setting, references[case])
-        if exact and pattern.equal_bits and exact != bits.setdefault(_alike(key, setting), exact):
+        if exact and pattern.equal_bits and exact != bits.setdefault(_alike(pattern, setting), exact):
             verdict = Verdict("wrong", "the bits are not those of another stage")
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, verdict, group=control)
@@ -58,12 +58,13 @@ def run_jobs(jobs: list[Job]) -> str:
     return "\n\n".join(complaints)
 
 
-def _alike(key: str, setting: Setting) -> tuple[object, ...]:
-    """What two settings of a pattern share if they are to give equal bits.
+def _alike(pattern: Pattern, setting: Setting) -> tuple[object, ...]:
+    """What settings share that are to give equal bits.
 
-    Sums over a device's ranks are not in rank order, so that buckets change bits where there are more than two.
+    On devices sums over more than two ranks are in no certain order, and buckets change it.
     """
-    return key, setting.optimizer, setting.way, setting.way == "host" or setting.bucket_mb
+    ordered = setting.way == "host" or pattern.world == 2
+    return pattern.key, setting.optimizer, setting.way, ordered or setting.bucket_mb
 
 
 def _complaint(pattern: Pattern, setting: Setting, verdicts: list[Verdict]) -> str:
@@ -141,18 +142,21 @@ def _differ(reference: Result, found: Result, tolerance: float) -> str:
 # ---- in the parent
 
 
-def jobs_of(key: str, *, full: bool = False, way: Way = "host") -> list[Job]:
-    """What is to be tried of a pattern."""
-    return [(key, dataclasses.replace(setting, way=way)) for setting in PATTERNS[key].settings(full=full)]
+def jobs_of(key: str, *, full: bool = False, on_device: bool = False) -> list[Job]:
+    """What is to be tried of a pattern, as on a host or the device's way."""
+    pattern = PATTERNS[key]
+    settings = pattern.on_device(full=full) if on_device else pattern.settings(full=full)
+    return [(key, setting) for setting in settings]
 
 
 def launches(jobs: Iterable[Job], most: int = 40) -> list[list[Job]]:
-    """The jobs that share processes: those of a subject on as many ranks; alone what leaves its ranks out of step."""
+    """The jobs that share processes: those of a subject or way on as many ranks; alone what leaves its ranks out of step."""
     together: dict[tuple[object, ...], list[Job]] = {}
     for key, setting in jobs:
         pattern = PATTERNS[key]
         alone = (key, setting) if pattern.apart and setting.stage in pattern.refused else None
         subject = pattern.subject if setting.outer is None else "on two axes"
+        subject = subject if setting.way == "host" else "the device's way"
         kind = (subject, pattern.world, pattern.timeout, alone)
         together.setdefault(kind, []).append((key, setting))
     return [
