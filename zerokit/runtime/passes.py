@@ -3,6 +3,8 @@
 [Note: the end of a unit's gradients] Autograd runs nodes in reverse order of creation: when an output of a unit
 receives its gradient, units that a forward pass used only later, or never, will receive no more gradients. Another
 forward pass that is still open may bring them some in the same backward, but only where autograd's engine reaches them.
+The nodes of a graph that backward has made (`create_graph=True`) are numbered by the thread that backward ran in: on a
+device not the one of forward, so that they may come behind all of forward's.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class Passes:
         self.unanswered = False  # whether a forward pass with gradients has no backward yet
         self.unwatched: set[int] = set()
         """Units used where no hook shows when backward is done with them."""
+        self._makes_graphs = False  # whether a backward pass has made a graph that another one may go through
         self._open: list[ForwardPass] = []
         """Passes with gradients since the last step that no backward has come through."""
         self.backward: BackwardPass | None = None  # has begun, and not ended or been abandoned
@@ -88,6 +91,7 @@ class Passes:
 
     def leave_backward(self) -> None:
         """Note that no backward pass is under way any more."""
+        self._makes_graphs |= self.backward is not None and self.backward.makes_graph
         self.backward = None
 
     def end_backward(self) -> None:
@@ -95,17 +99,21 @@ class Passes:
         self.unanswered = False
         self._open = [one for one in self._open if not one.consumed]
         if not self._open:
-            self.unwatched.clear()
+            self._forget_graphs()
 
     def clear(self) -> None:
         self._open.clear()
-        self.unwatched.clear()
+        self._forget_graphs()
         self.unanswered = False
+
+    def _forget_graphs(self) -> None:
+        self.unwatched.clear()
+        self._makes_graphs = False
 
     def are_gradients_over(self, unit: int, current: ForwardPass, uses: int | None) -> bool:
         """Whether `unit` receives no more gradients once an output made after `uses` uses (None: all) has its own."""
         others = any(not (one is current or one.consumed) for one in self._open)
-        if unit in self.unwatched or (others and self.backward is not None and unit in self.backward.reached):
+        if self._makes_graphs or unit in self.unwatched or (others and self.backward is not None and unit in self.backward.reached):
             return False
         first = current.first_use.get(unit)
         return first is None or (uses is not None and uses < first)
