@@ -56,7 +56,10 @@ FULL = [
 
 @pytest.mark.parametrize(
     "jobs",
-    [pytest.param(jobs, marks=pytest.mark.full if jobs in FULL else ()) for jobs in (*LAUNCHES, *ON_DEVICE, *OTHERS)],
+    [
+        pytest.param(jobs, marks=pytest.mark.full if jobs in FULL else ())
+        for jobs in (*LAUNCHES, *ON_DEVICE, *OTHERS)
+    ],
     ids=lambda jobs: f"{jobs[0][0]}, {jobs[0][1]}",
 )
 def test_patterns(jobs: list[Job]) -> None:
@@ -75,7 +78,10 @@ FOUND_BY = {
     "the gather of sums begins too early": (_on_device("loops.groups", 0), "instead of"),
     "readers are not waited for": (_on_device("loops.steps_twice", 1), "changed what"),
     "shown gradients are not waited for": (_on_device("weights.gathered_mask", 3), "different gradients"),
-    "a failed backward leaves reductions behind": (_on_device("loops.second_attempt", 3), "gave back the memory"),
+    "a failed backward leaves reductions behind": (
+        _on_device("loops.second_attempt", 3),
+        "gave back the memory",
+    ),
     "gradients of owners are not waited for": (_on_device("loops.usual", 1, "adafactor"), "is nan"),
     "what owners have updated is not waited for": (_on_device("loops.usual", 3, "adafactor"), "from-owners"),
     "what owners send is dropped too early": (_on_device("loops.usual", 2, "adafactor"), "from-owners"),
@@ -95,6 +101,21 @@ def test_a_missing_wait_is_found(case: tuple[str, tuple[Job, str]]) -> None:
         except Interrupted as complaints:
             found = str(complaints)
     assert word in found, found
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("weights.grad_none", Setting(3, outer=0)),
+        ("autograd.gradient_penalty", Setting(3, way="threads")),
+        ("autograd.force_field", Setting(3, way="threads")),
+    ],
+    ids=str,
+)
+def test_what_a_setting_of_its_own_has_found(key: str, setting: Setting) -> None:
+    """Ranks that update more than their share, and graphs of backward whose nodes come behind those of forward."""
+    found = try_out([(key, setting)])
+    assert not found, found
 
 
 def test_every_wait_is_missed_by_a_pattern() -> None:

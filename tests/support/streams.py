@@ -94,11 +94,6 @@ class LaggingStream(PromptStream):
 
     def __init__(self, device: torch.device) -> None:
         self._late: list[_Late] = []
-        self._group: dist.ProcessGroup | None = None
-
-    def compare_over(self, group: dist.ProcessGroup) -> None:
-        """Let ranks compare what they launch from now on: gloo ends processes whose messages differ in size."""
-        self._group = group
 
     def launch(self, operation: Operation, after: Work | None = None) -> Work:
         for late in self._late:
@@ -118,8 +113,7 @@ class LaggingStream(PromptStream):
         """Run it, if it is not behind one that never ends; whether it ended."""
         if not self.stuck:
             try:
-                self._compare(operation)
-                operation.run()
+                self._run(operation)
                 return True
             except (RuntimeError, ScheduleError) as error:
                 self.stuck.append(f"{operation.name}: {error}")
@@ -127,17 +121,8 @@ class LaggingStream(PromptStream):
             poison(tensor)
         return False
 
-    def _compare(self, operation: Operation) -> None:
-        """Raise `RuntimeError` where ranks come with other work of another size; NCCL would not notice equal sizes."""
-        if self._group is None:
-            return
-        size = sum(tensor.numel() for tensor in (*operation.reads, *operation.writes))
-        own = torch.tensor([crc32(operation.name.encode()), size])
-        everyone = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(everyone, own, group=self._group)
-        names, sizes = zip(*(each.tolist() for each in everyone), strict=True)
-        if len(set(names)) > 1 and len(set(sizes)) > 1:
-            raise RuntimeError("other ranks are at other work")
+    def _run(self, operation: Operation) -> None:
+        operation.run()
 
     def join(self) -> None:
         for late in list(self._late):
@@ -157,6 +142,29 @@ class LaggingStream(PromptStream):
         return next(iter(self.stuck or late), None)
 
 
+class ComparingStream(LaggingStream):
+    """Ranks compare what they launch: gloo ends processes whose messages differ in size, where a device hangs."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._group: dist.ProcessGroup | None = None
+
+    def compare_over(self, group: dist.ProcessGroup) -> None:
+        """Compare from now on; what this stream launches goes over `group`."""
+        self._group = group
+
+    def _run(self, operation: Operation) -> None:
+        if self._group is not None:
+            size = sum(tensor.numel() for tensor in (*operation.reads, *operation.writes))
+            own = torch.tensor([crc32(operation.name.encode()), size])
+            everyone = [torch.empty_like(own) for _ in range(self._group.size())]
+            dist.all_gather(everyone, own, group=self._group)
+            each = torch.stack(everyone).numpy()
+            if (each != each[0]).any(axis=0).all():  # NCCL does not notice other work of equal size
+                raise RuntimeError("other ranks are at other work")
+        super()._run(operation)
+
+
 class Awaited:
     """What is waited for: it keeps the operation's tensors, as `CudaEvent` does, and nothing else here does."""
 
@@ -164,7 +172,8 @@ class Awaited:
         self.late, self._operation = late, operation
 
     def wait(self) -> None:
-        with outside_transforms():  # on a device a wait touches no tensor, so that it may stand inside of torch.func
+        # On a device a wait touches no tensor, so that it may stand inside of torch.func.
+        with outside_transforms():
             self.late.wait()
 
 
@@ -327,7 +336,7 @@ def device_way(
             assert isinstance(route, NcclRoute)
             streams = (route._gathers, route.group), (route._reductions, route._reduce_group)
             for stream, communicator in streams:
-                if isinstance(stream, LaggingStream):
+                if isinstance(stream, ComparingStream):
                     stream.compare_over(communicator)
         return made
 

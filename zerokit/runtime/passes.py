@@ -67,7 +67,6 @@ class Passes:
         self.unanswered = False  # whether a forward pass with gradients has no backward yet
         self.unwatched: set[int] = set()
         """Units used where no hook shows when backward is done with them."""
-        self._makes_graphs = False  # whether a backward pass has made a graph that another one may go through
         self._open: list[ForwardPass] = []
         """Passes with gradients since the last step that no backward has come through."""
         self.backward: BackwardPass | None = None  # has begun, and not ended or been abandoned
@@ -91,7 +90,9 @@ class Passes:
 
     def leave_backward(self) -> None:
         """Note that no backward pass is under way any more."""
-        self._makes_graphs |= self.backward is not None and self.backward.makes_graph
+        if self.backward is not None and self.backward.makes_graph:
+            for each in self._open:
+                self.unwatched.update(each.first_use)
         self.backward = None
 
     def end_backward(self) -> None:
@@ -99,21 +100,17 @@ class Passes:
         self.unanswered = False
         self._open = [one for one in self._open if not one.consumed]
         if not self._open:
-            self._forget_graphs()
+            self.unwatched.clear()
 
     def clear(self) -> None:
         self._open.clear()
-        self._forget_graphs()
-        self.unanswered = False
-
-    def _forget_graphs(self) -> None:
         self.unwatched.clear()
-        self._makes_graphs = False
+        self.unanswered = False
 
     def are_gradients_over(self, unit: int, current: ForwardPass, uses: int | None) -> bool:
         """Whether `unit` receives no more gradients once an output made after `uses` uses (None: all) has its own."""
         others = any(not (one is current or one.consumed) for one in self._open)
-        if self._makes_graphs or unit in self.unwatched or (others and self.backward is not None and unit in self.backward.reached):
+        if unit in self.unwatched or (others and self.backward is not None and unit in self.backward.reached):
             return False
         first = current.first_use.get(unit)
         return first is None or (uses is not None and uses < first)

@@ -59,7 +59,9 @@ class Setting:
 
     def __str__(self) -> str:
         stage = self.stage if self.outer is None else (self.outer, self.stage)
-        way = {"host": "", "device": ", the device's way", "threads": ", the device's way in threads"}[self.way]
+        way = {"host": "", "device": ", the device's way", "threads": ", the device's way in threads"}[
+            self.way
+        ]
         return f"stage {stage}, {'default' if self.bucket_mb is None else 'small'} buckets, {self.optimizer}{way}"
 
 
@@ -114,7 +116,9 @@ class Engine:
             options.setdefault("bucket_mb", self.setting.bucket_mb)
         options = {"precision": "fp32", **options}
         if self.setting.way != "host" and self.setting.optimizer not in ("sgd", "adamw"):
-            options.setdefault("on_nonfinite", "ignore")  # else the host would have to wait for a device, and warns
+            options.setdefault(
+                "on_nonfinite", "ignore"
+            )  # else the host would have to wait for a device, and warns
         stage: Any = self.setting.stage
         own: dict[str, int] = options.pop("stages", {})
         if self.every is not None:

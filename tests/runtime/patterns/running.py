@@ -17,7 +17,7 @@ from tests.runtime.patterns.catalogue import PATTERNS
 from tests.runtime.patterns.engines import Engine, Plain, Setting
 from tests.runtime.patterns.harness import Pattern, Verdict
 from tests.support.distributed import run_ranks_expecting_errors
-from tests.support.streams import LaggingStream, LastingMemory, backward_in_a_thread, device_way
+from tests.support.streams import ComparingStream, LastingMemory, backward_in_a_thread, device_way
 from tests.support.training import digest, seed_host
 
 Job = tuple[str, Setting]
@@ -114,7 +114,7 @@ def _way(setting: Setting) -> Iterator[None]:
     """Inside, optimizers take the setting's way."""
     with contextlib.ExitStack() as way:
         if setting.way != "host":
-            way.enter_context(device_way(LaggingStream, LastingMemory))
+            way.enter_context(device_way(ComparingStream, LastingMemory))
         if setting.way == "threads":
             way.enter_context(backward_in_a_thread())
         yield
@@ -150,7 +150,10 @@ def jobs_of(key: str, *, full: bool = False, on_device: bool = False) -> list[Jo
 
 
 def launches(jobs: Iterable[Job], most: int = 40) -> list[list[Job]]:
-    """The jobs that share processes: those of a subject or way on as many ranks; alone what leaves its ranks out of step."""
+    """The jobs that share processes: those of a subject or way on as many ranks.
+
+    What leaves its ranks out of step is alone.
+    """
     together: dict[tuple[object, ...], list[Job]] = {}
     for key, setting in jobs:
         pattern = PATTERNS[key]
