@@ -23,7 +23,7 @@ from tests.support.devices import PRECISIONS, SCENES, STAGES, Training, at, lagg
 from tests.support.distributed import run_ranks_expecting_errors
 from tests.support.on_ranks import on_ranks
 from tests.support.streams import LaggingStream, PromptStream
-from zerokit.errors import LayoutMismatch, UsageError
+from zerokit.errors import LayoutMismatch, ScheduleError, UsageError
 
 
 class CountedReads(TorchDispatchMode):
@@ -249,6 +249,18 @@ def test_a_device_that_hangs_is_an_error_within_the_time_out(precision: str) -> 
         assert f"rank {1 - rank} waits for the all-gather of unit 3" in outcome.error or (
             f"rank {1 - rank} gave up waiting for the all-gather of unit 3" in outcome.error
         )
+
+
+@on_ranks(1, ["state_dict", "weights"], timeout=1.0)
+def test_weights_that_other_ranks_do_not_gather_are_an_error_within_the_time_out(call: str) -> None:
+    """As where one rank alone asks for them."""
+    with lagging("cpu") as device:
+        training = Training(at(STACK, stage=3), device)
+        training.step(0)
+        LaggingStream.stuck.append("all-gather of unit 0")
+        with pytest.raises(ScheduleError, match=r"did not get through its all-gather of unit 0.*timed out"):
+            training.model.state_dict() if call == "state_dict" else list(training.optimizer.weights())
+        LaggingStream.stuck.clear()
 
 
 @on_ranks(2, [("fp32", 0), ("bf16", 1), ("fp32", 2), ("bf16", 3), ("fp32", 3)])

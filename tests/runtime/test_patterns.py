@@ -11,8 +11,10 @@ import torch
 from tests.runtime.patterns.catalogue import PATH, PATTERNS, render
 from tests.runtime.patterns.engines import Setting
 from tests.runtime.patterns.harness import STAGES, Pattern, Verdict, usage
-from tests.runtime.patterns.running import Job, jobs_of, launches, try_out
+from tests.runtime.patterns.running import Interrupted, Job, jobs_of, launches, run_jobs, try_out
 from tests.support.distributed import ROOT
+from tests.support.missing_waits import MUTATIONS
+from tests.support.on_ranks import on_ranks
 
 
 def _autocast_forgets() -> bool:
@@ -36,19 +38,88 @@ APART = [
     if PATTERNS[jobs[0][0]].apart and jobs[0][1].stage in PATTERNS[jobs[0][0]].refused
 ]
 """Most of them wait for a time-out: each eighth is in the default tier."""
+ON_DEVICE = launches(
+    job
+    for key in KEYS[3::8]
+    if PATTERNS[key].world == 2 and not PATTERNS[key].apart
+    for job in jobs_of(key, on_device=True)
+)
+"""Each eighth, of those whose ranks stay in step; `python -m tests.runtime.patterns --device-way` tries all."""
+TRIED = [job for jobs in ON_DEVICE for job in jobs]
+OTHERS = launches(job for key in KEYS for job in jobs_of(key, on_device=True) if job not in TRIED)
 FULL = [
-    jobs for jobs in LAUNCHES if jobs[0][1].outer is not None or (jobs in APART and jobs not in APART[::8])
+    *(jobs for jobs in LAUNCHES if jobs[0][1].outer is not None),
+    *(jobs for jobs in APART if jobs not in APART[::8]),
+    *OTHERS,
 ]
 
 
 @pytest.mark.parametrize(
     "jobs",
-    [pytest.param(jobs, marks=pytest.mark.full if jobs in FULL else ()) for jobs in LAUNCHES],
+    [
+        pytest.param(jobs, marks=pytest.mark.full if jobs in FULL else ())
+        for jobs in (*LAUNCHES, *ON_DEVICE, *OTHERS)
+    ],
     ids=lambda jobs: f"{jobs[0][0]}, {jobs[0][1]}",
 )
 def test_patterns(jobs: list[Job]) -> None:
     found = try_out(jobs)
     assert not found, found
+
+
+def _on_device(key: str, stage: int, optimizer: str = "sgd") -> Job:
+    return key, Setting(stage, optimizer=optimizer, way="device")
+
+
+FOUND_BY = {
+    "gathers are not waited for": (_on_device("loops.closure", 3), "nan"),
+    "buckets come back too early": (_on_device("loops.closure", 2), "gave back the memory"),
+    "sums are added to too early": (_on_device("loops.loss_backward", 1), "instead of"),
+    "the gather of sums begins too early": (_on_device("loops.groups", 0), "instead of"),
+    "readers are not waited for": (_on_device("loops.steps_twice", 1), "changed what"),
+    "shown gradients are not waited for": (_on_device("weights.gathered_mask", 3), "different gradients"),
+    "a failed backward leaves reductions behind": (
+        _on_device("loops.second_attempt", 3),
+        "gave back the memory",
+    ),
+    "gradients of owners are not waited for": (_on_device("loops.usual", 1, "adafactor"), "is nan"),
+    "what owners have updated is not waited for": (_on_device("loops.usual", 3, "adafactor"), "from-owners"),
+    "what owners send is dropped too early": (_on_device("loops.usual", 2, "adafactor"), "from-owners"),
+}
+"""By the wait that is missing: what finds it, and a word of what is said."""
+
+
+@on_ranks(2, FOUND_BY.items())
+def test_a_missing_wait_is_found(case: tuple[str, tuple[Job, str]]) -> None:
+    name, (job, word) = case
+    assert run_jobs([job]) == "", "not as declared though nothing was changed"
+    found = ""
+    with pytest.MonkeyPatch.context() as patch:
+        MUTATIONS[name].apply(patch)
+        try:
+            found = run_jobs([job])
+        except Interrupted as complaints:
+            found = str(complaints)
+    assert word in found, found
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("weights.grad_none", Setting(3, outer=0)),
+        ("autograd.gradient_penalty", Setting(3, way="threads")),
+        ("autograd.force_field", Setting(3, way="threads")),
+    ],
+    ids=str,
+)
+def test_what_a_setting_of_its_own_has_found(key: str, setting: Setting) -> None:
+    """Ranks that update more than their share, and graphs of backward whose nodes come behind those of forward."""
+    found = try_out([(key, setting)])
+    assert not found, found
+
+
+def test_every_wait_is_missed_by_a_pattern() -> None:
+    assert FOUND_BY.keys() == MUTATIONS.keys()
 
 
 def test_the_table_is_current_and_the_readme_counts_them() -> None:

@@ -7,10 +7,14 @@ a collective writes is nan until it has been waited for, and what it reads must 
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
+from zlib import crc32
 
 import pytest
 import torch
@@ -18,17 +22,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from zerokit.errors import ScheduleError
 from zerokit.layout import Interval, Unit
 from zerokit.placement import Mesh
 from zerokit.runtime import build, unit
 from zerokit.runtime.collectives import Collectives, Work
 from zerokit.runtime.collectives.communicators import communicators_of
-from zerokit.runtime.collectives.nccl import make_nccl
+from zerokit.runtime.collectives.nccl import NcclRoute, make_nccl
 from zerokit.runtime.collectives.predicted import predict_nccl
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.collectives.streams import CudaEvent, CudaStream, Operation
 from zerokit.runtime.memory import ResizedMemory, UnitMemory, unit_memory
 from zerokit.runtime.shards import Shards
+from zerokit.runtime.torch_internals import outside_transforms, transforming
 
 
 def poison(tensor: Tensor) -> None:
@@ -74,9 +80,13 @@ class LaggingStream(PromptStream):
 
     Who touches what a collective is at work on is told so at the end of `device_way`. At once would not do: whether
     freed memory is touched depends on addresses, so one rank would stop where the others go on and wait for it.
+
+    A collective that other ranks do not join never ends, and nothing does behind it: the host goes on until it waits.
     """
 
     faults: ClassVar[list[str]] = []
+    stuck: ClassVar[list[str]] = []
+    """The operation that never ends, and why."""
 
     def __init__(self, device: torch.device) -> None:
         self._late: list[_Late] = []
@@ -87,12 +97,28 @@ class LaggingStream(PromptStream):
         earlier = after.late if isinstance(after, Awaited) else None
         if earlier is not None:
             earlier.restore()  # the side stream sees what the computation does not see yet
-        operation.run()
+        if not self._ends(operation):
+            return _Nothing()
         late = _Late(self, operation)
         if earlier is not None:
             earlier.give_way(late)
         self._late.append(late)
         return Awaited(late, operation)
+
+    def _ends(self, operation: Operation) -> bool:
+        """Run it, if it is not behind one that never ends; whether it ended."""
+        if not self.stuck:
+            try:
+                self._run(operation)
+                return True
+            except (RuntimeError, ScheduleError) as error:
+                self.stuck.append(f"{operation.name}: {error}")
+        for tensor in operation.writes:
+            poison(tensor)
+        return False
+
+    def _run(self, operation: Operation) -> None:
+        operation.run()
 
     def join(self) -> None:
         for late in list(self._late):
@@ -104,10 +130,35 @@ class LaggingStream(PromptStream):
 
     def fetch(self, values: Tensor) -> Callable[[], Tensor | None]:
         self.join()
-        return super().fetch(values)
+        arrives = super().fetch(values)
+        return lambda: None if self.stuck else arrives()
 
     def unfinished(self) -> str | None:
-        return self._late[0].name if self._late else None
+        late = [self._late[0].name] if self._late else []
+        return next(iter(self.stuck or late), None)
+
+
+class ComparingStream(LaggingStream):
+    """Ranks compare what they launch: gloo ends processes whose messages differ in size, where a device hangs."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._group: dist.ProcessGroup | None = None
+
+    def compare_over(self, group: dist.ProcessGroup) -> None:
+        """Compare from now on; what this stream launches goes over `group`."""
+        self._group = group
+
+    def _run(self, operation: Operation) -> None:
+        if self._group is not None:
+            size = sum(tensor.numel() for tensor in (*operation.reads, *operation.writes))
+            own = torch.tensor([crc32(operation.name.encode()), size])
+            everyone = [torch.empty_like(own) for _ in range(self._group.size())]
+            dist.all_gather(everyone, own, group=self._group)
+            each = torch.stack(everyone).numpy()
+            if (each != each[0]).any(axis=0).all():  # NCCL does not notice other work of equal size
+                raise RuntimeError("other ranks are at other work")
+        super()._run(operation)
 
 
 class Awaited:
@@ -117,7 +168,9 @@ class Awaited:
         self.late, self._operation = late, operation
 
     def wait(self) -> None:
-        self.late.wait()
+        # On a device a wait touches no tensor, so that it may stand inside of torch.func.
+        with outside_transforms():
+            self.late.wait()
 
 
 class _Place:
@@ -242,13 +295,16 @@ StreamMaker = Callable[[torch.device], CudaStream]
 
 
 @contextmanager
-def device_way(make_stream: StreamMaker) -> Iterator[None]:
-    """Inside, optimizers take the route and the memory of a device, with these side streams.
+def device_way(
+    make_stream: StreamMaker, memory: Callable[[Shards, Interval], UnitMemory] = ResizedMemory
+) -> Iterator[None]:
+    """Inside, optimizers take the route of a device, with these side streams, and this memory for units that are freed.
 
     Raises:
-        AssertionError: at the end, if a `LaggingStream` saw what it was at work on change.
+        AssertionError: at the end, if a `LaggingStream` saw what it was at work on change, or has not ended.
     """
     LaggingStream.faults.clear()
+    LaggingStream.stuck.clear()
 
     def make(
         group: dist.ProcessGroup,
@@ -267,7 +323,7 @@ def device_way(make_stream: StreamMaker) -> Iterator[None]:
         if timeout is None:
             timeout = group._get_backend(device).options._timeout
         reporter = StallReporter(group)
-        return make_nccl(
+        made = make_nccl(
             communicators_of(group, shape, device, timeout, reporter, packs=packs, backend=backend),
             shape,
             device,
@@ -276,18 +332,68 @@ def device_way(make_stream: StreamMaker) -> Iterator[None]:
             make_stream=make_stream,
             averages=backend == "nccl",
         )
+        for route in made.routes.values():
+            assert isinstance(route, NcclRoute)
+            streams = (route._gathers, route.group), (route._reductions, route._reduce_group)
+            for stream, communicator in streams:
+                if isinstance(stream, ComparingStream):
+                    stream.compare_over(communicator)
+        return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "make_collectives", make)
-        patch.setattr(unit, "unit_memory", _memory)
+        patch.setattr(unit, "unit_memory", partial(_memory, memory))
         yield
+    # A program that waited for its device would end with the time-out of NCCL's watchdog.
+    assert not LaggingStream.stuck, f"never ended: {LaggingStream.stuck[0]}"
     assert not LaggingStream.faults, LaggingStream.faults[0]
 
 
 def _memory(
-    unit: Unit, kept: Interval, dtype: torch.dtype, device: torch.device, *, comes_and_goes: bool
+    make: Callable[[Shards, Interval], UnitMemory],
+    unit: Unit,
+    kept: Interval,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    comes_and_goes: bool,
 ) -> UnitMemory:
-    """A unit's memory as on a device: the storage is resized, and the shard lies elsewhere."""
+    """A unit's memory as on a device, where the shard lies elsewhere."""
     if not comes_and_goes:
         return unit_memory(unit, kept, dtype, device, comes_and_goes=False)
-    return ResizedMemory(Shards(unit, torch.zeros(unit.numel, dtype=dtype, device=device)), kept)
+    return make(Shards(unit, torch.zeros(unit.numel, dtype=dtype, device=device)), kept)
+
+
+class LastingMemory(ResizedMemory):
+    """A device's memory whose freed elements read as nan: reading an emptied storage would end a host's process."""
+
+    def grow(self) -> None:
+        pass
+
+    def shrink(self) -> None:
+        poison(self.whole.tensor)
+
+
+_NODES = 10_000
+"""More than the backward passes of a test make with `create_graph=True`."""
+
+
+@contextmanager
+def backward_in_a_thread() -> Iterator[None]:
+    """Inside, autograd runs all nodes and their hooks in a thread of its own, as it does where they lie on CUDA."""
+    run = torch.autograd.graph._engine_run_backward
+    # Each thread counts its nodes, and the highest number goes first. This thread's are always higher then, as in a
+    # training that is not at its beginning: else sums over gradients of gradients would change their order there.
+    counted = torch.ones((), requires_grad=True)
+    while (counted * 1).grad_fn._sequence_nr() < _NODES:  # type: ignore[union-attr]
+        pass
+    with ThreadPoolExecutor(1, "autograd") as autograd, pytest.MonkeyPatch.context() as patch:
+
+        def run_there(*arguments: Any, **options: Any) -> Any:
+            inside = threading.current_thread().name.startswith("autograd")
+            if inside or transforming():  # what torch.func is at work on belongs to its thread here
+                return run(*arguments, **options)
+            return autograd.submit(run, *arguments, **options).result()
+
+        patch.setattr(torch.autograd, "_engine_run_backward", run_there)
+        yield

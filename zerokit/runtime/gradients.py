@@ -75,7 +75,7 @@ class Gradients:
         """The most bytes that buckets of units' own have had in flight at once since the last `forget`."""
         self._cleared: set[tuple[int, int]] = set()
         self._shared: set[tuple[int, int]] = set()
-        """The parameters, by unit and position, that have elements in this rank's share."""
+        """The parameters, by unit and position, of which this rank updates elements."""
         self.take_cut()
         self._nodes: dict[tuple[int, int], Any] = {}
         """Autograd's accumulating nodes of the parameters, each asked for once; on hosts only."""
@@ -89,7 +89,7 @@ class Gradients:
             (index, position)
             for index, unit in self.units.items()
             for position, part in enumerate(unit.unit.slices)
-            if part.memory.intersection(unit.state.own).numel
+            if part.memory.intersection(unit.state.updated).numel
         )
 
     # ---- as they come
@@ -301,11 +301,13 @@ class Gradients:
 
     def clear(self, index: int, position: int) -> None:
         """Clear the gradient of one parameter; what ranks issue must not depend on what one of them clears."""
+        if index not in self.units or (index, position) in self._cleared:
+            return
         self.units[index].clear(position)
         self.finite = None
         self._cleared.add((index, position))
         self.units[index].received.discard(position)
-        if self._cleared >= self._shared:  # all of this rank's share
+        if self._cleared >= self._shared:  # all that this rank updates
             self.received, self.loss = False, None
 
     @property
@@ -315,7 +317,8 @@ class Gradients:
 
     def holds(self, index: int, position: int) -> bool:
         """Whether this rank knows of a gradient of this parameter."""
-        return self.received and index in self.units and (index, position) not in self._cleared
+        known = index in self.units and (index, position) not in self._cleared
+        return known and (self.received or self.partial)
 
     def shards(self) -> list[Tensor]:
         """This rank's piece of every unit's gradient, in line order."""

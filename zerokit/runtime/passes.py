@@ -3,6 +3,8 @@
 [Note: the end of a unit's gradients] Autograd runs nodes in reverse order of creation: when an output of a unit
 receives its gradient, units that a forward pass used only later, or never, will receive no more gradients. Another
 forward pass that is still open may bring them some in the same backward, but only where autograd's engine reaches them.
+The nodes of a graph that backward has made (`create_graph=True`) are numbered by the thread that backward ran in: on a
+device not the one of forward, so that they may come behind all of forward's.
 """
 
 from __future__ import annotations
@@ -88,6 +90,9 @@ class Passes:
 
     def leave_backward(self) -> None:
         """Note that no backward pass is under way any more."""
+        if self.backward is not None and self.backward.makes_graph:
+            for each in self._open:
+                self.unwatched.update(each.first_use)
         self.backward = None
 
     def end_backward(self) -> None:

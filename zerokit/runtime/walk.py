@@ -131,8 +131,7 @@ class ModelWalk(Owner):
 
     def clear_gradient(self, unit: int, positions: Iterable[int]) -> None:
         for position in positions:
-            if self._gradients.holds(unit, position):
-                self._gradients.clear(unit, position)
+            self._gradients.clear(unit, position)
 
     def comes_and_goes(self, unit: int) -> bool:
         return self.units[unit].comes_and_goes

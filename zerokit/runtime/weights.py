@@ -20,6 +20,7 @@ from zerokit.runtime.collectives import Collectives
 from zerokit.runtime.engine import Engine
 from zerokit.runtime.guard import TICKET, Guarded
 from zerokit.runtime.homes import Home
+from zerokit.runtime.norms import NUMBERS
 from zerokit.runtime.saving import StandIns, Values
 from zerokit.runtime.shards import Shards
 from zerokit.runtime.unit import UnitState
@@ -186,13 +187,19 @@ class WholeWeights:
         self._engine.make_current()
         self._engine.take_changes()
         with self._collectives.counting(TrafficReport()):
+            moves = False
             for unit in self._engine.units:
                 changes = as_built and any(
                     getattr(torch, p.dtype) != unit.dtype for p in unit.unit.parameters
                 )
-                if all_units or changes or unit.comes_and_goes or unit.separate:
+                gathered = unit.comes_and_goes or unit.separate
+                if all_units or changes or gathered:
                     yield unit, self._gather(unit)
                     self._collectives.wait_for_readers()
+                    moves = moves or gathered
+            if moves and self._collectives.runs_ahead:
+                # Reading values that never arrive would wait for the device until NCCL's watchdog ends the process.
+                self._collectives.sum_soon([0.0] * NUMBERS).read()
 
     def _gather(self, unit: UnitState) -> Shards:
         """The whole `unit`: its masters, or else its parameters."""

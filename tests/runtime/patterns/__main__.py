@@ -15,6 +15,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table and try nothing")
     parser.add_argument("--full", action="store_true", help="all products of stages, buckets and optimizers")
     parser.add_argument("--mesh", action="store_true", help="two by two ranks, with pairs of stages by turns")
+    parser.add_argument("--device-way", action="store_true", help="results arrive late, as on a device")
     arguments = parser.parse_args()
     if arguments.write:
         PATH.write_text(render())
@@ -22,7 +23,7 @@ def main() -> None:
     for key, pattern in PATTERNS.items():
         if arguments.keys and not key.startswith(tuple(arguments.keys)):
             continue
-        jobs = jobs_of(key, full=arguments.full)
+        jobs = jobs_of(key, full=arguments.full, on_device=arguments.device_way)
         if arguments.mesh:
             setting = pattern.on_mesh()
             jobs = [] if setting is None else [(key, setting)]

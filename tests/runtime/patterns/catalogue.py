@@ -30,7 +30,8 @@ pattern; "refused" names the error and words of its message, which say what to d
 Two stages of one line agree to the last bit, but for the int8 and int4 wires, whose blocks follow the buckets.
 The tests run each line at stage 3, at another stage by turns and at one of each refusal, with buckets and optimizers by
 turns (`python -m tests.runtime.patterns --full` runs all products), and fail when this file is not what is declared:
-the same with `--write` writes it.
+the same with `--write` writes it. They also run each line the way that it takes on a device (`--device-way`), where
+what ranks send each other arrives late, memory comes and goes, and autograd has a thread of its own.
 """
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ STEPS = 3
 
 VARIED_STEPS = 4
 """Where one step differs from another."""
+
+Way = Literal["host", "device", "threads"]
+"""As on a host; the device's way, with results that arrive late; the same with backward in a thread of its own."""
 
 SMALL = 0.0005
 """MiB: 16 KB matrices are larger, so that every unit stands alone."""
@@ -52,10 +55,14 @@ class Setting:
     optimizer: str = "sgd"
     outer: int | None = None
     """The stage of the outer axis, on a mesh of two by two ranks; None on one axis."""
+    way: Way = "host"
 
     def __str__(self) -> str:
         stage = self.stage if self.outer is None else (self.outer, self.stage)
-        return f"stage {stage}, {'default' if self.bucket_mb is None else 'small'} buckets, {self.optimizer}"
+        way = {"host": "", "device": ", the device's way", "threads": ", the device's way in threads"}[
+            self.way
+        ]
+        return f"stage {stage}, {'default' if self.bucket_mb is None else 'small'} buckets, {self.optimizer}{way}"
 
 
 @dataclass
@@ -108,6 +115,10 @@ class Engine:
         if self.setting.bucket_mb is not None:
             options.setdefault("bucket_mb", self.setting.bucket_mb)
         options = {"precision": "fp32", **options}
+        if self.setting.way != "host" and self.setting.optimizer not in ("sgd", "adamw"):
+            options.setdefault(
+                "on_nonfinite", "ignore"
+            )  # else the host would have to wait for a device, and warns
         stage: Any = self.setting.stage
         own: dict[str, int] = options.pop("stages", {})
         if self.every is not None:

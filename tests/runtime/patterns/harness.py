@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, TypeVar
 from zlib import crc32
 
 from torch import Tensor, nn
 
-from tests.runtime.patterns.engines import SMALL, STEPS, Engine, Setting
+from tests.runtime.patterns.engines import SMALL, STEPS, Engine, Setting, Way
 from tests.runtime.patterns.models import Features, Mlp
 
 STAGES = (0, 1, 2, 3)
@@ -111,6 +111,12 @@ class Pattern:
             Setting(stage, SMALL if stage == 0 or stage in self.refused else buckets[stage == 3], optimizer)
             for stage in sorted(chosen)
         ]
+
+    def on_device(self, *, full: bool = False) -> list[Setting]:
+        """The same the device's way: backward in a thread of its own in every other pattern, or both if `full`."""
+        ways: tuple[Way, ...] = ("device", "threads")
+        chosen = ways if full else [ways[crc32(self.key.encode()) // 18 % 2]]
+        return [replace(setting, way=way) for way in chosen for setting in self.settings(full=full)]
 
     def on_mesh(self) -> Setting | None:
         """One pair of stages on a mesh of two by two ranks, by turns; None for what wants ranks of its own kind."""

@@ -125,6 +125,13 @@ def clip_while_accumulating(engine: Engine) -> None:
         engine.update(engine.loss(), 1.0)
 
 
+@pattern.each_step("`step()` twice with the same gradients")
+def steps_twice(engine: Engine) -> None:
+    engine.backward(engine.loss())
+    engine.step()
+    engine.finish()
+
+
 @pattern.each_step("gradients that go on adding up over steps, never cleared")
 def never_cleared(engine: Engine) -> None:
     engine.backward(engine.loss())

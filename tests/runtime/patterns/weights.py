@@ -260,6 +260,15 @@ clearing("grad_none", "`p.grad = None` for all parameters", partial(_each, _unse
 clearing("grad_zero", "`p.grad.zero_()` for all parameters", partial(_each, _zero))
 
 
+@pattern.each_step("`p.grad = None` for all parameters inside `accumulate()`")
+def grad_none_accumulated(engine: Engine) -> None:
+    with engine.accumulate():
+        engine.backward(engine.loss())
+        _each(_unset, engine)
+        engine.backward(engine.loss())
+    engine.train()
+
+
 @pattern.each_step("`p.grad is None` before the first backward and after `zero_grad()`")
 def grad_is_none(engine: Engine) -> None:
     engine.record(sum(p.grad is None for p in engine.model.parameters()))
