@@ -65,6 +65,8 @@ def compile_blocks(place: Place) -> dict[str, Any]:
             )
             if not compiled:
                 faults.append(f"{row.name}: nothing was compiled")
+            if given_up:
+                faults.append(f"{row.name}: {given_up} frames were not compiled")
             if again:
                 faults.append(f"{row.name}: {again} frames were compiled while steps were measured")
             pairs = zip(figures["losses"], eager["losses"], strict=True)
