@@ -29,7 +29,8 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ZEROKIT_", "MLFLOW_"))}
     scratch = folder / "tmp"
     scratch.mkdir(exist_ok=True)
-    return kept | {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), "COLUMNS": "100"} | more
+    path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": path, "TMPDIR": str(scratch), "COLUMNS": "100"} | more
 
 
 def zerokit(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

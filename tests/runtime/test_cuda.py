@@ -5,14 +5,13 @@ NCCL for one rank on one GPU. Where a host can run the same function the device'
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tests.support.devices import (
     Training,
     alone_on_gpu,
     at,
+    no_synchronisation,
     placed,
     prompt,
     run_on,
@@ -46,16 +46,6 @@ RANKS = {"cpu": 2, "cuda": 1}
 STACK = SCENES["units used again"]
 
 # --- a step synchronises nothing ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @gpu

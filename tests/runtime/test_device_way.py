@@ -27,7 +27,7 @@ from tests.support.devices import (
     run_on,
     train,
 )
-from tests.support.missing_waits import MUTATIONS
+from tests.support.missing_waits import ALONE, MUTATIONS
 from tests.support.on_ranks import on_ranks
 from tests.support.recording import plain_unit
 from zerokit.placement import Axis
@@ -122,7 +122,7 @@ def _bits_of(loop: Callable[[Training], None], scene: Scene, device: torch.devic
     return training.bits()
 
 
-def _mutated(device: str, name: str, stages: tuple[int, ...]) -> dict[int, tuple[bool, str]]:
+def mutated(device: str, name: str, stages: tuple[int, ...]) -> dict[int, tuple[bool, str]]:
     """By stage: whether the run is right with all its waits, and what happens without one."""
     mutation = MUTATIONS[name]
     found = {}
@@ -151,20 +151,17 @@ def test_a_missing_wait_is_noticed(name: str) -> None:
     """At the first and the last stage that need it, and at one that does not."""
     needing = MUTATIONS[name].stages
     others = tuple(stage for stage in STAGES if stage not in needing)
-    for found in run_on("cpu", _mutated, name, (*{needing[0], needing[-1]}, *others[:1])):
+    for found in run_on("cpu", mutated, name, (*{needing[0], needing[-1]}, *others[:1])):
         for stage, (right, seen) in found.items():
             assert right, f"stage {stage}: differs though nothing was changed"
             assert (seen != "the same") == (stage in MUTATIONS[name].stages), f"stage {stage}: {seen}"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "stages"), [("gathers are not waited for", (3,)), ("sums are added to too early", (0, 1))]
-)
-def test_a_missing_wait_is_noticed_on_a_gpu(name: str, stages: tuple[int, ...]) -> None:
-    """A rank alone gathers nothing from others, so that fewer waits matter there."""
-    (found,) = run_on("cuda", _mutated, name, stages)
-    assert found == dict.fromkeys(stages, (True, "other bits"))
+@pytest.mark.parametrize("name", ALONE)
+def test_a_missing_wait_is_noticed_on_a_gpu(name: str) -> None:
+    (found,) = run_on("cuda", mutated, name, ALONE[name])
+    assert found == dict.fromkeys(ALONE[name], (True, "other bits"))
 
 
 def _route(training: Training) -> NcclRoute:

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerokit
-from tests.runtime.test_cuda import no_synchronisation
 from tests.runtime.test_home_way import Averaged, train_averaged
-from tests.support.devices import SCENES, STAGES, alone_on_gpu, at, placed, run_on
+from tests.support.devices import SCENES, STAGES, alone_on_gpu, at, no_synchronisation, placed, run_on
 from tests.support.on_ranks import on_ranks
 from zerokit.bench.machine.accelerator import Accelerator
 from zerokit.bench.machine.computing import measure_copies

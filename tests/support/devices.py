@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -234,6 +235,17 @@ def alone_on_gpu(device: str, *, bound: bool = False) -> Iterator[None]:
         yield
         # Only here: after an error it would wait for ranks that are gone, longer than the watchdog does.
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """On a GPU, whatever makes the host wait for it raises inside."""
+    with warnings.catch_warnings(action="ignore"):  # "a prototype feature"
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def require_deterministic_kernels() -> None:

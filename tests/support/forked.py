@@ -115,12 +115,16 @@ def _program(
     function(*args)
 
 
+def share_server() -> None:
+    """Lets the server that this process is from also make its processes: it would start another."""
+    vars(forkserver)["ensure_running"] = vars(forkserver._forkserver)["ensure_running"] = lambda: None
+
+
 def _command(arguments: list[str]) -> None:
     from zerokit.cli import main
 
     ranks.start_rank = ForkedRank  # type: ignore[assignment]
-    # The server that this process is from also makes the ranks; it would start another.
-    vars(forkserver)["ensure_running"] = vars(forkserver._forkserver)["ensure_running"] = lambda: None
+    share_server()
     sys.argv = ["zerokit", *arguments]
     main()
 

@@ -182,3 +182,6 @@ MUTATIONS = {
     ),
     "what owners send is dropped too early": Mutation(_drop_what_is_sent, (1, 2, 3), scene="whole tensors"),
 }
+
+ALONE = {"gathers are not waited for": (3,), "sums are added to too early": (1, 2)}
+"""Some of them, with stages, that a rank alone notices: it gathers nothing from others, so that fewer waits matter."""

@@ -180,8 +180,9 @@ def train_zero(name: str, run: Run, **options: Any) -> Trajectory:
     return trajectory
 
 
-def _may_read_the_other() -> bool:
-    cell = torch.tensor([float(dist.get_rank())])
+def may_read_the_other(*, pinned: bool = False) -> bool:
+    """On one of two ranks: whether it may read memory of the other, which CUDA has `pinned` or not."""
+    cell = torch.tensor([float(dist.get_rank())], pin_memory=pinned)
     places = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(places, torch.tensor([os.getpid(), cell.data_ptr()]))
     other = 1 - dist.get_rank()
@@ -192,7 +193,7 @@ def _may_read_the_other() -> bool:
 
 @functools.cache
 def _ranks_may_read() -> bool:
-    return platform.machine() == "x86_64" and all(run_ranks(2, _may_read_the_other))
+    return platform.machine() == "x86_64" and all(run_ranks(2, may_read_the_other))
 
 
 def require_memory_route() -> None:
