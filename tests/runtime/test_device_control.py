@@ -27,7 +27,10 @@ from zerokit.errors import LayoutMismatch, ScheduleError, UsageError
 
 
 class CountedReads(TorchDispatchMode):
-    """Counts what the host takes out of tensors: `float()`, `bool()` and the like, and methods of `Tensor`."""
+    """Counts what makes a host wait for a device: reading values, and assigning numbers to elements.
+
+    `tensor[0] = 1.0` copies the number from pageable memory on CUDA (torch 2.11).
+    """
 
     METHODS = ("tolist", "item", "cpu", "numpy")
 
@@ -44,6 +47,13 @@ class CountedReads(TorchDispatchMode):
     def __enter__(self) -> CountedReads:
         for name in self.METHODS:
             self._patch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
+        assign = torch.Tensor.__setitem__
+        counted = self._counting("assigned number", assign)
+
+        def set_item(tensor: Tensor, index: Any, value: Any) -> None:
+            (assign if isinstance(value, Tensor) else counted)(tensor, index, value)
+
+        self._patch.setattr(torch.Tensor, "__setitem__", set_item)
         super().__enter__()
         return self
 
@@ -119,7 +129,10 @@ def test_the_count_sees_reads() -> None:
     with CountedReads() as by_method:
         value.tolist()
         value.cpu()
-    assert (by_dispatch.counts, by_method.counts) == ({"_local_scalar_dense": 1}, {"tolist": 1, "cpu": 1})
+        value[0] = 2.0
+        value[1] = value[0]
+    expected = {"tolist": 1, "cpu": 1, "assigned number": 1}
+    assert (by_dispatch.counts, by_method.counts) == ({"_local_scalar_dense": 1}, expected)
 
 
 @on_ranks(2, [(precision, stage) for number, precision in enumerate(PRECISIONS) for stage in (number, 3)])

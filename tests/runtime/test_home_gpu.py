@@ -65,6 +65,7 @@ def test_steps_need_no_more_memory_with_time(home: str, tmp_path: Path) -> None:
         seen = []
         for step in (0, 1, 2, *range(3), *range(3)):
             training.step(step)
+            training.forget()
             torch.cuda.synchronize()
             seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
         assert seen[8] == seen[5]

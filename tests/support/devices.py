@@ -129,6 +129,11 @@ class Training:
         self.differentiate(number)
         self.update()
 
+    def forget(self) -> None:
+        """Drops the losses and norms so far: each is a block of the device's memory."""
+        self._losses.clear()
+        self._norms.clear()
+
     def losses(self) -> list[float]:
         return [float(loss) for loss in self._losses]
 

@@ -33,12 +33,12 @@ def global_norm(
         numbers = max(1 + collectives.world, NUMBERS)
         both = torch.zeros(numbers, dtype=torch.float64, device=collectives.device)
         both[0] = torch.where(largest.isnan(), math.inf, largest)
-        both[1 + collectives.rank] = count
+        both[1 + collectives.rank].fill_(count)
         collectives.all_reduce(both, dist.ReduceOp.MAX)
         return both[0], both[1:].sum()
     both = torch.zeros(NUMBERS, dtype=torch.float64, device=collectives.device)
     both[0] = _power_sum(shards, norm_type, collectives.device)
-    both[1] = count
+    both[1].fill_(count)  # torch 2.11 waits for the device where a number is assigned
     collectives.all_reduce(both, dist.ReduceOp.SUM)
     return both[0].sqrt() if norm_type == 2.0 else both[0].pow(1.0 / norm_type), both[1]
 
