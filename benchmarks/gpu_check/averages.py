@@ -39,7 +39,7 @@ def averages(place: Place) -> dict[str, Any]:
     with alone(place):
         for (numel, precision), stage, passes in itertools.product(_SIZES, STAGES, (1, 2)):
             label = f"{numel} in {precision}, stage {stage}, {passes} reductions"
-            wrong = attempt(label, partial(_unmoved, place, numel, precision, stage, passes), faults)
+            wrong = attempt(label, partial(_unmoved, place, numel, precision, stage, passes), faults, place)
             if wrong:
                 faults.append(f"{label}: {wrong} are wrong")
         unwritten = _unwritten(place) if place.device.type == "cuda" else None

@@ -21,10 +21,10 @@ def late(place: Place) -> dict[str, Any]:
     outcomes: dict[str, dict[int, tuple[bool, str]]] = {}
     with alone(place):
         for name in names:
-            wrong = attempt(name, partial(late_and_prompt, kind, [(name, "bf16", STAGES)]), faults)
+            wrong = attempt(name, partial(late_and_prompt, kind, [(name, "bf16", STAGES)]), faults, place)
             faults += [f"late results change bits: {case}" for case in wrong or ()]
         for name, stages in ALONE.items():
-            outcomes[name] = attempt(name, partial(mutated, kind, name, stages), faults) or {}
+            outcomes[name] = attempt(name, partial(mutated, kind, name, stages), faults, place) or {}
     seen = [(name, stage, *one) for name, by_stage in outcomes.items() for stage, one in by_stage.items()]
     for name, stage, right, outcome in seen:
         if not right:

@@ -79,7 +79,7 @@ def parity(place: Place) -> dict[str, Any]:
             for precision in PRECISIONS:
                 label = f"{name}, {precision}"
                 compare = partial(_compare, place, at(scene, precision=precision))
-                if (compared := attempt(label, compare, faults)) is not None:
+                if (compared := attempt(label, compare, faults, place)) is not None:
                     cell, wrong = compared
                     cells.append({"run": name, "precision": precision, **cell})
                     faults += [f"{label}: {fault}" for fault in wrong]

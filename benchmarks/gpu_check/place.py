@@ -39,6 +39,9 @@ class Place:
         return self.started + self.limit_s - time.monotonic()
 
 
+SPARE_S = 8.0
+"""The seconds that a part keeps for its last attempt."""
+
 Part = Callable[[Place], dict[str, Any]]
 """Returns what it found as JSON's values; raises where something is wrong.
 
@@ -61,8 +64,14 @@ def found(data: dict[str, Any], faults: Sequence[str]) -> dict[str, Any]:
     return data
 
 
-def attempt(name: str, call: Callable[[], T], faults: list[str]) -> T | None:
-    """What the call returns; where it raises, a fault, so that the rest of a part is tried all the same."""
+def attempt(name: str, call: Callable[[], T], faults: list[str], place: Place | None = None) -> T | None:
+    """What the call returns; where it raises, a fault, so that the rest of a part is tried all the same.
+
+    So it is where the time of `place` is nearly over: a part that is killed would lose what it has found.
+    """
+    if place is not None and place.left_s < SPARE_S:
+        faults.append(f"{name}: not tried, as the part's time was nearly over")
+        return None
     try:
         return call()
     except Exception as error:

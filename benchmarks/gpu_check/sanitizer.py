@@ -28,7 +28,9 @@ def sanitizer(place: Place) -> dict[str, Any]:
     faults: list[str] = []
     with alone(place):
         for stage in _STAGES:
-            races[stage] = attempt(f"stage {stage}", partial(_races, place, stage, raised), faults) or []
+            races[stage] = (
+                attempt(f"stage {stage}", partial(_races, place, stage, raised), faults, place) or []
+            )
     faults += [f"stage {stage}: {race}" for stage, several in races.items() for race in several]
     row = f"races by stage {[len(several) for several in races.values()]}" if applicable else "not applicable"
     return found({"row": row, "applicable": applicable, "steps": _STEPS, "races": races}, faults)

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from benchmarks.gpu_check import frame
 from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.frame import TABLE_CHARACTERS, Check
 from benchmarks.gpu_check.parts import PARTS, Entry
+from benchmarks.gpu_check.place import SPARE_S, Place, attempt
 from benchmarks.gpu_check.rest import FILES
 from benchmarks.gpu_check.wheels import CARRIED, install
 from tests.cli.commands import run_python
@@ -54,6 +56,14 @@ def test_each_part_runs_on_a_host(name: str, tmp_path: Path) -> None:
     assert line["error"] == ""
     assert line["data"]["row"]
     assert line["seconds"] > 0
+
+
+def test_nothing_is_tried_when_a_part_would_be_killed_for_it(tmp_path: Path) -> None:
+    faults: list[str] = []
+    for limit_s, expected in ((SPARE_S / 2, None), (inf, 7)):
+        place = Place(torch.device("cpu"), True, tmp_path, limit_s)
+        assert attempt("stage 3", lambda: 7, faults, place) == expected
+    assert faults == ["stage 3: not tried, as the part's time was nearly over"]
 
 
 # --- parts that do not end well ----------------------------------------------------------------------------
