@@ -118,7 +118,8 @@ class _Joined(Member):
     def explain_silence(self) -> str:
         member, trouble = self._member, self._letters.trouble
         if self.hello:
-            return _explain_store(member) if self._letters.stuck else super().explain_silence()
+            stuck = member.has_store and self._letters.stuck
+            return _explain_store(member) if stuck else super().explain_silence()
         if trouble is not None:
             return str(_unmet(member, trouble))
         return (
