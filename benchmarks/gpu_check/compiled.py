@@ -17,7 +17,7 @@ from zerokit.bench.engines.trainer import Trainer
 from zerokit.planning.matrices import outermost_blocks
 
 _TOLERANCE = 2e-2
-"""Of losses in bf16, whose roundings a compiler moves."""
+"""Relative, between losses in bf16: a compiler moves roundings."""
 _PATIENCE = 2.0
 
 

@@ -39,7 +39,7 @@ _GOES_S = 10.0
 """For the driver to let go of a process that was killed."""
 _LOG_BYTES = 768 << 10
 _DATA_BYTES = 512 << 10
-"""Of each part: with some twenty parts and reruns, files stay far below 16 MiB."""
+"""The most of each part: with some twenty parts and reruns, files stay far below 16 MiB."""
 
 
 @dataclass(frozen=True)

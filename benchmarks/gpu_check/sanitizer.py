@@ -11,7 +11,7 @@ from tests.support.devices import SCENES, Training, at
 
 _STAGES, _STEPS = (1, 2, 3), 2
 _CHARACTERS = 4000
-"""Of a race, which has the stacks of both sides."""
+"""The most that is kept of a race, whose text has the stacks of both sides."""
 
 
 def sanitizer(place: Place) -> dict[str, Any]:

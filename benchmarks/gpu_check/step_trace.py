@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from zerokit.bench.measure.clock import exposed, merge
 
 LARGEST_BYTES = 1_000_000
-"""Of a trace that is kept."""
+"""The most that a trace may have to be kept."""
 _TOP, _NAME = 8, 90
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _BY_HOST = ("cuda_runtime", "cuda_driver")

@@ -38,7 +38,7 @@ from tests.support.processes import alive
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpu-check"
 DEFAULT = ("env", "parity", "avg", "late", "gloo2", "checkpoint", "csan")
-"""Of the others those that measure have tests of their own, and `rest` starts pytest."""
+"""The others have tests of their own, or start pytest."""
 
 
 def lines(out: Path) -> dict[str, dict[str, Any]]:
