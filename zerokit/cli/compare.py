@@ -151,13 +151,10 @@ def _compare(
             try:
                 hub.append_summary(Path(summary), told, cells, [*shown, *(rule.metric for rule in parsed)])
             except ZerokitError as error:
-                if not code:
-                    raise
                 _annotate(error, as_json)
+                code = code or 1
         else:
-            note(
-                ["GITHUB_STEP_SUMMARY is not set, so there is no summary: this is no step of GitHub Actions"]
-            )
+            note(["GITHUB_STEP_SUMMARY is not set, as outside of GitHub Actions: no summary"])
     else:
         note([*(one.message for one in broken), *differing])
     sys.exit(code)

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -123,15 +123,14 @@ def _logs(asked: Path | None) -> Iterator[Path]:
             raise click.UsageError(f"--log-dir {asked} is not empty: name a new folder")
         yield asked
         return
-    folder, failed = Path(tempfile.mkdtemp(prefix="zerokit-launch-")), False
-    try:
-        yield folder
-    except WorkerFailed:
-        failed = True
-        raise
-    finally:
-        if not failed:
-            shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix="zerokit-launch-"))
+    with ExitStack() as removing:
+        removing.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            yield folder
+        except WorkerFailed:
+            removing.pop_all()
+            raise
 
 
 def _become_rank(member: Membership, ranks: int, words: Sequence[str]) -> NoReturn:
