@@ -258,7 +258,9 @@ def test_memory_by_kind_is_that_of_the_runtimes_ranks(
     names: str, memory: list[int], mesh: Mesh, optimizer: str
 ) -> None:
     """To the byte, with the shares that the plan gives, on the rank of each kind that holds most."""
-    question = question_of(kinds_of(names, memory, [1, 2, 3]), nodes=mesh.outer, optimizer=optimizer)
+    question = question_of(
+        kinds_of(names, memory, [1, 2, 3], mesh.outer), nodes=mesh.outer, optimizer=optimizer
+    )
     estimates = Estimates(SUBJECT, question, traces(optimizer))
     found_unequal = False
     for stages in STAGES if mesh.outer == 1 else PAIRS:

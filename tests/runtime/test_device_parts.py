@@ -281,19 +281,13 @@ def test_streams_wait_for_each_other(told: list[str]) -> None:
     assert fetch() is not None
 
 
-def test_work_that_is_dropped_is_waited_for(told: list[str]) -> None:
-    """Its memory is handed out again to the computation."""
+def test_a_dropped_stream_is_waited_for(told: list[str]) -> None:
+    """With an optimizer: the memory of its last work is handed out again to the computation."""
     side = streams.CudaStream(GPU)
-    values = side.launch(streams.Operation("control values", lambda: told.append("sums")))
-    first = side.launch(streams.Operation("a reduction", lambda: told.append("reduces")))
-    second = side.launch(streams.Operation("its gather", lambda: told.append("gathers")), after=first)
-    seen = side.launch(streams.Operation("a gather", lambda: None))
-    seen.wait()
+    side.launch(streams.Operation("control values", lambda: told.append("sums")))
     told.clear()
-    del first, seen
-    assert told == []
-    del values, second
-    assert told == ["computation waits for: sums", "computation waits for: gathers"]
+    del side
+    assert told == ["computation waits for side -1"]
 
 
 def test_a_side_stream_names_its_first_unfinished_work(told: list[str]) -> None:

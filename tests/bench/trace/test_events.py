@@ -99,6 +99,9 @@ class Prompt(CudaStream):
     def __init__(self) -> None:
         pass
 
+    def join(self) -> None:
+        pass
+
     def launch(self, operation: OnDevice, after: Work | None = None) -> Work:
         operation.run()
         return self

@@ -27,30 +27,22 @@ class Operation:
 class CudaEvent:
     """Work on a side stream: waiting makes the current stream wait, not the host.
 
-    It keeps the operation's tensors: the allocator would hand out memory that is dropped while the stream uses it. So
-    work that is dropped before anybody has waited for it, with an optimizer for example, is waited for then.
+    It keeps the operation's tensors: the allocator would hand out memory that is dropped while the stream uses it.
     """
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, operation: Operation) -> None:
         self.event, self._device, self._operation = event, device, operation
-        self._before: CudaEvent | None = None
-        self._awaited = False
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self.event)
-        self._awaited = True
-
-    def precede(self, following: CudaEvent) -> None:
-        """Leave the waiting to `following`, which ends later, and until then keep the tensors with it."""
-        following._before, self._awaited = self, True
-
-    def __del__(self) -> None:
-        if not self._awaited and not sys.is_finalizing():
-            self.wait()
 
 
 class CudaStream:
-    """A queue on a device that runs collectives one after the other, at a higher priority than the computation."""
+    """A queue on a device that runs collectives one after the other, at a higher priority than the computation.
+
+    It is dropped with its optimizer. The memory of work that nobody has waited for, such as the last step's control
+    values, is then handed out again, so that the computation waits for it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,10 +61,11 @@ class CudaStream:
         while self._launched and self._launched[0][1].query():
             self._launched.popleft()
         self._launched.append((operation.name, event))
-        work = CudaEvent(event, self._device, operation)
-        if isinstance(after, CudaEvent):
-            after.precede(work)
-        return work
+        return CudaEvent(event, self._device, operation)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.join()
 
     def join(self) -> None:
         """Make the computation wait for everything that was launched."""
