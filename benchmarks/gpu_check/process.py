@@ -146,7 +146,7 @@ def _run(job: Job, started: float) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     for stream in (sys.stdout, sys.stderr):
         assert isinstance(stream, io.TextIOWrapper)
-        stream.reconfigure(write_through=True)
+        stream.reconfigure(line_buffering=True)
     print(f"--- {job.part}")
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(0.1, job.limit_s - 0.5), exit=False)
@@ -165,6 +165,7 @@ def _run(job: Job, started: float) -> NoReturn:
         traceback.print_exc()
         _write(job, Outcome(job.part, False, 0.0, f"{type(raised).__name__}: {raised}", None))
     finally:
+        sys.stdout.flush()
         # Without the destructors of process groups and contexts, which may wait for others.
         os._exit(0)
 
