@@ -103,6 +103,7 @@ def test_results_come_whole_and_of_long_logs_the_end(tmp_path: Path, logs: Path)
 
 def test_logs_are_sent_while_they_grow(tmp_path: Path, logs: Path) -> None:
     """Where somebody follows them; the ranks go on until their logs are here. What is shown stays, however long."""
+
     def look() -> None:
         texts = [path.read_text() for path in logs.glob("rank-*/stdout.log")]
         if sum("a first word" in text for text in texts) == 2:

@@ -38,10 +38,25 @@ from zerokit.runtime.shards import Shards, same_place
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5e-6, 1e-3
 
 
-class NcclRoute(Route):
-    """One axis: communicators and streams for gathers and reductions, which average where they know `ReduceOp.AVG`."""
+class StreamRoute(Route):
+    """One axis of a device, with streams for gathers and reductions."""
 
     name = "nccl"
+
+    def __init__(
+        self, group: dist.ProcessGroup, streams: tuple[CudaStream, CudaStream], reporter: StallReporter
+    ) -> None:
+        super().__init__(group, reporter)
+        self._gathers, self._reductions = streams
+
+    def wait_for_readers(self, unit: int | None = None) -> None:
+        if unit is None:  # a unit has arrived when all has been sent, too
+            self._gathers.join()
+            self._reductions.join()
+
+
+class NcclRoute(StreamRoute):
+    """Communicators for gathers and reductions, which average where they know `ReduceOp.AVG`."""
 
     def __init__(
         self,
@@ -51,16 +66,10 @@ class NcclRoute(Route):
         *,
         averages: bool = True,
     ) -> None:
-        super().__init__(groups[0], reporter)
+        super().__init__(groups[0], streams, reporter)
         self._reduce_group = groups[1]
-        self._gathers, self._reductions = streams
         # The mean of one is itself. NCCL before 2.29.7 leaves out the end of a small AVG over one rank (nccl#1950).
         self._averages = averages and self.size > 1
-
-    def wait_for_readers(self, unit: int | None = None) -> None:
-        if unit is None:  # a unit has arrived when all has been sent, too
-            self._gathers.join()
-            self._reductions.join()
 
     def gather(self, whole: Shards, cut: Cut, own: Tensor | None) -> Hop:
         flat, pieces = whole.at(cut.whole), whole.pieces(cut)

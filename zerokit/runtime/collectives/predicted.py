@@ -16,28 +16,15 @@ from torch import Tensor
 from zerokit.layout import Cut
 from zerokit.placement import Mesh
 from zerokit.runtime.collectives.groups import imagine_axes
-from zerokit.runtime.collectives.nccl import NcclCollectives
-from zerokit.runtime.collectives.route import Hop, Kind, Parcels, Route, Wire
+from zerokit.runtime.collectives.nccl import NcclCollectives, StreamRoute
+from zerokit.runtime.collectives.route import Hop, Kind, Parcels, Wire
 from zerokit.runtime.collectives.stalls import StallReporter
 from zerokit.runtime.collectives.streams import CudaStream, Launch, Operation
 from zerokit.runtime.shards import Shards
 
 
-class PredictedRoute(Route):
+class PredictedRoute(StreamRoute):
     """An axis of which this process is the only rank that exists: the device does its part, on the side streams."""
-
-    name = "nccl"
-
-    def __init__(
-        self, group: dist.ProcessGroup, streams: tuple[CudaStream, CudaStream], reporter: StallReporter
-    ) -> None:
-        super().__init__(group, reporter)
-        self._gathers, self._reductions = streams
-
-    def wait_for_readers(self, unit: int | None = None) -> None:
-        if unit is None:
-            self._gathers.join()
-            self._reductions.join()
 
     def gather(self, whole: Shards, cut: Cut, own: Tensor | None) -> Hop:
         name, reads = Kind.ALL_GATHER.of(whole.unit.index), [] if own is None else [own]
